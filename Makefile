@@ -1,0 +1,38 @@
+PYTHON ?= python3
+VENV ?= .venv
+WORKERS ?= auto
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: env check test laws format clean
+.DEFAULT_GOAL := test
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "installing into $(VENV): minutes the first time"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+check: env
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(PYTEST) -q tests/test_imports.py
+	$(BIN)/python tools/check_sizes.py
+
+test: env
+	$(PYTEST) -n $(WORKERS)
+
+laws: env
+	$(PYTEST) -n $(WORKERS) -m laws
+
+format: env
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find src tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,19 @@
+"""What every test starts from: the same seed, one thread, reproducible hypothesis examples."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+# A busy machine must not fail a test, so nothing here is timed.
+settings.register_profile(
+    "kvant", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kvant")
+
+# Tests run side by side and their tensors are small: more threads would only wait for each other.
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)

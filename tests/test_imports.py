@@ -1,0 +1,174 @@
+"""The import rule of docs/architecture.md: a module imports from its own rank or from below."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
+
+# Lowest first. A name with a slash is a folder, the others are single modules. Modules of one
+# rank may import each other; folders of one rank may not.
+RANKS = (
+    "contracts errors recipes sizes",
+    "frames/ retention/",
+    "codecs/",
+    "arenas/ attention/",
+    "layers/",
+    "cache files formats functional headers options planner sequences spec",
+    "hf/ demo/",
+    "generate/",
+    "bench/ eval/",
+    "cli/",
+)
+PLACES = {name: rank for rank, names in enumerate(RANKS) for name in names.split()}
+RANK = {name.rstrip("/"): rank for name, rank in PLACES.items()}
+FOLDERS = {name.rstrip("/") for name in PLACES if name.endswith("/")}
+KNOWN = [[], *([name] for name in RANK)]  # what may follow "kvant."
+HOST = RANK["hf"]  # from here up transformers may be imported
+
+
+class Import(NamedTuple):
+    target: str  # dotted and absolute; `from a import b` is a.b
+    line: int
+    nested: bool  # inside a function: happens only when called
+
+
+class Collector(ast.NodeVisitor):
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self.depth = 0
+        self.found: list[Import] = []
+
+    def add(self, target: str, node: ast.stmt) -> None:
+        self.found.append(Import(target, node.lineno, self.depth > 0))
+
+    def visit_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            self.add(alias.name, node)
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        parts = self.package.split(".")[: 1 - node.level or None] if node.level else []
+        base = ".".join([*parts, *([node.module] if node.module else [])])
+        for alias in node.names:
+            self.add(f"{base}.{alias.name}", node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        self.depth += 1
+        self.generic_visit(node)
+        self.depth -= 1
+
+    visit_AsyncFunctionDef = visit_FunctionDef
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def fault(module: str, found: Import) -> str | None:
+    """What is wrong with this import in `module` ("kvant.codecs.affine"), if anything."""
+    root, *path = found.target.split(".")
+    here = module.split(".")[1:]
+    rank = RANK[here[0]] if here else None  # None: kvant/__init__.py, above all
+    if root == "triton" and not found.nested:
+        return "triton is optional: import it inside the function that needs it"
+    if root == "transformers" and (rank is None or rank < HOST):
+        return "only hf and what stands above it may import transformers"
+    if root != "kvant" or rank is None:
+        return None
+    if not path or path[0] not in RANK:
+        return "not a module of RANKS: import from the module that defines the name"
+    for depth, part in enumerate(path):
+        if is_private(part) and path[:depth] != here[:depth]:
+            return f"{part} is private to kvant.{'.'.join(path[:depth])}"
+    if path[0] == here[0] or RANK[path[0]] < rank:
+        return None
+    if RANK[path[0]] > rank:
+        return f"{path[0]} stands above {here[0]}"
+    if {path[0], here[0]} & FOLDERS:
+        return f"{path[0]} and {here[0]} are folders of one rank"
+    return None
+
+
+def faults(module: str, source: str, is_package: bool = False) -> list[str]:
+    collector = Collector(module if is_package else module.rpartition(".")[0])
+    collector.visit(ast.parse(source))
+    pairs = [(found, fault(module, found)) for found in collector.found]
+    return [f"{module}:{found.line}: {found.target}: {why}" for found, why in pairs if why]
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_every_module_has_a_rank() -> None:
+    unknown = []
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT).parts
+        name = f"{parts[0]}/" if len(parts) > 1 else path.stem
+        if name not in ("__init__", *PLACES):
+            unknown.append(name)
+    assert not unknown, (
+        f"no rank for {sorted(set(unknown))}: say in RANKS of {Path(__file__).name}, and in "
+        "docs/architecture.md, where it stands"
+    )
+
+
+def test_imports_go_downward() -> None:
+    found = [
+        line
+        for path in sorted(ROOT.rglob("*.py"))
+        if (name := module_name(path)).split(".")[1:2] in KNOWN
+        for line in faults(name, path.read_text(encoding="utf-8"), path.stem == "__init__")
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "why"),
+    [
+        ("kvant.codecs.affine", "from kvant.layers import attention", "above"),
+        ("kvant.codecs.affine", "def f():\n  import kvant.cache", "above"),
+        ("kvant.codecs.affine", "from ..cache import Cache", "above"),
+        ("kvant.codecs.affine", "from .. import cache", "above"),
+        ("kvant.arenas.buffer", "from kvant.codecs._bits import pack", "private"),
+        ("kvant.arenas.buffer", "from kvant.codecs import _bits", "private"),
+        ("kvant.attention.mask", "from .native import _loader", "private"),
+        ("kvant.cache", "import transformers.cache_utils", "hf"),
+        ("kvant", "from transformers import Cache", "hf"),
+        ("kvant.attention.triton.kernel", "import triton.language as tl", "optional"),
+        ("kvant.layers.attention", "from kvant import Cache", "defines the name"),
+        ("kvant.layers.attention", "import kvant", "defines the name"),
+    ],
+)
+def test_the_rule_refuses(module: str, source: str, why: str) -> None:
+    found = faults(module, source)
+    assert len(found) == 1
+    assert why in found[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("kvant.codecs.affine", "from kvant.codecs import _bits\nfrom ._bits import pack"),
+        ("kvant.codecs.affine", "from kvant import errors\nfrom ..contracts import Field"),
+        ("kvant.sizes", "from kvant.errors import SpecError"),
+        ("kvant.cache", "from kvant.spec import parse\nfrom kvant.layers import attention"),
+        ("kvant.attention.triton.kernel", "def f():\n  import triton"),
+        ("kvant.attention.native", "from kvant.attention.mask import visible"),
+        ("kvant.hf.cache", "from transformers import Cache\nfrom kvant.cache import Cache as Own"),
+        ("kvant.cli.run", "def f():\n  import transformers"),
+        ("kvant", "from .cli import main\nfrom kvant.cache import Cache"),
+    ],
+)
+def test_the_rule_allows(module: str, source: str) -> None:
+    assert faults(module, source, is_package=module in ("kvant", "kvant.attention.native")) == []
+
+
+def test_importing_kvant_does_not_import_transformers() -> None:
+    code = "import kvant, sys; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,76 @@
+"""Prints how long the files of src/kvant are; fails when a file or a function is too long."""
+
+import ast
+import sys
+from pathlib import Path
+from statistics import median, quantiles
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
+MAX_FILE = 300  # what one reads in a sitting
+MAX_FUNCTION = 60  # a screen
+
+# "layers/attention.py" or "layers/attention.py:Class.method" -> why it may be longer.
+ALLOWED: dict[str, str] = {}
+
+
+class Size(NamedTuple):
+    name: str
+    lines: int
+
+
+def functions(tree: ast.AST, prefix: str) -> list[Size]:
+    """Every function below `tree`, methods and inner functions included."""
+    found: list[Size] = []
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found += functions(node, prefix)
+            continue
+        name = prefix + node.name
+        if not isinstance(node, ast.ClassDef):
+            assert node.end_lineno is not None
+            found.append(Size(name, node.end_lineno - node.lineno + 1))
+        found += functions(node, name + ".")
+    return found
+
+
+def p90(lines: list[int]) -> int:
+    return round(quantiles(lines, n=10, method="inclusive")[-1]) if len(lines) > 1 else lines[0]
+
+
+def summary(what: str, sizes: list[Size], limit: int) -> str:
+    lines = [size.lines for size in sizes]
+    return f"{what:10}{len(lines):>6}{median(lines):>9.0f}{p90(lines):>6}{max(lines):>6}{limit:>8}"
+
+
+def main() -> int:
+    files: list[Size] = []
+    every: list[Size] = []
+    print(f"{'lines':>6}{'longest function':>18}  file")
+    for path in sorted(ROOT.rglob("*.py")):
+        name = path.relative_to(ROOT).as_posix()
+        source = path.read_text(encoding="utf-8")
+        own = functions(ast.parse(source, name), f"{name}:")
+        files.append(Size(name, len(source.splitlines())))
+        every += own
+        print(f"{files[-1].lines:>6}{max((f.lines for f in own), default=0):>18}  {name}")
+    if not files:
+        print(f"no files in {ROOT}", file=sys.stderr)
+        return 1
+
+    print(f"\n{'':10}{'count':>6}{'median':>9}{'p90':>6}{'max':>6}{'limit':>8}")
+    print(summary("files", files, MAX_FILE))
+    if every:
+        print(summary("functions", every, MAX_FUNCTION))
+
+    limits = [(size, MAX_FILE) for size in files] + [(size, MAX_FUNCTION) for size in every]
+    long = {size.name: (size.lines, limit) for size, limit in limits if size.lines > limit}
+    errors = [f"{n}: {long[n][0]} lines, at most {long[n][1]}" for n in long if n not in ALLOWED]
+    errors += [f"{name}: allowed to be longer, but is not" for name in ALLOWED if name not in long]
+    for error in errors:
+        print(error, file=sys.stderr)
+    return 1 if errors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,298 @@
+"""The nouns of kvant: read this first.
+
+Three sentences carry the design.
+
+1. The tokens of a layer live in pages of P rows. The newest pages are open: dense, private,
+   written to. Older ones are sealed: encoded once and never changed again.
+2. A codec seals a page; a retention rule says which rows may go. Neither knows the other.
+3. Attention receives rows with their positions, and derives every mask from positions.
+
+A row is one head's key or value for one token. Rows come as [B, H, T, D]. A column is the index
+of a token in the padded batch; its position in sequence b is `column - start[b]`, so padding has
+negative positions. Sequences that are not padded have one index for both.
+
+This module holds protocols and plain values; recipes.py says how a cache is described. It knows
+no codec, no layer, no backend.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Fields = Mapping[str, Tensor]
+Order = Literal["BHTD", "BTHD"]
+
+
+class Frame(Protocol):
+    """The invertible map A, over the last dimension, that rows are stored under.
+
+    `rows(k) . queries(q) == k . q`, and `outputs(rows(v)) == v`: kernels never see a frame.
+    """
+
+    def rows(self, x: Tensor) -> Tensor:
+        """A x, for keys and values [..., H, T, D] on their way in."""
+
+    def queries(self, q: Tensor) -> Tensor:
+        """A^-T q, for queries [..., H * group, T, D]."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """A^-1 x, for whatever leaves: attention outputs, and rows that are read back."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One named part of a sealed page: `width` values a row, or once a page."""
+
+    dtype: torch.dtype | None  # None: whatever the rows come in
+    width: int
+    per_page: bool = False
+
+    def height(self, page: int) -> int:
+        return 1 if self.per_page else page
+
+
+class Codec(Protocol):
+    """Seals pages of dense rows into named fields and opens them again; a frozen dataclass.
+
+    Rows arrive framed. `seal` is deterministic and page by page: leading dimensions are
+    independent, so any pages may be sealed in any order and together.
+    """
+
+    @property
+    def frame(self) -> Frame: ...
+    @property
+    def exact(self) -> bool:
+        """Sealing changes no byte: then pages need not be sealed at all."""
+        return False
+
+    @property
+    def tail(self) -> int:
+        """How many of the last rows are seen dense unless the spec says otherwise."""
+        return 0
+
+    def fields(self, dim: int) -> Mapping[str, Field]:
+        """What a page of rows of `dim` values becomes. Refuses a `dim` it cannot store."""
+
+    def seal(self, rows: Tensor) -> Fields:
+        """[..., P, dim] -> {name: [..., P or 1, width]}."""
+
+    def open(self, fields: Fields) -> Tensor:
+        """The rows again, [..., P, dim], in float32 (raw rows: as they are)."""
+
+
+class Retention(Protocol):
+    """Says, from integers alone, which rows must stay."""
+
+    @property
+    def window(self) -> int | None:
+        """How many of the last rows a query sees; None: all."""
+
+    @property
+    def sinks(self) -> int:
+        """How many of the first rows of a sequence always stay, dense."""
+
+    def keep(self, length: int) -> int:
+        """The first row, sinks aside, that must stay once `length` tokens were seen."""
+
+    def reachable(self, to: int, first: int) -> int:
+        """The longest length <= `to` that rows from `first` on can still serve."""
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys a query sees, as a rule over positions."""
+
+    causal: bool = True
+    window: int | None = None
+    sinks: int = 0
+    chunk: int | None = None  # a query sees its own block of `chunk` positions only
+
+
+class Tiles(Protocol):
+    """How the bytes of a sealed page lie in memory. Only an arena and a backend know of it."""
+
+    def pack(self, field: Tensor) -> Tensor:
+        """[..., rows, width] in canonical order -> the same shape and bytes, rearranged."""
+
+    def unpack(self, field: Tensor) -> Tensor: ...
+
+
+class Arena(Protocol):
+    """Where units (pages, or single rows) of one layer live, numbered from 0 on."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated. What is reserved but never touched does not count."""
+
+    def allocate(self, first: int, live: int, stop: int) -> None:
+        """Make room for units [first, stop), keeping what [first, live) holds."""
+
+    def tensors(self, first: int, stop: int) -> Fields:
+        """Units [first, stop) without a copy."""
+
+    def share(self, first: int, stop: int) -> Arena:
+        """An arena with the same units, independent of this one from now on."""
+
+    def release(self, first: int, stop: int) -> Arena:
+        """Only [first, stop) is still needed: this arena, or a smaller one."""
+
+
+@dataclass
+class Tally:
+    """What happened to one layer, for `stats()`."""
+
+    appends: int = 0
+    rewinds_exact: int = 0
+    rewinds_decoded: int = 0
+    attended: Counter[str] = field(default_factory=Counter)  # backend -> calls
+    sealed: Counter[str] = field(default_factory=Counter)  # backend -> pages
+
+    def add(self, other: Tally) -> None:
+        self.appends += other.appends
+        self.rewinds_exact += other.rewinds_exact
+        self.rewinds_decoded += other.rewinds_decoded
+        self.attended += other.attended
+        self.sealed += other.sealed
+
+
+@dataclass(frozen=True)
+class Side:
+    """The keys, or the values, of a view, in the frame of their codec."""
+
+    codec: Codec
+    sealed: Fields  # name: [slots, H, P or 1, width]
+    dense: Tensor  # [B, H, n, D]: columns [dense_from, length)
+    sinks: Tensor  # [B, H, S, D]: positions [0, S)
+
+
+@dataclass(frozen=True)
+class View:
+    """Pages and positions of one layer as attention may read them, until its next append.
+
+    Sealed page `first_page + i` of sequence b lies in slot `page_table[b, i]`. A column may be
+    both sealed and dense; which of the two a query at column p sees is said by `seam(p)`.
+    The parts never come and go, they may be empty. Positions below `sinks.shape[2]` are to be
+    read from the sinks and nowhere else.
+    """
+
+    keys: Side
+    values: Side
+    page_table: Tensor  # [B, n]
+    start: Tensor  # [B]: columns of left padding
+    length: Tensor  # [B]: columns in all
+    mask: Mask
+    columns: int  # the largest length, known without asking the device
+    padding: int  # the largest start, likewise
+    page: int
+    tail: int
+    dense_until: int  # a query with fewer tokens than this up to itself sees nothing sealed
+    first_page: int
+    dense_from: int
+    own_from: int  # from this column on rows are dense to every query (prefill="dense")
+    value_dim: int  # output channels
+    tiles: Tiles | None
+    tally: Tally
+
+    def seam(self, query: int) -> int:
+        """The column below which a query at column `query` sees sealed rows, else dense."""
+        if self.page_table.shape[1] == 0 or query + 1 < self.dense_until:
+            return 0
+        due = max(0, query + 1 - self.tail) // self.page * self.page
+        return min(due, self.own_from)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a backend; queries are already in the frame of the keys."""
+
+    q: Tensor  # [B, H * group, T, D]: the last T columns of the view
+    scale: float
+    mask: Mask | Tensor
+    softcap: float | None = None
+    sink_logits: Tensor | None = None  # [H * group]: learned logits that lead nowhere
+
+
+class Backend(Protocol):
+    """One way to seal pages and to compute attention over a view."""
+
+    name: str
+
+    def supports(self, view: View, request: Request | None = None) -> str | None:
+        """None, or the reason why this view (and this request) is not read here."""
+
+    def seal(self, codec: Codec, rows: Tensor) -> Fields | None:
+        """What `codec.seal` would give, or None where this backend does not seal the codec."""
+
+    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor]:
+        """Outputs [B, H * group, T, D] in the frame of the values, and log-sum-exp [B, H, T]."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that a layer or a cache remembers, as tensors (canonical rows) and integers."""
+
+    tensors: Fields
+    numbers: Mapping[str, int]
+
+
+class Ledger(Protocol):
+    """Told by a state of each append, so that layers commit together."""
+
+    def opening(self, state: LayerState) -> None: ...
+    def closing(self, state: LayerState) -> None: ...
+
+
+class LayerState(Protocol):
+    """What one model layer remembers of the tokens so far.
+
+    What `append` takes and `read` gives is each kind's own: rows, or the state of a recurrence.
+    """
+
+    ledger: Ledger
+
+    @property
+    def length(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def max_held(self) -> int | None: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def nbytes_used(self) -> int: ...
+    @property
+    def tally(self) -> Tally: ...
+    def append(self, *args: Any, **kwargs: Any) -> Any: ...
+    def read(self, *args: Any, **kwargs: Any) -> Any: ...
+    def reachable(self, to: int) -> int:
+        """The longest length <= `to` that `rewind` can serve."""
+
+    def rewind(self, to: int) -> None: ...
+    def checkpoint(self) -> None:
+        """Make the present length one to come back to, where that takes a copy."""
+
+    def commit(self) -> None:
+        """Keep the last append: forget how to undo it, let go what it made superfluous."""
+
+    def rollback(self) -> None:
+        """Undo the append or the restore since the last commit, exactly."""
+
+    def snapshot(self) -> Snapshot: ...
+    def exposed(self) -> Snapshot:
+        """A snapshot that may share memory: for who reads it before anything else happens."""
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Become what the snapshot holds, in memory of its own, or raise and stay."""
+
+    def fork(self) -> LayerState: ...
+    def select(self, index: Tensor) -> None: ...
+    def reset(self) -> None: ...
+    def clear(self) -> None: ...

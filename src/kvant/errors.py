@@ -1,0 +1,29 @@
+"""The exception tree. Every message gives the value, the limit and the way out."""
+
+
+class CacheError(Exception):
+    """Anything kvant refuses to do. What it was asked of is left unchanged."""
+
+
+class SpecError(CacheError, ValueError):
+    """A spec that cannot be read, or that contradicts itself."""
+
+
+class CapacityError(CacheError):
+    """More tokens than a fixed capacity has room for."""
+
+
+class RewindError(CacheError):
+    """A length that a layer cannot go back to."""
+
+
+class SnapshotMismatch(CacheError, ValueError):
+    """A snapshot of another cache, or one whose parts do not fit together."""
+
+
+class CacheFileError(CacheError, ValueError):
+    """A file that is not a kvant cache, is damaged, or is of another version."""
+
+
+class UnsupportedView(CacheError):
+    """A view that the backend asked for by name does not read."""

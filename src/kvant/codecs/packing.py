@@ -1,0 +1,70 @@
+"""Codes of a few bits in whole bytes, with none wasted.
+
+A width is a sum of planes of 8, 4, 2 or 1 bits: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2. The first plane
+holds the low-order bits, the second the high-order ones, one plane after the other.
+
+In a plane of w-bit parts a byte holds m = 8 / w of them. Channels are interleaved within blocks of
+gcd(dim, 32): byte e of a block holds channels e, e + block / m, e + 2 block / m, ..., the first in
+the lowest bits. So a vector register of bytes, masked, is a run of neighbouring channels.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from kvant.codecs.checks import check_dim
+
+PLANES: dict[int, tuple[int, ...]] = {
+    2: (2,),
+    3: (2, 1),
+    4: (4,),
+    5: (4, 1),
+    6: (4, 2),
+    8: (8,),
+}
+BLOCK = 32  # channels: a nibble plane then has 16 bytes a block, the narrowest vector register
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """uint8 codes below 2**bits, [..., dim] -> uint8 [..., dim * bits / 8]."""
+    check_dim(codes.shape[-1])
+    planes = []
+    shift = 0
+    for width in PLANES[bits]:
+        planes.append(_pack_plane(codes >> shift & (1 << width) - 1, width))
+        shift += width
+    return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+
+
+def unpack(packed: Tensor, bits: int) -> Tensor:
+    """uint8 [..., dim * bits / 8] -> uint8 codes [..., dim]."""
+    dim = packed.shape[-1] * 8 // bits
+    check_dim(dim)
+    planes = torch.split(packed, [dim * width // 8 for width in PLANES[bits]], dim=-1)
+    codes = _unpack_plane(planes[0], PLANES[bits][0])
+    shift = PLANES[bits][0]
+    for width, plane in zip(PLANES[bits][1:], planes[1:], strict=True):
+        codes |= _unpack_plane(plane, width) << shift
+        shift += width
+    return codes
+
+
+def _pack_plane(parts: Tensor, width: int) -> Tensor:
+    dim, per_byte = parts.shape[-1], 8 // width
+    block = gcd(dim, BLOCK)
+    lanes = parts.reshape(*parts.shape[:-1], dim // block, per_byte, block // per_byte)
+    packed = lanes[..., 0, :].clone()
+    for i in range(1, per_byte):
+        packed |= lanes[..., i, :] << width * i
+    return packed.flatten(-2)
+
+
+def _unpack_plane(packed: Tensor, width: int) -> Tensor:
+    per_byte, size = 8 // width, packed.shape[-1]
+    step = gcd(size * per_byte, BLOCK) // per_byte
+    lanes = packed.reshape(*packed.shape[:-1], size // step, step)
+    parts = [lanes >> width * i & (1 << width) - 1 for i in range(per_byte)]
+    return torch.stack(parts, dim=-2).flatten(-3)

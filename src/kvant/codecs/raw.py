@@ -1,0 +1,33 @@
+"""Rows kept as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvant.codecs.checks import check_dim
+from kvant.contracts import Field, Fields, Frame
+from kvant.frames.identity import Identity
+
+
+@dataclass(frozen=True)
+class Raw:
+    """One field, the rows themselves, in the dtype they come in."""
+
+    name: ClassVar[str] = "raw"
+    frame: ClassVar[Frame] = Identity()
+    exact: ClassVar[bool] = True
+    tail: ClassVar[int] = 0
+
+    def fields(self, dim: int) -> Mapping[str, Field]:
+        check_dim(dim, multiple=1)
+        return {"rows": Field(None, dim)}
+
+    def seal(self, rows: Tensor) -> Fields:
+        return {"rows": rows}
+
+    def open(self, fields: Fields) -> Tensor:
+        return fields["rows"]

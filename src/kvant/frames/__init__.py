@@ -1,0 +1,16 @@
+"""The invertible maps that rows are stored under, by the name they have on disk."""
+
+from kvant.contracts import Frame
+from kvant.frames.diagonal import Diagonal
+from kvant.frames.hadamard import Rotation
+from kvant.frames.identity import Identity
+from kvant.frames.product import Product
+
+FRAMES: dict[str, type[Frame]] = {
+    "identity": Identity,
+    "rotation": Rotation,
+    "diagonal": Diagonal,
+    "product": Product,
+}
+
+__all__ = ["FRAMES", "Diagonal", "Identity", "Product", "Rotation"]

@@ -1,0 +1,65 @@
+"""A scale for each channel, which evens out channels that are large in every row.
+
+The scale belongs to a model and is stored with its spec. It is never fitted to a sequence, or
+sealed pages could not be shared between sequences.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+# Scale and reciprocal both stay normal numbers in float32.
+SMALLEST, LARGEST = 1e-30, 1e30
+
+
+@dataclass(frozen=True)
+class Diagonal:
+    """A = diag(scale): one tuple of channels per KV head, or a single one for all heads."""
+
+    scale: tuple[tuple[float, ...], ...]
+    name: ClassVar[str] = "diagonal"
+
+    def __post_init__(self) -> None:
+        widths = {len(head) for head in self.scale}
+        if len(widths) != 1 or 0 in widths:
+            raise ValueError(
+                f"scale has heads of {sorted(widths)} channels; every head needs the same number"
+            )
+        for value in (value for head in self.scale for value in head):
+            if not (math.isfinite(value) and SMALLEST <= abs(value) <= LARGEST):
+                raise ValueError(
+                    f"scale has the value {value}; magnitudes must lie in [{SMALLEST}, {LARGEST}]"
+                )
+
+    def rows(self, x: Tensor) -> Tensor:
+        return (x * self._factors(x)).to(x.dtype)
+
+    def queries(self, q: Tensor) -> Tensor:
+        return (q / self._factors(q)).to(q.dtype)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return self.queries(x)
+
+    @cached_property
+    def _table(self) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.tensor(self.scale, dtype=torch.float64).unsqueeze(1)
+
+    def _factors(self, x: Tensor) -> Tensor:
+        """[H * group, 1, D] for x of [..., H * group, T, D]: a KV head's queries lie together."""
+        heads, dim = len(self.scale), len(self.scale[0])
+        if x.shape[-1] != dim:
+            raise ValueError(f"rows have {x.shape[-1]} channels; this scale has {dim}")
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        factors = self._table.to(x.device, dtype)
+        if heads == 1:
+            return factors
+        if x.shape[-3] % heads:
+            raise ValueError(f"{x.shape[-3]} heads are no multiple of the {heads} of this scale")
+        return factors.repeat_interleave(x.shape[-3] // heads, dim=0)

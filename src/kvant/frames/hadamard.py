@@ -1,0 +1,103 @@
+"""A signed fast Hadamard transform: it spreads an outlier evenly over the channels of its row.
+
+A = H diag(s) / sqrt(n), with signs s that depend on (seed, dim) alone. A dim that is no power of
+two falls into blocks, the largest first (80 = 64 + 16), each rotated on its own. A is orthogonal.
+
+The result for a row is the same, bit for bit, whatever rows lie beside it: the butterfly is
+elementwise additions in one fixed order, neighbours first. It knows no head and no position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Computes in float32 (float64 for float64) and rounds once, to the dtype that came."""
+
+    seed: int = 0
+    name: ClassVar[str] = "rotation"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise ValueError(f"seed is {self.seed!r}; it must be an integer")
+        if not 0 <= self.seed <= MASK:
+            raise ValueError(f"seed is {self.seed}; it must lie in [0, 2**64)")
+
+    def rows(self, x: Tensor) -> Tensor:
+        wide = _wide(x)
+        return _transformed(wide * self._signs(wide)).to(x.dtype)
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.rows(q)
+
+    def outputs(self, x: Tensor) -> Tensor:
+        wide = _wide(x)
+        return (_transformed(wide) * self._signs(wide)).to(x.dtype)
+
+    def _signs(self, x: Tensor) -> Tensor:
+        return _scaled_signs(self.seed, x.shape[-1], x.dtype, x.device)
+
+
+def blocks(dim: int) -> list[int]:
+    """The powers of two that `dim` is made of, largest first."""
+    return [1 << bit for bit in reversed(range(dim.bit_length())) if dim >> bit & 1]
+
+
+def signs(seed: int, dim: int) -> list[int]:
+    """`dim` values of +1 or -1: the top bits of a SplitMix64 stream started at (seed, dim).
+
+    Files depend on this stream; it must never change.
+    """
+    stream = splitmix64(next(splitmix64(seed)) + dim)
+    return [1 if next(stream) >> 63 else -1 for _ in range(dim)]
+
+
+def splitmix64(state: int) -> Iterator[int]:
+    """Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)."""
+    while True:
+        state = (state + GOLDEN) & MASK
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        yield z ^ (z >> 31)
+
+
+@lru_cache(maxsize=256)
+def _scaled_signs(seed: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    sizes = [size for size in blocks(dim) for _ in range(size)]
+    values = [s * size**-0.5 for s, size in zip(signs(seed, dim), sizes, strict=True)]
+    # A tensor born in inference mode could not be used where gradients are recorded.
+    with torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def _transformed(x: Tensor) -> Tensor:
+    """H x, block by block."""
+    sizes = blocks(x.shape[-1])
+    parts = [_butterfly(part) for part in torch.split(x, sizes, dim=-1)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def _butterfly(x: Tensor) -> Tensor:
+    size = x.shape[-1]
+    # The product with +-1 is exact, so one fused operation serves for sum and difference.
+    sign = x.new_tensor([[1.0], [-1.0]])
+    y = x.reshape(-1, size)
+    for _ in range(size.bit_length() - 1):
+        even, odd = y.view(-1, 1, size // 2, 2).unbind(-1)
+        y = torch.addcmul(even, odd, sign)
+    return y.view(x.shape)

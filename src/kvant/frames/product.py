@@ -1,0 +1,33 @@
+"""Several frames one after another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from kvant.contracts import Frame
+
+
+@dataclass(frozen=True)
+class Product:
+    """A = A_n ... A_1: the first frame meets the rows first, and leaves them last."""
+
+    frames: tuple[Frame, ...]
+    name: ClassVar[str] = "product"
+
+    def rows(self, x: Tensor) -> Tensor:
+        for frame in self.frames:
+            x = frame.rows(x)
+        return x
+
+    def queries(self, q: Tensor) -> Tensor:
+        for frame in self.frames:
+            q = frame.queries(q)
+        return q
+
+    def outputs(self, x: Tensor) -> Tensor:
+        for frame in reversed(self.frames):
+            x = frame.outputs(x)
+        return x

@@ -1,0 +1,165 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kvant.codecs import Affine
+
+LIMIT = 65504.0
+WIDTHS = (2, 3, 4, 5, 6, 8)
+widths = pytest.mark.parametrize("bits", WIDTHS)
+
+
+def row_nbytes(codec: Affine, dim: int) -> int:
+    return sum(field.dtype.itemsize * field.width for field in codec.fields(dim).values())
+
+
+def error(codec: Affine, rows: Tensor) -> float:
+    return float((codec.open(codec.seal(rows)) - rows).square().mean())
+
+
+def assert_within_half_a_step(codec: Affine, rows: Tensor) -> None:
+    sealed = codec.seal(rows)
+    step = sealed["scale"].double().repeat_interleave(codec.group, -1)[..., : rows.shape[-1]]
+    x = rows.double().clamp(-LIMIT, LIMIT)
+    moved = (codec.open(sealed).double() - x).abs()
+    # float32 rounds the quotient, of at most 255, and the sum.
+    assert (moved <= step * (0.5 + 2**-14) + x.abs() * 2**-23).all()
+
+
+@widths
+@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+def test_no_value_moves_by_more_than_half_its_scale(bits: int, dim: int, group: int) -> None:
+    size = torch.logspace(-9, 6, 40)[:, None]
+    shift = torch.randn(40, 1) * torch.logspace(-3, 3, 40)[torch.randperm(40), None]
+    assert_within_half_a_step(Affine(bits, group), torch.randn(5, 40, dim) * size + shift)
+
+
+@given(
+    values=st.lists(st.floats(width=32), min_size=24, max_size=24),
+    bits=st.sampled_from(WIDTHS),
+)
+def test_any_floats_at_all_have_a_defined_outcome(values: list[float], bits: int) -> None:
+    codec = Affine(bits, 16)
+    rows = torch.tensor(values)
+    opened = codec.open(codec.seal(rows))
+    for part in (slice(0, 16), slice(16, 24)):
+        if rows[part].isfinite().all():
+            alone = torch.zeros(16)
+            alone[: len(rows[part])] = rows[part]
+            assert opened[part].isfinite().all()
+        else:
+            assert opened[part].isnan().all()
+    rows = torch.where(opened.isnan(), 0.0, rows)
+    assert_within_half_a_step(codec, rows)
+
+
+@widths
+def test_the_scale_is_no_larger_than_the_range_needs(bits: int) -> None:
+    rows = torch.randn(200, 64)
+    sealed = Affine(bits, 64).seal(rows)
+    low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
+    bias = sealed["bias"].float()
+    assert (bias <= low).all() and (bias >= low - low.abs() * 2**-10).all()
+    need = (high - bias) / (2**bits - 1)
+    assert (sealed["scale"] >= need).all() and (sealed["scale"] <= need * (1 + 2**-9)).all()
+
+
+@widths
+@pytest.mark.parametrize("value", [1.0, 0.1, -3.3, 1e-3, 12345.678, -65504.0, 65504.0, 7e-5])
+def test_a_constant_group_opens_within_float16(bits: int, value: float) -> None:
+    codec = Affine(bits, 32)
+    opened = codec.open(codec.seal(torch.full((3, 64), value)))
+    assert (opened - value).abs().max() <= max(abs(value) * 2**-11, 2**-24)
+    exact = float(torch.tensor(value).half())
+    assert codec.open(codec.seal(torch.full((3, 64), exact))).eq(exact).all()
+
+
+@pytest.mark.parametrize("channel", [0, 31, 32, 79])
+def test_only_the_group_of_a_nan_is_lost(channel: int) -> None:
+    rows = torch.randn(3, 80)
+    rows[1, channel] = torch.nan
+    codec = Affine(4, 32)
+    lost = codec.open(codec.seal(rows)).isnan()
+    first = channel // 32 * 32
+    assert lost[1].nonzero().flatten().tolist() == list(range(first, min(first + 32, 80)))
+    assert lost.sum() == lost[1].sum()
+
+
+def test_a_short_last_group_has_a_scale_of_its_own() -> None:
+    rows = torch.cat((torch.randn(9, 64) * 100, torch.randn(9, 16)), dim=-1)
+    codec = Affine(8, 64)
+    assert codec.fields(80)["scale"].width == 2
+    moved = (codec.open(codec.seal(rows)) - rows).abs()
+    assert moved[:, :64].max() > 0.1 > 0.02 > moved[:, 64:].max()
+    assert codec.fields(32)["scale"].width == 1
+    assert_within_half_a_step(codec, rows[:, :32])
+
+
+@widths
+@pytest.mark.parametrize("group", [16, 32, 64, 128])
+def test_a_row_takes_bits_for_values_and_32_for_each_group(bits: int, group: int) -> None:
+    for dim in (64, 80, 128, 192, 256):
+        groups = (dim + group - 1) // group
+        assert row_nbytes(Affine(bits, group), dim) * 8 == dim * bits + 32 * groups
+
+
+def test_published_sizes_against_bfloat16() -> None:
+    assert row_nbytes(Affine(8, 64), 128) / 256 == 0.53125
+    assert row_nbytes(Affine(4, 32), 128) / 256 == 0.3125
+    codes = [Affine(bits, 32).fields(128)["codes"].width for bits in (8, 4)]
+    assert codes == [128, 64]
+
+
+def test_rows_with_outliers_survive_at_the_size_of_a_real_model() -> None:
+    """8 heads of 128 channels, a spike a head: errors stay within each group's own range."""
+    rows = torch.randn(8, 64, 128)
+    for head in range(8):
+        rows[head, :, 16 * head + 3] = 40.0
+    for bits in WIDTHS:
+        assert_within_half_a_step(Affine(bits, 32), rows)
+
+
+def test_smaller_groups_lose_less_beside_an_outlier() -> None:
+    """Groups of 64 at 4 bits made text degenerate elsewhere, groups of 16 did not."""
+    rows = torch.randn(8, 64, 128)
+    for head in range(8):
+        rows[head, :, 16 * head + 3] = 40.0
+    errors = [error(Affine(4, group), rows) for group in (16, 32, 64, 128)]
+    assert errors == sorted(errors)
+    assert errors[3] > 3 * errors[0]
+    assert error(Affine(8, 64), rows) < errors[0] / 10
+
+
+@widths
+def test_a_bit_more_is_a_quarter_of_the_error(bits: int) -> None:
+    rows = torch.randn(2000, 128)
+    more = error(Affine(min(bits + 1, 8) if bits != 6 else 8, 64), rows)
+    if bits < 8:
+        steps = ((2 ** (bits + (2 if bits == 6 else 1)) - 1) / (2**bits - 1)) ** 2
+        assert error(Affine(bits, 64), rows) / more == pytest.approx(steps, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "expected"),
+    [(2, 32, 0.1544), (2, 128, 0.2507), (3, 64, 0.0370), (4, 32, 0.00612), (4, 64, 0.00804)],
+)
+def test_the_error_on_normal_rows_is_the_known_one(bits: int, group: int, expected: float) -> None:
+    assert error(Affine(bits, group), torch.randn(8000, 128)) == pytest.approx(expected, rel=0.02)
+
+
+@widths
+def test_few_bits_ask_for_a_dense_tail(bits: int) -> None:
+    assert Affine(bits).tail == (0 if bits >= 6 else 128)
+    assert not Affine(bits).exact
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "said"),
+    [(7, 64, "7.*2, 3, 4"), (4.0, 64, "4.0"), (4, 48, "48.*16, 32, 64"), (4, True, "True")],
+)
+def test_other_widths_and_groups_are_refused(bits: int, group: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Affine(bits, group)

@@ -1,0 +1,93 @@
+from itertools import pairwise
+from statistics import NormalDist
+
+import numpy as np
+import pytest
+import torch
+
+from kvant.codecs.levels import boundaries, corrected_mse, levels, mse
+
+BITS = (2, 3, 4)
+DIMS = (8, 64, 80, 128, 256)
+cases = pytest.mark.parametrize(("bits", "dim"), [(b, d) for b in BITS for d in DIMS])
+
+
+def coordinates(rows: int, dim: int) -> torch.Tensor:
+    """Random directions of norm sqrt(dim)."""
+    x = torch.randn(rows, dim, dtype=torch.float64)
+    return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+@cases
+def test_levels_are_sorted_and_symmetric(bits: int, dim: int) -> None:
+    table = levels(bits, dim)
+    assert len(table) == 2**bits
+    assert (np.diff(table) > 0).all()
+    assert np.array_equal(table, -table[::-1])
+    assert abs(table[-1]) < np.sqrt(dim)
+
+
+@cases
+def test_a_boundary_lies_between_its_levels(bits: int, dim: int) -> None:
+    table, between = levels(bits, dim), boundaries(bits, dim)
+    assert len(between) == len(table) - 1
+    assert (table[:-1] < between).all() and (between < table[1:]).all()
+    assert between[len(between) // 2] == 0
+
+
+@cases
+def test_each_level_is_the_mean_of_its_cell(bits: int, dim: int) -> None:
+    """Integrated on another grid than the one the levels were found with."""
+    t = np.linspace(-min(np.sqrt(dim), 14.0), min(np.sqrt(dim), 14.0), 400_001)
+    density = np.maximum(1 - t**2 / dim, 0) ** ((dim - 3) / 2)
+    cell = np.searchsorted(boundaries(bits, dim), t)
+    mass = np.bincount(cell, density)
+    assert np.allclose(np.bincount(cell, density * t) / mass, levels(bits, dim), atol=2e-4)
+    spread = density * (t - levels(bits, dim)[cell]) ** 2
+    assert mse(bits, dim) == pytest.approx(spread.sum() / density.sum(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dim", "known"),
+    [
+        (64, (0.11453, 0.03339, 0.00913)),
+        (128, (0.11600, 0.03397, 0.00931)),
+        (256, (0.11674, 0.03426, 0.00941)),
+        (100_000, (0.11748, 0.03455, 0.00950)),  # the normal distribution
+    ],
+)
+def test_the_error_is_the_published_one(dim: int, known: tuple[float, ...]) -> None:
+    assert [mse(bits, dim) for bits in BITS] == pytest.approx(list(known), abs=1.01e-5)
+
+
+def test_four_bits_beat_a_table_of_equal_probabilities() -> None:
+    """The means of 16 equally likely cells were taken for Lloyd-Max: 2.1 times the error."""
+    normal = NormalDist()
+    edges = [normal.inv_cdf(i / 16) for i in range(1, 16)]
+    density = [0.0, *(normal.pdf(edge) for edge in edges), 0.0]
+    theirs = np.array([16 * (a - b) for a, b in pairwise(density)])
+    t = np.linspace(-9, 9, 200_001)
+    weight = np.exp(-(t**2) / 2)
+    weight /= weight.sum()
+    found = (weight * (t - theirs[np.searchsorted((theirs[1:] + theirs[:-1]) / 2, t)]) ** 2).sum()
+    assert found == pytest.approx(0.0203, abs=1e-4)
+    assert mse(4, 100_000) < found / 2.1
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_expected_errors_are_what_random_directions_show(bits: int, dim: int) -> None:
+    u = coordinates(4_000_000 // dim, dim)
+    table = torch.from_numpy(levels(bits, dim).copy())
+    c = table[torch.bucketize(u, torch.from_numpy(boundaries(bits, dim)))]
+    plain = (u - c).square().mean()
+    corrected = 1 - ((u * c).sum(-1) ** 2 / (dim * c.square().sum(-1))).mean()
+    assert mse(bits, dim) == pytest.approx(float(plain), rel=0.004)
+    assert corrected_mse(bits, dim) == pytest.approx(float(corrected), rel=0.004)
+    gain = mse(bits, dim) - corrected_mse(bits, dim)
+    assert gain == pytest.approx(float(plain - corrected), rel=0.06)
+
+
+def test_nobody_can_write_into_the_table() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        levels(4, 64)[0] = 0

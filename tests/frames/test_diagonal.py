@@ -1,0 +1,51 @@
+import pytest
+import torch
+
+from kvant.frames import Diagonal
+
+
+def test_each_head_has_its_own_row() -> None:
+    frame = Diagonal(((1.0, 2.0), (4.0, -8.0)))
+    x = torch.ones(1, 2, 1, 2)
+    assert frame.rows(x).tolist() == [[[[1, 2]], [[4, -8]]]]
+    assert frame.queries(x).tolist() == [[[[1, 0.5]], [[0.25, -0.125]]]]
+
+
+def test_the_queries_of_a_head_lie_together() -> None:
+    """Heads 0 and 1 ask KV head 0, heads 2 and 3 ask KV head 1."""
+    frame = Diagonal(((1.0,), (4.0,)))
+    x = torch.ones(1, 4, 1, 1)
+    assert frame.queries(x).flatten().tolist() == [1, 1, 0.25, 0.25]
+    assert frame.outputs(x).flatten().tolist() == [1, 1, 0.25, 0.25]
+
+
+def test_one_row_serves_any_number_of_heads() -> None:
+    frame = Diagonal(((2.0, 4.0),))
+    assert frame.rows(torch.ones(3, 5, 1, 2))[2, 4, 0].tolist() == [2, 4]
+    assert frame.outputs(torch.ones(3, 7, 1, 2))[2, 6, 0].tolist() == [0.5, 0.25]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, float("nan"), float("inf"), 1e-40, 1e40])
+def test_a_scale_without_an_inverse_is_refused(value: float) -> None:
+    with pytest.raises(ValueError, match="magnitudes must lie"):
+        Diagonal(((1.0, 1.0), (1.0, value)))
+
+
+@pytest.mark.parametrize("scale", [(), ((),), ((1.0,), (1.0, 2.0))])
+def test_a_scale_that_is_no_table_is_refused(scale: tuple[tuple[float, ...], ...]) -> None:
+    with pytest.raises(ValueError, match="every head needs the same number"):
+        Diagonal(scale)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    frame = Diagonal(((1.0, 2.0), (4.0, 8.0)))
+    with pytest.raises(ValueError, match="3 channels; this scale has 2"):
+        frame.rows(torch.ones(1, 2, 1, 3))
+    with pytest.raises(ValueError, match="3 heads are no multiple of the 2"):
+        frame.rows(torch.ones(1, 3, 1, 2))
+
+
+def test_sixteen_bit_rows_are_multiplied_in_float32() -> None:
+    frame = Diagonal(((1 / 3,),))
+    x = torch.full((1, 1, 1, 1), 3.0, dtype=torch.bfloat16)
+    assert float(frame.rows(x)) == 1.0

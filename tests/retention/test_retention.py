@@ -1,0 +1,72 @@
+"""The rules' arithmetic, against the rows that queries see."""
+
+from dataclasses import fields
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvant.retention import RETENTIONS, All, Window
+
+lengths = st.integers(0, 200)
+
+
+def seen(window: int, query: int) -> list[int]:
+    """Positions that a query sees, sinks aside."""
+    return [key for key in range(query + 1) if query - key < window]
+
+
+@given(lengths, st.integers(1, 50))
+def test_window_keeps_what_the_last_token_and_all_later_ones_see(length: int, window: int) -> None:
+    kept = list(range(Window(window).keep(length), length))
+    last = seen(window, length - 1) if length else []
+    assert kept == last
+    assert {key for key in seen(window, length) if key < length} <= set(kept)
+
+
+@given(lengths, st.integers(1, 50))
+def test_keep_never_falls(length: int, window: int) -> None:
+    assert Window(window).keep(length) <= Window(window).keep(length + 1)
+
+
+def test_a_window_of_three() -> None:
+    assert [Window(3).keep(length) for length in range(7)] == [0, 0, 0, 0, 1, 2, 3]
+
+
+def test_sinks_do_not_move_the_window() -> None:
+    assert [Window(3, sinks=8).keep(length) for length in (2, 5)] == [0, 2]
+
+
+@given(lengths, st.integers(0, 200), st.integers(1, 50))
+def test_window_reaches_the_longest_length_that_rows_serve(
+    to: int, first: int, window: int
+) -> None:
+    rule = Window(window)
+    served = [length for length in range(to + 1) if length == 0 or rule.keep(length) >= first]
+    assert rule.reachable(to, first) == max(served)
+
+
+def test_all_keeps_row_zero_and_reaches_everything_while_it_is_there() -> None:
+    rule = All(sinks=4)
+    assert (rule.window, rule.sinks, rule.keep(1000)) == (None, 4, 0)
+    assert (rule.reachable(70, 0), rule.reachable(70, 1)) == (70, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Window(0), "window=0: at least 1"),
+        (lambda: Window(-3), "window=-3: at least 1"),
+        (lambda: Window(3, -1), "sinks=-1: at least 0"),
+        (lambda: All(-1), "sinks=-1: at least 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_names_are_those_of_the_table_and_no_fields() -> None:
+    for name, rule in RETENTIONS.items():
+        assert rule.name == name
+        assert {item.name for item in fields(rule)} <= {"window", "sinks"}

@@ -1,0 +1,175 @@
+"""The first word of a spec: the codec of the keys of a layer, and that of the values.
+
+    format := side | FAMILY K "v" V | side "/" side
+
+A side is a name in SIDES, or a codec of CODECS that is made without arguments. Words are lower
+case; an unknown one is a SpecError with the nearest that there is. Knows no options but the three
+that codecs are made from, and neither retention nor layers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from reprlib import repr as short
+
+import torch
+
+from kvant.codecs import CODECS, Affine, Codebook
+from kvant.contracts import Codec
+from kvant.errors import SpecError
+from kvant.frames import Identity, Rotation
+
+GROUPS = {8: 64, 6: 64, 5: 32, 4: 32, 3: 32, 2: 16}  # width: values a scale covers
+TURBO_WIDTHS = (4, 3, 2)
+FAMILIES = {"affine": tuple(GROUPS), "turbo": TURBO_WIDTHS, "aura": TURBO_WIDTHS}
+SPELLED_BY_WIDTH = (Affine, Codebook)  # codecs that only FAMILY and width can name
+DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+FORMATS = (
+    "raw, affine2|3|4|5|6|8, turbo2|3|4, two widths (affine8v4), two sides (affine8/turbo3),"
+    " q8_0, q4_0, bf16, f16, f32"
+)
+NOT_YET = {
+    "auto": "needs a probe of the model, which is not there yet; nearest: affine8",
+    "fp8": "is not there yet; nearest: affine8",
+    "smooth": "needs channel scales fitted to the model, which is not there yet; nearest: rotate",
+}
+MAX_LAYERS = 2**19  # rotation seeds then stay below 2**51, which any JSON reader keeps
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The options that codecs are made from."""
+
+    group: int | None = None
+    rotate: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one word says about the keys, or about the values."""
+
+    word: str
+    family: str  # affine, turbo, or a disk name
+    bits: int = 0
+    group: int | None = None  # fixed by an alias
+    dtype: torch.dtype | None = None
+
+    def codec(self, choice: Choice, seed: int) -> Codec:
+        build = BUILDERS.get(self.family)
+        return build(self, choice, seed) if build else CODECS[self.family]()
+
+
+@dataclass(frozen=True)
+class Format:
+    """The keys and the values of a layer."""
+
+    keys: Side
+    values: Side
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return self.keys.dtype or self.values.dtype
+
+    def codecs(self, choice: Choice, layer: int) -> tuple[Codec, Codec]:
+        # No two layers, sides or seeds share a rotation. Heads do: layers may be split by head.
+        seed = (choice.seed * MAX_LAYERS + layer) * 2
+        return self.keys.codec(choice, seed), self.values.codec(choice, seed + 1)
+
+
+def affine(side: Side, choice: Choice, seed: int) -> Codec:
+    group = side.group or choice.group or GROUPS[side.bits]
+    return Affine(side.bits, group, Rotation(seed) if choice.rotate else Identity())
+
+
+def turbo(side: Side, choice: Choice, seed: int) -> Codec:
+    return Codebook(side.bits, frame=Rotation(seed))
+
+
+BUILDERS: dict[str, Callable[[Side, Choice, int], Codec]] = {"affine": affine, "turbo": turbo}
+
+SIDES: dict[str, Side] = {
+    "raw": Side("raw", "raw"),
+    **{f"affine{bits}": Side(f"affine{bits}", "affine", bits) for bits in GROUPS},
+    **{f"turbo{bits}": Side(f"turbo{bits}", "turbo", bits) for bits in TURBO_WIDTHS},
+    **{f"aura{bits}": Side(f"aura{bits}", "turbo", bits) for bits in TURBO_WIDTHS},
+    "aura": Side("aura", "turbo", 4),
+    "q8_0": Side("q8_0", "affine", 8, group=32),
+    "q4_0": Side("q4_0", "affine", 4, group=32),
+    **{word: Side(word, "raw", dtype=dtype) for word, dtype in DTYPES.items()},
+}
+TWO_WIDTHS: dict[str, Format] = {
+    f"{family}{k}v{v}": Format(SIDES[f"{family}{k}"], SIDES[f"{family}{v}"])
+    for family, widths in FAMILIES.items()
+    for k in widths
+    for v in widths
+}
+
+
+def parse_format(word: str) -> Format:
+    """The format that `word` names, or a SpecError with the nearest that there is."""
+    keys, slash, values = word.partition("/")
+    if slash:
+        return both(word, one_side(keys, word), one_side(values, word))
+    if word in TWO_WIDTHS:
+        return TWO_WIDTHS[word]
+    side = one_side(word, word)
+    return Format(side, side)
+
+
+def one_side(name: str, word: str) -> Side:
+    sides = {**SIDES, **plain_codecs()}
+    if name in sides:
+        return sides[name]
+    refuse_not_yet(name.partition(":")[0])
+    if name == word:
+        allowed = ", ".join([FORMATS, *plain_codecs()])
+        near = nearest(name, [*sides, *TWO_WIDTHS])
+        raise SpecError(f"format {short(name)} is not known; allowed: {allowed}; nearest: {near}")
+    raise SpecError(
+        f"format {short(name)} on one side of {short(word)} is not known;"
+        f" allowed: {', '.join(sides)}; nearest: {nearest(name, sides)}"
+    )
+
+
+def both(word: str, keys: Side, values: Side) -> Format:
+    """Rows of both sides are dense in one dtype, so two raw sides must name the same one."""
+    if keys.family == values.family == "raw" and keys.dtype != values.dtype:
+        near = keys.word if keys.dtype else values.word
+        raise SpecError(
+            f"format {short(word)} names two dtypes; allowed: one of raw, {', '.join(DTYPES)}"
+            f" for both sides; nearest: {near}"
+        )
+    return Format(keys, values)
+
+
+def plain_codecs() -> dict[str, Side]:
+    """Codecs that go by their disk name, also those added to CODECS from outside."""
+    return {
+        name: Side(name, name)
+        for name, codec in CODECS.items()
+        if name not in SIDES and codec not in SPELLED_BY_WIDTH and takes_nothing(codec)
+    }
+
+
+def takes_nothing(codec: Callable[..., object]) -> bool:
+    return all(p.default is not p.empty for p in inspect.signature(codec).parameters.values())
+
+
+def refuse_not_yet(word: str) -> None:
+    if word in NOT_YET:
+        raise SpecError(f"{word} {NOT_YET[word]}")
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The name most like `word`, the first of several."""
+    match = SequenceMatcher(b=word[:99].lower())
+
+    def likeness(name: str) -> float:
+        match.set_seq1(name)
+        return match.ratio()
+
+    return max(names, key=likeness)

@@ -1,0 +1,163 @@
+"""The words of a spec after the first, and which of them contradict each other.
+
+    option := NAME | NAME "=" VALUE
+
+OPTIONS gives each name the function that reads its value. Numbers are decimal and end at
+MAX_NUMBER. An option that no format of the spec can follow is an error; one that merely changes
+nothing (a tail of raw rows, more sinks than window) is not. Knows words and numbers, no recipes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
+
+from kvant.errors import SpecError
+from kvant.formats import Format, Side, nearest, parse_format, refuse_not_yet
+
+MAX_NUMBER = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Number:
+    """A whole number from `least` on, a multiple of `multiple`, or one of `among`."""
+
+    least: int = 0
+    multiple: int = 1
+    among: tuple[int, ...] = ()
+
+    def __call__(self, name: str, text: str | None) -> int:
+        digits = re.search("[0-9]{1,10}", text or "")
+        read = int(digits[0]) if digits else max(1, self.least)
+        near = self.nearest(read)
+        if text is None or not digits or digits[0] != text or near != read:
+            got = name if text is None else f"{name}={text}"
+            raise SpecError(f"option {short(got)}: allowed is {self}; nearest: {name}={near}")
+        return read
+
+    def nearest(self, read: int) -> int:
+        if self.among:
+            return min(self.among, key=lambda value: abs(value - read))
+        whole = max(1, round(read / self.multiple)) * self.multiple if read else 0
+        return min(max(whole, self.least), MAX_NUMBER // self.multiple * self.multiple)
+
+    def __str__(self) -> str:
+        if self.among:
+            return "one of " + ", ".join(map(str, self.among))
+        of = f", a multiple of {self.multiple}" if self.multiple > 1 else ""
+        return f"a whole number from {self.least} to {MAX_NUMBER}{of}"
+
+
+def flag(name: str, text: str | None) -> bool:
+    if text is not None:
+        raise SpecError(f"option {short(f'{name}={text}')}: {name} takes no value; nearest: {name}")
+    return True
+
+
+def prefill(name: str, text: str | None) -> str:
+    if text not in ("dense", "stored"):
+        got = name if text is None else f"{name}={text}"
+        near = nearest(text or "dense", ("dense", "stored"))
+        raise SpecError(f"option {short(got)}: allowed is dense or stored; nearest: {name}={near}")
+    return text
+
+
+def edge(name: str, text: str | None) -> tuple[int, Format]:
+    """How many layers at each end, and their format."""
+    number, colon, word = (text or "").partition(":")
+    count = Number()(name, number if text else None)
+    return count, parse_format(word if colon else "affine8")
+
+
+OPTIONS: dict[str, Callable[[str, str | None], Any]] = {
+    "group": Number(among=(16, 32, 64, 128)),
+    "rotate": flag,
+    "window": Number(1),
+    "sinks": Number(),
+    "tail": Number(),
+    "start": Number(),
+    "page": Number(64, multiple=64),
+    "slack": Number(),
+    "prefill": prefill,
+    "step": Number(1),
+    "capacity": Number(1),
+    "edge": edge,
+    "seed": Number(),
+}
+
+
+def parse_option(word: str) -> tuple[str, Any]:
+    """The name of an option and its value."""
+    name, equals, value = word.partition("=")
+    if name in OPTIONS:
+        return name, OPTIONS[name](name, value if equals else None)
+    refuse_not_yet(name)
+    near = nearest(name.strip(), OPTIONS)
+    if near != "rotate":
+        near += f"={short(value.strip())[1:-1] or 'N'}"
+    raise SpecError(
+        f"option {short(word)} is not known; allowed: {', '.join(OPTIONS)};"
+        f" nearest: {near if word else 'no comma there'}"
+    )
+
+
+def parse_options(words: Iterable[str]) -> dict[str, Any]:
+    """Name to value, in the order of `words`."""
+    options: dict[str, Any] = {}
+    for word in words:
+        name, value = parse_option(word)
+        if name in options:
+            raise SpecError(
+                f"option {short(word)} comes after another {name}; allowed: each option once;"
+                f" nearest: {word} alone"
+            )
+        options[name] = value
+    return options
+
+
+def check_choice(options: Mapping[str, Any], formats: Iterable[Format]) -> None:
+    """An option that no side of any format can follow was meant for another spec."""
+    sides = [side for form in formats for side in (form.keys, form.values)]
+    words = "/".join(dict.fromkeys(side.word for side in sides))
+    families = {side.family for side in sides}
+    if "group" in options:
+        check_group(options["group"], sides)
+    if "rotate" in options and "affine" not in families:
+        why = "is rotated already" if "turbo" in families else "has nothing to rotate"
+        raise SpecError(
+            f"option 'rotate': {words} {why}; allowed with affine formats;"
+            f" nearest: {words if 'turbo' in families else 'affine8,rotate'}"
+        )
+    if "seed" in options and "rotate" not in options and "turbo" not in families:
+        raise SpecError(
+            f"option 'seed={options['seed']}': {words} has no rotation to seed; allowed with turbo"
+            " formats and with rotate; nearest: no seed"
+        )
+
+
+def check_group(group: int, sides: Iterable[Side]) -> None:
+    grouped = [side for side in sides if side.family == "affine"]
+    if not grouped:
+        raise SpecError(
+            f"option 'group={group}': this format has no groups; allowed with affine formats;"
+            f" nearest: affine8,group={group}"
+        )
+    for side in grouped:
+        if side.group not in (None, group):
+            raise SpecError(
+                f"option 'group={group}': {side.word} means group {side.group}; allowed with affine"
+                f" formats; nearest: affine{side.bits},group={group}"
+            )
+
+
+def check_room(options: Mapping[str, Any]) -> None:
+    capacity = options.get("capacity", MAX_NUMBER)
+    for name in ("window", "sinks"):
+        if options.get(name, 0) > capacity:
+            raise SpecError(
+                f"option '{name}={options[name]}' with capacity={capacity} can never be filled;"
+                f" allowed: at most the capacity; nearest: {name}={capacity}"
+            )

@@ -1,0 +1,138 @@
+"""The spec language: one string, or one JSON object, names the recipe of every layer.
+
+    spec := format ("," option)*
+
+The words are read in formats.py and options.py, JSON in headers.py; here they become recipes,
+which are checked the same way wherever they come from. Anything unknown, doubled or contradictory
+is a SpecError with what was read, what is allowed and the nearest that is valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from reprlib import repr as short
+from typing import Any
+
+from kvant.errors import SpecError
+from kvant.formats import MAX_LAYERS, Choice, Format, parse_format
+from kvant.headers import KINDS, dumps, loads
+from kvant.options import MAX_NUMBER, OPTIONS, check_choice, check_room, parse_options
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
+from kvant.retention import All, Window
+
+AS_THEY_ARE = ("tail", "start", "page", "slack", "prefill", "step", "capacity")
+LEAST = dict.fromkeys(
+    ("page", "step", "capacity", "chunk", "value_dim", "window", "max_checkpoints"), 1
+)  # others may be 0; that pages are multiples of 64 is asked of text only
+Layers = tuple[Recipe, ...]
+
+
+def as_spec(spec: str | LayerSpec | CacheSpec, num_layers: int) -> CacheSpec:
+    """A spec of `num_layers` layers; a LayerSpec serves all of them as it is."""
+    if isinstance(spec, str):
+        return parse(spec, num_layers)
+    if isinstance(spec, LayerSpec):
+        spec = CacheSpec((spec,) * num_layers)
+    if not isinstance(spec, CacheSpec):
+        raise SpecError(f"{short(spec)} is no spec; allowed: a string, a LayerSpec, a CacheSpec")
+    if len(spec.layers) != num_layers:
+        raise SpecError(
+            f"the spec has {len(spec.layers)} layers, the cache {num_layers};"
+            f" nearest: a CacheSpec of {num_layers} layers, or one LayerSpec for all"
+        )
+    return checked(spec)
+
+
+def parse(text: str, num_layers: int) -> CacheSpec:
+    """The recipe of each of `num_layers` layers, from a string such as "affine4,window=4096"."""
+    if not 1 <= num_layers <= MAX_LAYERS:
+        raise SpecError(f"num_layers={num_layers}: allowed is 1 to {MAX_LAYERS}; nearest: 1")
+    first, *rest = (word.strip() for word in text.split(","))
+    if first.partition("=")[0] in OPTIONS:
+        raise SpecError(
+            f"spec {short(text)} has no format; allowed: a format, then options;"
+            f" nearest: affine8,{short(first)[1:-1]}"
+        )
+    main = parse_format(first)
+    options = parse_options(rest)
+    count, other = options.pop("edge", (0, main))
+    choice = Choice(options.get("group"), "rotate" in options, options.get("seed", 0))
+    check_choice(options, (main, other) if count else (main,))
+    check_room(options)
+    layers = []
+    for layer in range(num_layers):
+        at_edge = min(layer, num_layers - 1 - layer) < count
+        layers.append(recipe(other if at_edge else main, options, choice, layer))
+    return checked(CacheSpec(tuple(layers)))
+
+
+def recipe(form: Format, options: Mapping[str, Any], choice: Choice, layer: int) -> LayerSpec:
+    keys, values = form.codecs(choice, layer)
+    sinks = options.get("sinks", 0)
+    retention = Window(options["window"], sinks) if "window" in options else All(sinks)
+    layer_spec = LayerSpec(keys, values, retention, dtype=form.dtype)
+    return replace(layer_spec, **{name: options[name] for name in AS_THEY_ARE if name in options})
+
+
+def checked(spec: CacheSpec) -> CacheSpec:
+    """`spec`, if its numbers make sense and its layers fit together."""
+    for index, layer in enumerate(spec.layers):
+        if type(layer) not in CHECKS:
+            raise SpecError(f"layers[{index}] is {short(layer)}; allowed: {', '.join(KINDS)}")
+        CHECKS[type(layer)](layer, f"layers[{index}]", spec.layers[:index])
+    return spec
+
+
+def check_layer(layer: LayerSpec, where: str, before: Layers) -> None:
+    check_numbers(layer, where, "page tail slack start step capacity chunk value_dim")
+    check_numbers(layer.retention, f"{where}.retention", "window sinks")
+
+
+def check_recurrent(layer: RecurrentSpec, where: str, before: Layers) -> None:
+    check_numbers(layer, where, "max_checkpoints")
+
+
+def check_parts(layer: GroupSpec, where: str, before: Layers) -> None:
+    names = [name for name, _ in layer.parts]
+    if not names or len(set(names)) < len(names):
+        raise SpecError(f"{where}.parts is {short(names)}; allowed: names that all differ")
+    for name, part in layer.parts:
+        CHECKS[type(part)](part, f"{where}.{short(name)}", before)
+
+
+def check_shared(layer: SharedSpec, where: str, before: Layers) -> None:
+    if not 0 <= layer.layer < len(before):
+        near = min(max(layer.layer, 0), len(before) - 1) if before else "a recipe of its own"
+        raise SpecError(
+            f"{where}.layer is {short(layer.layer)}; allowed: layers before it; nearest: {near}"
+        )
+
+
+def check_numbers(holder: object, where: str, names: str) -> None:
+    for name in names.split():
+        value, least = getattr(holder, name), LEAST.get(name, 0)
+        if value is not None and not least <= value <= MAX_NUMBER:
+            near = min(max(value, least), MAX_NUMBER)
+            raise SpecError(
+                f"{where}.{name} is {short(value)}; allowed: {least} to {MAX_NUMBER};"
+                f" nearest: {near}"
+            )
+
+
+CHECKS: dict[type, Callable[[Any, str, Layers], None]] = {
+    LayerSpec: check_layer,
+    RecurrentSpec: check_recurrent,
+    GroupSpec: check_parts,
+    SharedSpec: check_shared,
+}
+
+
+def to_json(spec: CacheSpec) -> str:
+    """`spec` as one line of JSON, for the header of a file."""
+    return dumps(checked(spec))
+
+
+def from_json(text: str) -> CacheSpec:
+    """The spec of a header that nobody vouches for."""
+    return checked(loads(text))

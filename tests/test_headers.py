@@ -1,0 +1,207 @@
+"""Specs as JSON: every spec comes back, and nothing but a spec comes out of a damaged header."""
+
+import json
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvant.codecs import CODECS, Affine, Codebook, Raw
+from kvant.contracts import Frame
+from kvant.errors import SpecError
+from kvant.frames import Diagonal, Identity, Product, Rotation
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
+from kvant.retention import All, Window
+from kvant.spec import from_json, parse, to_json
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A codec from elsewhere, with a field of every kind that a header can hold."""
+
+    name: ClassVar[str] = "toy"
+    frame: Frame = field(default_factory=Identity)
+    level: int | None = None
+    factor: float = 0.5
+    strict: bool = True
+    label: str = "a"
+    table: tuple[tuple[float, ...], ...] = ((1.0, 2.0), (0.1,))
+    exact: ClassVar[bool] = False
+    tail: ClassVar[int] = 0
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "toy", Toy)
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_codec_from_elsewhere_comes_back() -> None:
+    spec = CacheSpec((LayerSpec(Toy(Rotation(3), 7, 1.5, False, "b", ()), Toy(), All()),))
+    assert from_json(to_json(spec)) == spec
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (LayerSpec(Toy(), Toy(), All()), "Toy has no name"),
+        (LayerSpec(Raw(), Raw(), All(), dtype=torch.int8), "torch.int8 has no JSON form"),
+    ],
+)
+def test_what_a_header_could_not_hold_is_not_written(layer: LayerSpec, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        to_json(CacheSpec((layer,)))
+
+
+numbers = st.integers(1, 2**31 - 1)
+scales = st.floats(0.01, 100.0)
+simple_frames = st.one_of(
+    st.just(Identity()),
+    st.builds(Rotation, st.integers(0, 2**64 - 1)),
+    st.builds(Diagonal, st.tuples(st.tuples(scales, scales), st.tuples(scales, scales))),
+)
+frames = simple_frames | st.builds(Product, st.lists(simple_frames, max_size=3).map(tuple))
+codecs = st.one_of(
+    st.just(Raw()),
+    st.builds(Affine, st.sampled_from([2, 3, 4, 5, 6, 8]), st.sampled_from([16, 128]), frames),
+    st.builds(Codebook, st.sampled_from([2, 3, 4]), st.booleans(), frames),
+)
+attention = st.builds(
+    LayerSpec,
+    codecs,
+    codecs,
+    st.builds(All, numbers) | st.builds(Window, numbers, numbers),
+    page=numbers,
+    tail=st.none() | numbers,
+    slack=numbers,
+    start=numbers,
+    prefill=st.sampled_from(["dense", "stored"]),
+    step=numbers,
+    capacity=st.none() | numbers,
+    dtype=st.sampled_from([None, torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    chunk=st.none() | numbers,
+    value_dim=st.none() | numbers,
+)
+recurrent = st.builds(RecurrentSpec, numbers)
+groups = st.builds(
+    GroupSpec, st.tuples(st.tuples(st.just("a"), attention), st.tuples(st.text("bc"), recurrent))
+)
+recipes = st.one_of(attention, recurrent, groups)
+specs = st.builds(
+    lambda own, shared: CacheSpec((*own, *(SharedSpec(0) for _ in range(shared)))),
+    st.lists(recipes, min_size=1, max_size=3),
+    st.integers(0, 2),
+)
+
+
+@given(specs)
+def test_json_gives_the_same_spec_back(spec: CacheSpec) -> None:
+    text = to_json(spec)
+    assert from_json(text) == spec
+    assert to_json(from_json(text)) == text
+
+
+junk = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
+    | st.sampled_from(["raw", "affine", "rotation", "all", "recurrent", "cache", 10**400, 2.0]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+def places(value: object) -> list[tuple[object, object]]:
+    """Every (container, key) in a JSON value."""
+    if not isinstance(value, dict | list):
+        return []
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+def read(text: str) -> None:
+    try:
+        spec = from_json(text)
+    except SpecError as error:
+        assert str(error).isprintable()
+        return
+    assert from_json(to_json(spec)) == spec
+
+
+@given(specs, st.data())
+def test_an_edited_header_is_a_spec_or_a_spec_error(spec: CacheSpec, data: st.DataObject) -> None:
+    root = {"spec": json.loads(to_json(spec))}
+    for _ in range(data.draw(st.integers(1, 3))):
+        holder, key = data.draw(st.sampled_from(places(root)))
+        edit = data.draw(st.sampled_from(["set", "swap", "drop", "add"]))
+        if edit == "drop" and holder is not root:
+            del holder[key]
+        elif edit == "add" and isinstance(holder, dict):
+            holder[data.draw(st.text(max_size=5))] = data.draw(junk)
+        elif edit == "swap":
+            other, name = data.draw(st.sampled_from(places(root)))
+            holder[key] = json.loads(json.dumps(other[name]))
+        else:
+            holder[key] = data.draw(junk)
+    read(json.dumps(root["spec"]))
+
+
+@given(specs, st.data())
+def test_damaged_text_is_a_spec_or_a_spec_error(spec: CacheSpec, data: st.DataObject) -> None:
+    text = to_json(spec)
+    at = data.draw(st.integers(0, len(text)))
+    read(text[:at] + data.draw(st.text(max_size=3)) + text[at + data.draw(st.integers(0, 3)) :])
+
+
+HEADER = to_json(parse("turbo4,window=64", 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"codebook"', '"codebok"', "nearest: codebook"),
+        ('"codebook"', '"builtins.eval"', "allowed: one of raw, affine, codebook"),
+        ('"window","window"', '"rotation","window"', "retention.name is 'rotation'"),
+        ('"attention"', '"attntion"', "nearest: attention"),
+        ('"page":64', '"pag":64', "spec.layers[0] has the key 'pag'; allowed: keys, values"),
+        ('"page":64', '"page":64,"page":64', "a key comes twice"),
+        ('"page":64', '"page":true', "page is True; allowed: a whole number"),
+        ('"page":64', '"page":64.0', "page is 64.0; allowed: a whole number"),
+        ('"page":64', '"page":"64"', "page is '64'; allowed: a whole number"),
+        ('"page":64', '"page":0', "layers[0].page is 0; allowed: 1 to 2147483647"),
+        ('"page":64', '"page":NaN', "NaN is no number"),
+        ('"bits":4', '"bits":7', "bits is 7"),
+        ('"bits":4', '"bits":null', "bits is None"),
+        ('"dtype":null', '"dtype":"int8"', "allowed: one of float16, bfloat16"),
+        ('"dense"', '"deep"', "prefill is 'deep'; allowed: one of dense, stored"),
+        ('"window":64,', "", "allowed: an object with 'window'"),
+        ('{"kind":"cache"', '{"kind":"recurrent"', "spec.kind is 'recurrent'"),
+        ("]}", "", "cannot be read as JSON"),
+    ],
+)
+def test_a_wrong_header_says_where(old: str, new: str, message: str) -> None:
+    assert old in HEADER
+    with pytest.raises(SpecError) as caught:
+        from_json(HEADER.replace(old, new, 1))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["1e999", "true", '"1"', "1" + "0" * 400, str(2**53 + 1)])
+def test_a_scale_is_a_float_that_comes_back(value: str) -> None:
+    spec = CacheSpec((LayerSpec(Affine(4, 32, Diagonal(((0.5,),))), Raw(), All()),))
+    text = to_json(spec)
+    assert from_json(text.replace("0.5", "2")).layers[0].keys.frame == Diagonal(((2.0,),))
+    with pytest.raises(SpecError, match="allowed: a finite number"):
+        from_json(text.replace("0.5", value))
+
+
+@pytest.mark.parametrize("depth", [100, 400, 5_000, 200_000])
+def test_deep_nesting_is_no_way_in(depth: int) -> None:
+    deep = '{"name":"product","frames":[' * depth + "]}" * depth
+    for text in ("[" * depth, HEADER.replace('{"name":"rotation","seed":0}', deep)):
+        read(text)
+
+
+def test_a_key_that_an_older_header_lacks_has_its_default() -> None:
+    assert from_json(HEADER.replace('"slack":16,', "")) == from_json(HEADER)

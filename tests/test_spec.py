@@ -1,0 +1,290 @@
+"""The spec language: what is read, what is refused and how."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvant.codecs import CODECS, Affine, Raw
+from kvant.contracts import Frame
+from kvant.errors import SpecError
+from kvant.frames import Identity, Rotation
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
+from kvant.retention import All, Window
+from kvant.spec import as_spec, from_json, parse, to_json
+
+
+def first(text: str) -> LayerSpec:
+    layer = parse(text, 4).layers[0]
+    assert isinstance(layer, LayerSpec)
+    return layer
+
+
+def shape(codec) -> str:
+    """A codec in short: affine4/32, codebook3, raw; with an r where rows are rotated."""
+    rotated = "r" if isinstance(codec.frame, Rotation) else ""
+    group = f"/{codec.group}" if hasattr(codec, "group") else ""
+    return f"{codec.name}{getattr(codec, 'bits', '')}{group}{rotated}"
+
+
+FORMATS = {
+    "raw": ("raw", "raw"),
+    "affine8": ("affine8/64", "affine8/64"),
+    "affine6": ("affine6/64", "affine6/64"),
+    "affine5": ("affine5/32", "affine5/32"),
+    "affine4": ("affine4/32", "affine4/32"),
+    "affine3": ("affine3/32", "affine3/32"),
+    "affine2": ("affine2/16", "affine2/16"),
+    "affine8v4": ("affine8/64", "affine4/32"),
+    "turbo4": ("codebook4r", "codebook4r"),
+    "turbo4v2": ("codebook4r", "codebook2r"),
+    "turbo3v3": ("codebook3r", "codebook3r"),
+    "affine8/turbo3": ("affine8/64", "codebook3r"),
+    "raw/affine4": ("raw", "affine4/32"),
+    "bf16/affine4": ("raw", "affine4/32"),
+    "q8_0": ("affine8/32", "affine8/32"),
+    "q4_0": ("affine4/32", "affine4/32"),
+    "q8_0/q4_0": ("affine8/32", "affine4/32"),
+    "aura": ("codebook4r", "codebook4r"),
+    "aura3": ("codebook3r", "codebook3r"),
+    "aura4v2": ("codebook4r", "codebook2r"),
+    "aura2v4": ("codebook2r", "codebook4r"),
+    "affine4,group=128": ("affine4/128", "affine4/128"),
+    "affine8v4,group=16": ("affine8/16", "affine4/16"),
+    "affine4,rotate": ("affine4/32r", "affine4/32r"),
+    "affine8/turbo3,rotate,group=32": ("affine8/32r", "codebook3r"),
+    "raw/affine4,rotate": ("raw", "affine4/32r"),
+    "q4_0,group=32": ("affine4/32", "affine4/32"),
+}
+
+
+@pytest.mark.parametrize(("text", "sides"), FORMATS.items())
+def test_a_format_names_the_codec_of_each_side(text: str, sides: tuple[str, str]) -> None:
+    layer = first(text)
+    assert (shape(layer.keys), shape(layer.values)) == sides
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("raw", None),
+        ("bf16", torch.bfloat16),
+        ("f16", torch.float16),
+        ("f32/f32", torch.float32),
+        ("affine4/bf16", torch.bfloat16),
+        ("affine4", None),
+    ],
+)
+def test_aliases_say_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | None) -> None:
+    assert first(text).dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [
+        ("window=4096", "retention", Window(4096)),
+        ("window=2,sinks=4", "retention", Window(2, 4)),  # more sinks than window is a fine rule
+        ("sinks=4", "retention", All(4)),
+        ("tail=0", "tail", 0),
+        ("tail=128", "tail", 128),
+        ("start=512", "start", 512),
+        ("page=128", "page", 128),
+        ("slack=0", "slack", 0),
+        ("prefill=stored", "prefill", "stored"),
+        ("step=1", "step", 1),
+        ("capacity=4096", "capacity", 4096),
+        ("window=64,capacity=64", "capacity", 64),
+    ],
+)
+def test_an_option_sets_its_field(option: str, field: str, value: object) -> None:
+    assert getattr(first(f"affine4,{option}"), field) == value
+
+
+def test_what_is_not_said_stays_as_the_contract_has_it() -> None:
+    assert parse("affine4", 2).layers == (LayerSpec(Affine(4, 32), Affine(4, 32), All()),) * 2
+
+
+def test_order_of_options_and_space_around_commas_do_not_matter() -> None:
+    assert parse(" affine4 , sinks=4,\twindow=64 ", 2) == parse("affine4,window=64,sinks=4", 2)
+
+
+EDGES = {
+    "affine4,edge=1": "8448",
+    "affine4,edge=0": "4444",
+    "affine4,edge=2": "8888",
+    "affine4,edge=9": "8888",
+    "affine4,edge=1:affine6": "6446",
+    "turbo4,edge=1:turbo3": "3443",
+}
+
+
+@pytest.mark.parametrize(("text", "widths"), EDGES.items())
+def test_edge_layers_are_the_first_and_the_last(text: str, widths: str) -> None:
+    assert "".join(str(layer.keys.bits) for layer in parse(text, 4).layers) == widths
+
+
+def test_edge_layers_keep_the_other_options() -> None:
+    edge, main = parse("turbo4v2,window=64,page=128,group=16,edge=1:affine8/raw", 3).layers[:2]
+    assert (edge.keys, edge.values) == (Affine(8, 16), Raw())
+    assert (edge.retention, edge.page) == (main.retention, main.page) == (Window(64), 128)
+
+
+def seeds(text: str, num_layers: int = 8) -> list[int]:
+    layers = parse(text, num_layers).layers
+    return [side.frame.seed for layer in layers for side in (layer.keys, layer.values)]
+
+
+def test_keys_values_and_layers_are_rotated_apart() -> None:
+    both = seeds("turbo4") + seeds("turbo4,seed=1") + seeds("affine4,rotate,seed=2147483647")
+    assert len(set(both)) == len(both) == 48
+    assert all(0 <= seed < 2**53 for seed in both)
+
+
+def test_seeds_depend_on_the_layer_and_not_on_how_many_there_are() -> None:
+    assert seeds("turbo4", 8)[:6] == seeds("affine4,rotate", 3)
+    assert seeds("turbo4,seed=0") == seeds("turbo4")
+
+
+# What is refused: the text, what the message must show of it, and the way out it must offer.
+REFUSED = [
+    ("", "format ''", "nearest: raw"),
+    ("affine7", "'affine7'", "nearest: affine8"),
+    ("affine", "'affine'", "nearest: affine8"),
+    ("codebook", "'codebook'", "nearest: "),
+    ("Affine4", "'Affine4'", "nearest: affine4"),
+    ("Q8_0", "'Q8_0'", "nearest: q8_0"),
+    ("q5_1", "'q5_1'", "nearest: q8_0"),
+    ("turbo4v", "'turbo4v'", "nearest: turbo4v"),
+    ("turbov4", "'turbov4'", "nearest: turbo4"),
+    ("turbo4v5", "'turbo4v5'", "nearest: turbo4v"),
+    ("turbo16", "'turbo16'", "nearest: turbo"),
+    ("aura5", "'aura5'", "nearest: aura"),
+    ("aura6", "'aura6'", "nearest: aura"),
+    ("aura16", "'aura16'", "nearest: aura"),
+    ("aura4v", "'aura4v'", "nearest: aura4v"),
+    ("aurav4", "'aurav4'", "nearest: aura4"),
+    ("affine4/", "''", "nearest: raw"),
+    ("affine4/afine8", "'afine8' on one side of 'affine4/afine8'", "nearest: affine8"),
+    ("raw/affine4/raw", "'affine4/raw'", "nearest: affine4"),
+    ("affine8v4/raw", "'affine8v4'", "nearest: affine8"),
+    ("bf16/f16", "'bf16/f16'", "nearest: bf16"),
+    ("raw/f16", "'raw/f16'", "nearest: f16"),
+    ("fp8", "fp8", "nearest: affine8"),
+    ("fp8/affine4", "fp8", "nearest: affine8"),
+    ("auto", "auto", "nearest: affine8"),
+    ("auto:4GB", "auto", "nearest: affine8"),
+    ("affine4,smooth", "smooth", "nearest: rotate"),
+    ("window=64", "'window=64'", "nearest: affine8,window=64"),
+    ("rotate", "'rotate'", "nearest: affine8,rotate"),
+    ("affine4,", "''", "nearest: no comma"),
+    ("affine4,,rotate", "''", "nearest: no comma"),
+    ("affine4,windw=64", "'windw=64'", "nearest: window=64"),
+    ("affine4,WINDOW=64", "'WINDOW=64'", "nearest: window=64"),
+    ("affine4,window =64", "'window =64'", "nearest: window=64"),
+    ("affine4,window=64,window=64", "'window=64'", "each option once"),
+    ("affine4,window", "'window'", "nearest: window=1"),
+    ("affine4,window=", "'window='", "nearest: window=1"),
+    ("affine4,window=0", "'window=0'", "nearest: window=1"),
+    ("affine4,window=-4", "'window=-4'", "nearest: window=4"),
+    ("affine4,window= 64", "'window= 64'", "nearest: window=64"),
+    ("affine4,window=4k", "'window=4k'", "nearest: window=4"),
+    ("affine4,window=1_0", "'window=1_0'", "nearest: window=1"),
+    ("affine4,window=\u0664", "'window=", "nearest: window=1"),
+    ("affine4,window=3000000000", "3000000000", "nearest: window=2147483647"),
+    ("affine4,window=" + "9" * 5000, "window=9", "nearest: window=2147483647"),
+    ("affine4,sinks=-1", "'sinks=-1'", "from 0 to"),
+    ("affine4,tail=-1", "'tail=-1'", "from 0 to"),
+    ("affine4,page=0", "'page=0'", "nearest: page=64"),
+    ("affine4,page=32", "'page=32'", "nearest: page=64"),
+    ("affine4,page=100", "'page=100'", "nearest: page=128"),
+    ("affine4,step=0", "'step=0'", "nearest: step=1"),
+    ("affine4,capacity=0", "'capacity=0'", "nearest: capacity=1"),
+    ("affine4,group=48", "'group=48'", "nearest: group=32"),
+    ("affine4,group=0", "'group=0'", "nearest: group=16"),
+    ("affine4,rotate=1", "'rotate=1'", "nearest: rotate"),
+    ("affine4,prefill=deep", "'prefill=deep'", "nearest: prefill=dense"),
+    ("affine4,prefill", "'prefill'", "nearest: prefill=dense"),
+    ("affine4,edge", "'edge'", "nearest: edge=1"),
+    ("affine4,edge=x", "'edge=x'", "nearest: edge=1"),
+    ("affine4,edge=2:", "''", "nearest: raw"),
+    ("affine4,edge=2:affine9", "'affine9'", "nearest: affine8"),
+    ("affine4,edge=2:affine8:group=16", "'affine8:group=16'", "nearest: affine8"),
+    ("affine4,edge=2:auto", "auto", "nearest: affine8"),
+    ("raw,group=32", "'group=32'", "nearest: affine8,group=32"),
+    ("turbo4,group=32", "'group=32'", "nearest: affine8,group=32"),
+    ("q4_0,group=64", "'group=64': q4_0", "nearest: affine4,group=64"),
+    ("raw,rotate", "'rotate': raw", "nearest: affine8,rotate"),
+    ("turbo4,rotate", "turbo4 is rotated already", "nearest: turbo4"),
+    ("raw/turbo4,rotate", "raw/turbo4 is rotated already", "nearest: raw/turbo4"),
+    ("affine4,seed=1", "'seed=1'", "allowed with turbo formats and with rotate"),
+    ("affine4,window=65,capacity=64", "'window=65' with capacity=64", "nearest: window=64"),
+    ("affine4,sinks=65,capacity=64", "'sinks=65' with capacity=64", "nearest: sinks=64"),
+]
+
+
+@pytest.mark.parametrize(("text", "read", "way_out"), REFUSED)
+def test_a_refusal_says_what_was_read_and_the_way_out(text: str, read: str, way_out: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse(text, 4)
+    message = str(caught.value)
+    assert read in message
+    assert way_out in message
+    assert message.isprintable()
+    assert len(message) < 400
+
+
+@given(st.text(max_size=40) | st.text("afine48/,=:v rtub0123window", max_size=40))
+def test_any_text_is_a_spec_or_a_spec_error(text: str) -> None:
+    try:
+        spec = parse(text, 2)
+    except SpecError as error:
+        assert str(error).isprintable()
+        assert len(str(error)) < 400
+        return
+    assert from_json(to_json(spec)) == spec
+
+
+def test_no_layers_is_refused() -> None:
+    with pytest.raises(SpecError, match="num_layers=0"):
+        parse("raw", 0)
+
+
+def test_as_spec_takes_text_a_recipe_or_all_recipes() -> None:
+    layer = first("affine4,window=64")
+    whole = CacheSpec((layer,) * 3)
+    assert as_spec("affine4,window=64", 3) == as_spec(layer, 3) == as_spec(whole, 3) == whole
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (CacheSpec((RecurrentSpec(),)), "has 1 layers, the cache 3"),
+        (CacheSpec((SharedSpec(0), RecurrentSpec(), RecurrentSpec())), r"layers\[0\].layer is 0"),
+        (CacheSpec((RecurrentSpec(), SharedSpec(5), RecurrentSpec())), "nearest: 0"),
+        (CacheSpec((1, 2, 3)), r"layers\[0\] is 1"),  # type: ignore[arg-type]
+        (None, "None is no spec"),
+        (LayerSpec(Raw(), Raw(), All(), page=0), "page is 0; allowed: 1 to"),
+        (LayerSpec(Raw(), Raw(), All(), tail=-1), "tail is -1; allowed: 0 to"),
+        (LayerSpec(Raw(), Raw(), Window(2**40)), "retention.window is"),
+        (CacheSpec((GroupSpec(()),) * 3), r"parts is \[\]"),
+    ],
+)
+def test_as_spec_checks_what_was_built_by_hand(spec, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        as_spec(spec, 3)
+
+
+@dataclass(frozen=True)
+class Toy:
+    frame: ClassVar[Frame] = Identity()
+
+
+def test_a_codec_from_elsewhere_is_a_format_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CODECS, "toy", Toy)
+    assert (first("toy").keys, first("toy/affine8").keys) == (Toy(), Toy())
+    assert isinstance(first("raw,edge=1:toy").values, Toy)
+    with pytest.raises(SpecError, match=r"f32, toy; nearest: toy"):
+        parse("toyy", 1)

@@ -1,0 +1,6 @@
+"""The memory that pages live in."""
+
+from kvant.arenas.buffer import GROWING, Buffer, Growth, Slab, Span
+from kvant.arenas.tiles import Tiled
+
+__all__ = ["GROWING", "Buffer", "Growth", "Slab", "Span", "Tiled"]

@@ -1,0 +1,32 @@
+"""Sealed bytes in tiles: a few rows by a few bytes, tile after tile, as vector lanes like them.
+
+Only an arena and a backend know of this; files and snapshots hold canonical rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Tiles of `rows` rows x `width` values; fields they do not divide stay as they are."""
+
+    rows: int = 16
+    width: int = 4
+
+    def pack(self, field: Tensor) -> Tensor:
+        return self._swap(field, self.rows, self.width, packed=False)
+
+    def unpack(self, field: Tensor) -> Tensor:
+        return self._swap(field, self.rows, self.width, packed=True)
+
+    def _swap(self, field: Tensor, rows: int, width: int, packed: bool) -> Tensor:
+        *lead, height, wide = field.shape
+        if height % rows or wide % width:
+            return field
+        inner = (wide // width, rows) if packed else (rows, wide // width)
+        tiles = field.reshape(*lead, height // rows, *inner, width).transpose(-3, -2)
+        return tiles.reshape(field.shape)

@@ -1,0 +1,133 @@
+"""Attention over a view: one call, a plain list of backends, and no silent fallback."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.attention.reference import Reference, open_pages
+from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, View
+from kvant.errors import UnsupportedView
+
+__all__ = ["BACKENDS", "Explanation", "attend", "explain", "open_pages", "seal"]
+
+BACKENDS: list[Backend] = [Reference()]  # in order of preference; the last serves everything
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend reads a view, and why the ones before it do not."""
+
+    backend: str
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: reads this view"]
+        return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.refused])
+
+
+def attend(
+    q: Tensor,
+    view: View,
+    *,
+    scale: float | None = None,
+    mask: Mask | Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of `q` [B, heads, T, D], the newest T columns, over a view: [B, heads, T, Dv].
+
+    An explicit `mask` tensor (booleans, True = seen, or numbers to add) replaces the view's rule;
+    its last dimension is aligned to the newest column, what lies before it is not seen.
+    """
+    _check(q, view, mask, sink_logits)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    rule = view.mask if mask is None else _four_dimensions(mask)
+    framed = view.keys.codec.frame.queries(q)
+    request = Request(framed, scale, rule, softcap, sink_logits)
+    chosen = _choose(view, request, backend)
+    out, lse = chosen.attend(request, view)
+    view.tally.attended[chosen.name] += 1
+    out = view.values.codec.frame.outputs(out)[..., : view.value_dim].to(q.dtype)
+    return (out, lse) if return_lse else out
+
+
+def explain(view: View) -> Explanation:
+    """Which backend would read this view, and why the others would not."""
+    refused: list[tuple[str, str]] = []
+    for backend in BACKENDS:
+        reason = backend.supports(view)
+        if reason is None:
+            return Explanation(backend.name, tuple(refused))
+        refused.append((backend.name, reason))
+    raise UnsupportedView("; ".join(f"{name}: {reason}" for name, reason in refused))
+
+
+def seal(codec: Codec, rows: Tensor, tally: Tally) -> Fields:
+    """Seal pages [B, n, H, P, D] with the first backend that does it for this codec."""
+    for backend in BACKENDS:
+        fields = backend.seal(codec, rows)
+        if fields is not None:
+            tally.sealed[backend.name] += rows.shape[1]
+            return fields
+    raise UnsupportedView(f"no backend seals {codec}")
+
+
+def _choose(view: View, request: Request, name: str | None) -> Backend:
+    if name is not None:
+        return _named(view, request, name)
+    for backend in BACKENDS:
+        if backend.supports(view, request) is None:
+            return backend
+    raise UnsupportedView(f"no backend of {[b.name for b in BACKENDS]} reads this view")
+
+
+def _named(view: View, request: Request, name: str) -> Backend:
+    for backend in BACKENDS:
+        if backend.name == name:
+            reason = backend.supports(view, request)
+            if reason is None:
+                return backend
+            raise UnsupportedView(f"backend {name!r} does not read this view: {reason}")
+    raise ValueError(f"backend {name!r} is not one of {[b.name for b in BACKENDS]}")
+
+
+def _four_dimensions(mask: Mask | Tensor) -> Mask | Tensor:
+    if isinstance(mask, Mask):
+        return mask
+    return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+
+
+def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | None) -> None:
+    """Refuse what does not fit, with both sides in the message."""
+    batch, heads, _, dim = view.keys.dense.shape
+    if q.ndim != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[3] != dim:
+        raise ValueError(
+            f"queries of shape {list(q.shape)} do not fit keys of [{batch}, {heads}, ., {dim}]: "
+            f"[B, heads, T, D] is needed, heads a multiple of {heads}"
+        )
+    if q.shape[2] > view.columns:
+        raise ValueError(f"{q.shape[2]} queries, but the view has {view.columns} tokens")
+    if q.device != view.keys.dense.device:
+        raise ValueError(f"queries on {q.device}, rows on {view.keys.dense.device}")
+    if isinstance(mask, Tensor):
+        _check_mask(q, view, mask)
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sink_logits {list(sinks.shape)} for {q.shape[1]} heads: one a head")
+
+
+def _check_mask(q: Tensor, view: View, mask: Tensor) -> None:
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise ValueError(f"a mask of {mask.dtype}: booleans or floating point numbers are needed")
+    lead = [1, 1, *mask.shape][-4:-2]
+    fits = mask.ndim in (2, 3, 4) and mask.shape[-2] == q.shape[2] and mask.shape[-1] > 0
+    fits = fits and lead[0] in (1, q.shape[0]) and lead[1] in (1, q.shape[1])
+    if not fits or mask.shape[-1] > view.columns:
+        raise ValueError(
+            f"mask {list(mask.shape)} does not fit {q.shape[2]} queries over {view.columns} "
+            f"tokens: [{q.shape[0]}, {q.shape[1]}, {q.shape[2]}, n] is needed, n <= {view.columns}"
+        )

@@ -1,0 +1,180 @@
+"""The backend that serves every view and defines what is right.
+
+Block by block: rows are opened into bounded scratch in float32, scored, and merged by an online
+softmax. No path holds the whole dense cache. A query that sees nothing gets zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.attention.mask import Block, allowed, relation
+from kvant.contracts import Codec, Fields, Request, Side, View
+
+ROWS = 4 << 20  # values of opened rows at a time, keys or values (16 MiB in float32)
+SCORES = 8 << 20  # scores at a time
+
+
+class Reference:
+    """Plain PyTorch."""
+
+    name = "reference"
+
+    def supports(self, view: View, request: Request | None = None) -> str | None:
+        return None
+
+    def seal(self, codec: Codec, rows: Tensor) -> Fields | None:
+        return codec.seal(rows)
+
+    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor]:
+        q, softmax = _grouped(request, view)
+        queries, columns = q.shape[3], view.columns
+        for block in _blocks(view):
+            relations = {}
+            for t0, t1 in _tiles(q, block.stop - block.start):
+                q0, q1 = columns - queries + t0, columns - queries + t1
+                how = relation(view, request.mask, q0, q1, block)
+                if how != "none":
+                    relations[t0, t1] = None if how == "all" else (q0, q1)
+            if not relations:
+                continue
+            keys = _rows(view, view.keys, block).to(q.dtype)
+            same = view.values is view.keys
+            values = keys if same else _rows(view, view.values, block).to(q.dtype)
+            for (t0, t1), partly in relations.items():
+                mask = None
+                if partly is not None:
+                    mask = _by_group(allowed(view, request.mask, *partly, block), q.shape[1])
+                softmax.add(t0, t1, _scores(q[:, :, :, t0:t1], keys, request), mask, values)
+        return softmax.result(request.sink_logits)
+
+
+@dataclass
+class _Softmax:
+    """Running maximum, sum and weighted values of every query: [B, H, group, T, ...]."""
+
+    top: Tensor
+    total: Tensor
+    out: Tensor
+
+    def add(self, t0: int, t1: int, scores: Tensor, mask: Tensor | None, values: Tensor) -> None:
+        stain = None
+        if mask is not None:
+            hidden = ~mask if mask.dtype == torch.bool else mask == float("-inf")
+            if mask.dtype != torch.bool:
+                scores = scores + mask
+            scores = scores.masked_fill(hidden, float("-inf"))
+            values, stain = _stained(values, ~hidden)
+        old = self.top[..., t0:t1]
+        top = torch.maximum(old, scores.amax(-1))
+        finite = top.masked_fill(top == float("-inf"), 0.0)
+        weights = torch.exp(scores - finite.unsqueeze(-1))
+        fade = torch.exp(old - finite)
+        self.total[..., t0:t1] = self.total[..., t0:t1] * fade + weights.sum(-1)
+        part = _grouped_matmul(weights, values)
+        if stain is not None:
+            part = part.masked_fill(stain, float("nan"))
+        self.out[..., t0:t1, :] = self.out[..., t0:t1, :] * fade.unsqueeze(-1) + part
+        self.top[..., t0:t1] = top
+
+    def result(self, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+        if sink_logits is not None:
+            heads, group = self.top.shape[1:3]
+            sink = sink_logits.to(self.top.dtype).view(1, heads, group, 1)
+            top = torch.maximum(self.top, sink)
+            fade = torch.exp(self.top - top)
+            self.total = self.total * fade + torch.exp(sink - top)
+            self.out, self.top = self.out * fade.unsqueeze(-1), top
+        seen = self.total != 0
+        out = self.out / torch.where(seen, self.total, 1.0).unsqueeze(-1)
+        return out.flatten(1, 2), (self.top + self.total.log()).flatten(1, 2)
+
+
+def _grouped(request: Request, view: View) -> tuple[Tensor, _Softmax]:
+    """Queries as [B, H, group, T, D], scaled, and an empty softmax beside them."""
+    batch, all_heads, count, dim = request.q.shape
+    heads = view.keys.dense.shape[1]
+    wide = torch.float64 if request.q.dtype == torch.float64 else torch.float32
+    q = request.q.to(wide).mul(request.scale).view(batch, heads, all_heads // heads, count, dim)
+    lead = q.shape[:-1]
+    top = torch.full(lead, float("-inf"), dtype=wide, device=q.device)
+    out = torch.zeros(*lead, view.values.dense.shape[3], dtype=wide, device=q.device)
+    return q, _Softmax(top, torch.zeros_like(top), out)
+
+
+def _grouped_matmul(x: Tensor, rows: Tensor) -> Tensor:
+    """[B, H, group, T, n] @ [B, H, n, D]: a group shares its rows, nothing is repeated."""
+    batch, heads, group, count, width = x.shape
+    out = x.reshape(batch, heads, group * count, width) @ rows
+    return out.view(batch, heads, group, count, -1)
+
+
+def _scores(q: Tensor, keys: Tensor, request: Request) -> Tensor:
+    scores = _grouped_matmul(q, keys.transpose(-1, -2))
+    cap = request.softcap
+    return scores if cap is None else torch.tanh(scores / cap) * cap
+
+
+def _stained(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Values that are safe to weigh with zero, and where a NaN is really seen."""
+    odd = ~torch.isfinite(values)
+    if not odd.any():
+        return values, None
+    batch, heads = values.shape[:2]
+    weights = seen.expand(batch, heads, *seen.shape[2:]).to(values.dtype)
+    stain = _grouped_matmul(weights, odd.to(values.dtype)) > 0
+    return values.masked_fill(odd, 0.0), stain
+
+
+def _by_group(mask: Tensor, heads: int) -> Tensor:
+    """[B, all heads or 1, T, n] -> [B, H or 1, group or 1, T, n]."""
+    if mask.shape[1] == 1:
+        return mask.unsqueeze(2)
+    batch, all_heads, count, keys = mask.shape
+    return mask.view(batch, heads, all_heads // heads, count, keys)
+
+
+def _blocks(view: View) -> Iterator[Block]:
+    """The view in pieces whose opened rows fit the scratch; sealed pieces are whole pages."""
+    batch, heads, count, dim = view.keys.dense.shape
+    wide = max(dim, view.values.dense.shape[3])
+    pages = max(1, ROWS // (batch * heads * wide * view.page))
+    if view.keys.sinks.shape[2]:
+        yield Block("sinks", 0, view.keys.sinks.shape[2])
+    first, page = view.first_page, view.page
+    last = first + view.page_table.shape[1]
+    for start in range(first, last, pages):
+        yield Block("sealed", start * page, min(start + pages, last) * page)
+    end = view.dense_from + count
+    for start in range(view.dense_from, end, pages * page):
+        yield Block("dense", start, min(start + pages * page, end))
+
+
+def _tiles(q: Tensor, keys: int) -> Iterator[tuple[int, int]]:
+    """Queries in pieces whose scores fit the scratch."""
+    batch, heads, group, count, _ = q.shape
+    step = max(1, SCORES // (batch * heads * group * keys))
+    return ((t, min(t + step, count)) for t in range(0, count, step))
+
+
+def _rows(view: View, side: Side, block: Block) -> Tensor:
+    """The rows of a block, [B, H, n, D]."""
+    if block.part == "sinks":
+        return side.sinks
+    if block.part == "dense":
+        return side.dense.narrow(2, block.start - view.dense_from, block.stop - block.start)
+    first = block.start // view.page - view.first_page
+    return open_pages(view, side, first, first + (block.stop - block.start) // view.page)
+
+
+def open_pages(view: View, side: Side, first: int, stop: int) -> Tensor:
+    """Sealed pages [first, stop) of the table, opened: [B, H, rows, D]."""
+    slots = view.page_table[:, first:stop]
+    fields = {name: tensor[slots] for name, tensor in side.sealed.items()}
+    if view.tiles is not None:
+        fields = {name: view.tiles.unpack(tensor) for name, tensor in fields.items()}
+    return side.codec.open(fields).transpose(1, 2).flatten(2, 3)

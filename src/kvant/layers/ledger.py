@@ -1,0 +1,60 @@
+"""Who commits an append: a state of its own at once, the states of a cache together.
+
+A forward appends to every layer once. When a layer that is ahead of the others is appended to
+again, the forward that brought it there died: its rows are taken back first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvant.contracts import LayerState
+
+log = logging.getLogger("kvant")
+
+
+class Alone:
+    """The ledger of a state that belongs to no cache."""
+
+    def opening(self, state: LayerState) -> None:
+        return None
+
+    def closing(self, state: LayerState) -> None:
+        state.commit()
+
+
+class Together:
+    """The ledger of a cache: appends are committed when every state has one."""
+
+    def __init__(self, states: Sequence[LayerState]) -> None:
+        self.states = tuple(states)
+        self.ahead: list[LayerState] = []
+        self.abandoned = 0
+        for state in self.states:
+            state.ledger = self
+
+    def opening(self, state: LayerState) -> None:
+        if any(other is state for other in self.ahead):
+            self.rollback()
+
+    def closing(self, state: LayerState) -> None:
+        self.ahead.append(state)
+        if len(self.ahead) == len(self.states):
+            for other in self.states:
+                other.commit()
+            self.ahead = []
+
+    def rollback(self) -> None:
+        """Take back what a forward that never reached every layer has appended."""
+        if not self.ahead:
+            return
+        log.warning(
+            "a forward appended to %d of %d layers and was abandoned: its tokens are taken back",
+            len(self.ahead),
+            len(self.states),
+        )
+        self.abandoned += 1
+        for state in self.ahead:
+            state.rollback()
+        self.ahead = []

@@ -1,0 +1,133 @@
+"""A cache in a file: safetensors, canonical rows, the spec in the header, a checksum over it all.
+
+A file is written beside its name and moved there when it is complete. One that is not ours, is of
+another version, or differs by a byte is refused before any of it is loaded. No pickle.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from kvant.cache import Cache
+from kvant.contracts import Snapshot
+from kvant.errors import CacheError, CacheFileError
+from kvant.spec import from_json, to_json
+
+ENTRY = "kvant-cache"  # the one entry of the header's metadata: JSON, so that bytes are the same
+VERSION = 1
+BLANK = "0" * 64  # stands for the checksum while the checksum is taken
+MARK = rb"\"checksum\": \""  # as it stands in JSON inside JSON
+MAX_HEADER = 100 << 20  # what safetensors itself accepts
+CHUNK = 1 << 22
+
+
+def save(cache: Cache, path: str | os.PathLike[str]) -> None:
+    """Write a cache to a file; an older file of that name stays until the new one is whole."""
+    target = Path(path)
+    exposed = cache.exposed()
+    header = {
+        "version": VERSION,
+        "checksum": BLANK,
+        "spec": json.loads(to_json(cache.spec)),
+        "numbers": dict(exposed.numbers),
+    }
+    tensors = {name: tensor.contiguous() for name, tensor in exposed.tensors.items()}
+    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    try:
+        _write(tensors, Path(name), header)
+        Path(name).replace(target)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Cache:
+    """The cache in a file, in memory of its own."""
+    source = Path(path)
+    header = _verified(source)
+    try:
+        spec = from_json(json.dumps(header["spec"]))
+        numbers = _integers(header["numbers"])
+        with safe_open(source, framework="pt", device=str(device)) as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        cache = Cache(None, spec)
+        cache.restore(Snapshot(tensors, numbers))
+    except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
+        raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
+    return cache
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any]) -> None:
+    try:
+        save_file(tensors, path, metadata={ENTRY: json.dumps(header)})
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from error
+    with path.open("r+b") as file:
+        raw = _header_bytes(path, file)
+        at = raw.index(MARK) + len(MARK)
+        file.seek(0)
+        digest = _digest(file, 8 + at)
+        file.seek(8 + at)
+        file.write(digest.encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    """The header's own entries, if the whole file is what was written."""
+    with path.open("rb") as file:
+        raw = _header_bytes(path, file)
+        header = _entries(path, raw)
+        at = raw.find(MARK) + len(MARK)
+        stored = raw[at : at + len(BLANK)].decode("ascii", "replace")
+        file.seek(0)
+        if header.get("checksum") != stored or _digest(file, 8 + at) != stored:
+            raise CacheFileError(f"{path}: damaged: its checksum does not match its content")
+    return header
+
+
+def _header_bytes(path: Path, file: Any) -> bytes:
+    size = int.from_bytes(file.read(8), "little")
+    raw: bytes = file.read(size) if size <= MAX_HEADER else b""
+    if len(raw) != size or not raw.startswith(b"{"):
+        raise CacheFileError(f"{path}: not a kvant cache, or cut short in its header")
+    return raw
+
+
+def _entries(path: Path, raw: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(json.loads(raw)["__metadata__"][ENTRY])
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CacheFileError(f"{path}: not a kvant cache: no {ENTRY!r} in its header") from error
+    if not isinstance(header, dict) or header.get("version") != VERSION:
+        version = header.get("version") if isinstance(header, dict) else None
+        raise CacheFileError(f"{path}: version {version!r} of the format, {VERSION} is needed")
+    return header
+
+
+def _digest(file: Any, at: int) -> str:
+    """SHA-256 of a file whose checksum, at `at`, counts as blank."""
+    sha = hashlib.sha256()
+    place = 0
+    while chunk := file.read(CHUNK):
+        low, high = max(at - place, 0), min(at + len(BLANK) - place, len(chunk))
+        if low < high:
+            chunk = chunk[:low] + BLANK[: high - low].encode() + chunk[high:]
+        sha.update(chunk)
+        place += len(chunk)
+    return sha.hexdigest()
+
+
+def _integers(numbers: Any) -> dict[str, int]:
+    if not isinstance(numbers, dict) or any(type(n) is not int for n in numbers.values()):
+        raise ValueError("numbers that are not integers")
+    return numbers

@@ -1,0 +1,127 @@
+"""The product that every law runs over, whole or so that every pair of values meets."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kvant.arenas import Tiled
+from kvant.layers import Attention
+from kvant.recipes import LayerSpec, Prefill
+from kvant.spec import parse
+
+WIDTHS = (8, 6, 5, 4, 3, 2)
+AFFINE = [f"affine{bits}" for bits in WIDTHS]
+FORMATS = ("raw", *AFFINE, "affine4,rotate", "turbo4", "turbo3", "turbo2")
+RETENTIONS = ("", "sinks=3", "window=70,sinks=4", "window=200")
+ARENAS = ("step=1", "step=256,tail=0", "capacity=640", "tail=9,step=64")
+BATCHES = (1, 3, "padded")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 32, 24
+
+
+@dataclass(frozen=True)
+class Case:
+    keys: str
+    values: str
+    retention: str
+    arena: str
+    batch: int | str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        parts = (*astuple(self)[:-1], str(self.dtype).removeprefix("torch."))
+        return "-".join(str(part).replace(",", "+") or "all" for part in parts)
+
+    @property
+    def spec(self) -> LayerSpec:
+        """Keys and values are parsed apart, since each may be rotated or not."""
+        layers = []
+        for text in (self.keys, self.values):
+            options = ",".join(o for o in (text, self.retention, self.arena) if o)
+            layers.append(parse(options, 1).layers[0])
+        keys, values = layers
+        assert isinstance(keys, LayerSpec) and isinstance(values, LayerSpec)
+        merged = {f.name: getattr(keys, f.name) for f in fields(keys)}
+        return LayerSpec(**merged | {"values": values.values})
+
+    @property
+    def start(self) -> list[int] | None:
+        return [0, 5, 67] if self.batch == "padded" else None
+
+    @property
+    def sequences(self) -> int:
+        return 1 if self.batch == 1 else 3
+
+    @property
+    def tolerance(self) -> float:
+        """Of attention against float64: what rounding the output to the rows' type costs."""
+        return {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}[self.dtype]
+
+    def state(self) -> Attention:
+        tiled = self.arena.startswith("tail=9")
+        return Attention(self.spec, Tiled() if tiled else None)
+
+    def rows(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
+        """The same rows for the same seed: row t does not depend on how many are asked for."""
+        made = []
+        for side, dim in enumerate((KEY_DIM, VALUE_DIM)):
+            generator = torch.Generator().manual_seed(1000 * seed + side)
+            rows = torch.randn(count, self.sequences, HEADS, dim, generator=generator)
+            made.append(rows.permute(1, 2, 0, 3).to(self.dtype))
+        return made[0], made[1]
+
+    def queries(self, seed: int, count: int) -> Tensor:
+        generator = torch.Generator().manual_seed(7000 + seed)
+        shape = (count, self.sequences, HEADS * GROUP, KEY_DIM)
+        return torch.randn(shape, generator=generator).permute(1, 2, 0, 3).to(self.dtype)
+
+
+def grown(case: Case, *chunks: int, seed: int = 0, prefill: Prefill = "stored") -> Attention:
+    """A state that has seen the rows of `seed` in chunks of these sizes."""
+    state = case.state()
+    keys, values = case.rows(seed, sum(chunks))
+    place = 0
+    for count in chunks:
+        put(case, state, keys[:, :, place : place + count], values[:, :, place : place + count])
+        place += count
+    return state
+
+
+def put(case: Case, state: Attention, keys: Tensor, values: Tensor) -> None:
+    start = None if state.length else case.start
+    state.append(keys, values, start=start, prefill="stored")
+
+
+def everything() -> Iterator[Case]:
+    axes = (FORMATS, FORMATS, RETENTIONS, ARENAS, BATCHES, DTYPES)
+    return (Case(*values) for values in itertools.product(*axes))
+
+
+def pairwise() -> list[Case]:
+    """Few cases in which every two values of different axes meet at least once; greedy."""
+    axes = (FORMATS, FORMATS, RETENTIONS, ARENAS, BATCHES, DTYPES)
+    places = list(itertools.combinations(range(len(axes)), 2))
+    missing = {(i, j, a, b) for i, j in places for a in axes[i] for b in axes[j]}
+    cases = []
+    while missing:
+        i, j, a, b = min(missing, key=str)
+        chosen: dict[int, object] = {i: a, j: b}
+        for axis in (n for n in range(len(axes)) if n not in (i, j)):
+            chosen[axis] = max(axes[axis], key=lambda value: _gain(missing, chosen, axis, value))
+        case = tuple(chosen[n] for n in range(len(axes)))
+        missing -= {(i, j, case[i], case[j]) for i, j in places}
+        cases.append(Case(*case))  # type: ignore[arg-type]
+    return cases
+
+
+def _gain(missing: set[tuple], chosen: dict[int, object], axis: int, value: object) -> int:
+    pairs = [(min(o, axis), max(o, axis), o) for o in chosen]
+    return sum(
+        (i, j, chosen[o] if o < axis else value, value if o < axis else chosen[o]) in missing
+        for i, j, o in pairs
+    )

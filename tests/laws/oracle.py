@@ -1,0 +1,59 @@
+"""What is right, said as plainly as possible and apart from the library's own bookkeeping."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvant.contracts import Codec, Mask
+from kvant.recipes import LayerSpec
+
+
+def sees(mask: Mask, q: Tensor, k: Tensor) -> Tensor:
+    """The mask rule of the architecture, over positions."""
+    near = (q - k < (mask.window or 1 << 40)) | (k < mask.sinks)
+    block = k // (mask.chunk or 1 << 40) == q // (mask.chunk or 1 << 40)
+    return (k >= 0) & ((k <= q) | (not mask.causal)) & near & block
+
+
+def attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tensor:
+    """Float64 attention; `visible` is [B, T, n]; a query that sees nothing gets zeros."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = (r.double().repeat_interleave(group, 1) for r in (keys, values))
+    scores = q.double() @ keys.transpose(-1, -2) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill(~visible[:, None], float("-inf")).softmax(-1)
+    return weights.nan_to_num(0.0) @ values
+
+
+def is_sealed(spec: LayerSpec, column: Tensor, position: Tensor, query: int) -> Tensor:
+    """Does a query at column `query` see these rows sealed? The rule, word by word."""
+    page_start = column // spec.page * spec.page
+    due = page_start + spec.page <= query - spec.resolved_tail + 1
+    dense = position < spec.retention.sinks
+    return due & ~dense & (spec.seals and query + 1 >= spec.start)
+
+
+def decoded(codec: Codec, rows: Tensor, page: int) -> Tensor:
+    """Every whole page of rows as it comes back from the codec, the rest as it went in."""
+    framed = codec.frame.rows(rows)
+    whole = framed.shape[2] // page * page
+    batch, heads, _, dim = rows.shape
+    pages = framed[:, :, :whole].reshape(batch, heads, whole // page, page, dim)
+    opened = codec.open(codec.seal(pages)).reshape(batch, heads, whole, dim)
+    return codec.frame.outputs(torch.cat([opened, framed[:, :, whole:].float()], 2))
+
+
+def seen(
+    spec: LayerSpec, keys: Tensor, values: Tensor, start: list[int], query: int, own_from: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values as a query at this column sees them, from all rows ever appended."""
+    column = torch.arange(query + 1)
+    position = column - torch.tensor(start)[:, None]
+    choice = is_sealed(spec, column, position, query) & (column < own_from)
+    sides = []
+    for codec, rows in ((spec.keys, keys), (spec.values, values)):
+        dense = codec.frame.outputs(codec.frame.rows(rows)).float()[:, :, : query + 1]
+        sealed = decoded(codec, rows, spec.page)[:, :, : query + 1]
+        sides.append(torch.where(choice[:, None, :, None], sealed, dense))
+    here = position[:, -1:]
+    return sides[0], sides[1], sees(spec.mask, here, position)[:, None]

@@ -1,0 +1,205 @@
+"""The laws of an attention layer, over every format, retention, arena, batch and dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvant import Cache, CacheSpec, RewindError, Shape, attend, load, plan, save
+from kvant.contracts import Snapshot
+from kvant.layers import Attention
+from laws import oracle
+from laws.cases import (
+    ARENAS,
+    BATCHES,
+    DTYPES,
+    FORMATS,
+    GROUP,
+    HEADS,
+    KEY_DIM,
+    RETENTIONS,
+    VALUE_DIM,
+    Case,
+    grown,
+    pairwise,
+    put,
+)
+
+Law = Callable[[Case], None]
+
+
+def same(a: Snapshot, b: Snapshot) -> None:
+    assert a.numbers == b.numbers
+    assert a.tensors.keys() == b.tensors.keys()
+    for name in a.tensors:
+        assert torch.equal(a.tensors[name], b.tensors[name]), name
+
+
+def same_rows(a: Attention, b: Attention) -> None:
+    assert a.length == b.length
+    for one, other in zip(a.read(), b.read(), strict=True):
+        assert torch.equal(one, other)
+
+
+def parts_add_up(case: Case) -> None:
+    """append(a); append(b) = append(a + b), to the bit, and so does what attention gives."""
+    whole, parts = case.state(), case.state()
+    keys, values = case.rows(0, 300)
+    put(case, whole, keys[:, :, :40], values[:, :, :40])
+    put(case, parts, keys[:, :, :40], values[:, :, :40])
+    q = case.queries(0, 260)
+    view = whole.append(keys[:, :, 40:], values[:, :, 40:], prefill="stored")
+    at_once = attend(q, view)
+    pieces, place = [], 40
+    for count in (1, 100, 158, 1):
+        rows = (r[:, :, place : place + count] for r in (keys, values))
+        view = parts.append(*rows, prefill="stored")
+        pieces.append(attend(q[:, :, place - 40 : place - 40 + count], view))
+        place += count
+    same(whole.snapshot(), parts.snapshot())
+    error = (at_once.float() - torch.cat(pieces, 2).float()).abs().max()
+    assert error <= case.tolerance
+
+
+def short_rewind_never_happened(case: Case) -> None:
+    """A rewind within slack, then an append = never having gone there, to the bit."""
+    straight, detour = grown(case, 250, 11), grown(case, 250, 11)
+    wrong, right = case.rows(1, 16), case.rows(2, 40)
+    put(case, detour, wrong[0][:, :, :7], wrong[1][:, :, :7])
+    put(case, detour, wrong[0][:, :, 7:], wrong[1][:, :, 7:])
+    detour.rewind(261)
+    same_rows(straight, detour)
+    for state in (straight, detour):
+        put(case, state, right[0], right[1])
+    same(straight.snapshot(), detour.snapshot())
+    assert (detour.tally.rewinds_exact, detour.tally.rewinds_decoded) == (1, 0)
+
+
+def deep_rewind_is_said(case: Case) -> None:
+    """A deeper rewind reads what was read before; re-opened pages are counted; or it is refused."""
+    state, spec = grown(case, 300), case.spec
+    keys, values = state.read()
+    window = spec.retention.window
+    if window is not None:
+        before = state.snapshot()
+        with pytest.raises(RewindError, match="the longest that can is 0"):
+            state.rewind(300 - spec.slack - 1)
+        same(before, state.snapshot())
+        return
+    state.rewind(130)
+    assert torch.equal(state.read()[0], keys[:, :, :130])
+    assert torch.equal(state.read()[1], values[:, :, :130])
+    reopened = spec.seals and (300 - spec.slack - spec.resolved_tail) // 64 > (
+        (130 - spec.resolved_tail) // 64
+    )
+    assert (state.tally.rewinds_exact, state.tally.rewinds_decoded) == (not reopened, reopened)
+    put(case, state, *case.rows(3, 100))
+    assert state.length == 230
+
+
+def copies_are_identical_and_apart(case: Case) -> None:
+    """restore(snapshot()), load(save()) and fork are identities, independent both ways."""
+    cache = Cache(None, CacheSpec((case.spec,)), tiles=case.state().tiles)
+    keys, values = case.rows(0, 200)
+    cache[0].append(keys, values, start=case.start)
+    before = cache.snapshot()
+    restored = Cache(None, cache.spec)
+    restored.restore(before)
+    copies = [cache.fork(), restored, through_a_file(cache)]
+    for copy in copies:
+        same(before, copy.snapshot())
+        assert copy.nbytes == cache.nbytes
+    cache[0].append(*case.rows(4, 70))
+    for number, copy in enumerate(copies):
+        same(before, copy.snapshot())
+        copy[0].append(*case.rows(4, 70))
+        same(cache.snapshot(), copy.snapshot())
+        copy[0].append(*case.rows(5 + number, 70))
+    assert cache.length == 270
+
+
+def through_a_file(cache: Cache) -> Cache:
+    path = Path(through_a_file.folder) / "cache.safetensors"  # type: ignore[attr-defined]
+    save(cache, path)
+    return load(path)
+
+
+def bytes_are_planned(case: Case) -> None:
+    """nbytes = plan, before and after growth."""
+    shape = Shape(1, HEADS, KEY_DIM, VALUE_DIM, case.dtype)
+    for chunks in ((1,), (63, 1), (200,), (500, 1, 1)):
+        state = grown(case, *chunks)
+        planned = plan(
+            shape, CacheSpec((case.spec,)), context=sum(chunks), sequences=case.sequences
+        )
+        assert state.nbytes == planned.nbytes
+        assert state.nbytes_used <= state.nbytes
+
+
+def attention_is_over_read_rows(case: Case) -> None:
+    """Attention of the newest token = float64 attention over read(), whatever came before."""
+    state = case.state()
+    keys, values = case.rows(0, 400)
+    q, place = case.queries(1, 400), 0
+    start = torch.tensor(case.start or [0] * case.sequences)
+    for count in (90, 1, 37, 1, 62, 1, 1, 150, 1):
+        span = slice(place, place + count)
+        padding = None if state.length else case.start
+        view = state.append(keys[:, :, span], values[:, :, span], start=padding)
+        place += count
+        newest = q[:, :, place - 1 : place]
+        rows, positions = state.read(), state.positions()
+        here = place - 1 - start[:, None]
+        visible = oracle.sees(case.spec.mask, here, positions)[:, None]
+        expected = oracle.attention(newest, *rows, visible)
+        views = [state.view()] if count > 1 else [state.view(), view]
+        for shown in views:
+            error = (attend(newest, shown).double() - expected).abs().max()
+            assert error <= case.tolerance
+        assert state.held == rows[0].shape[2] == positions.shape[1]
+        assert state.max_held is None or state.held <= state.max_held
+
+
+LAWS: tuple[Law, ...] = (
+    parts_add_up,
+    short_rewind_never_happened,
+    deep_rewind_is_said,
+    copies_are_identical_and_apart,
+    bytes_are_planned,
+    attention_is_over_read_rows,
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path) -> None:
+    through_a_file.folder = tmp_path  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("case", pairwise(), ids=str)
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law_pairwise(law: Law, case: Case) -> None:
+    law(case)
+
+
+@pytest.mark.laws
+@pytest.mark.parametrize("values", FORMATS)
+@pytest.mark.parametrize("keys", FORMATS)
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_law_over_the_full_product(law: Law, keys: str, values: str) -> None:
+    for retention in RETENTIONS:
+        for arena in ARENAS:
+            for batch in BATCHES:
+                for dtype in DTYPES:
+                    case = Case(keys, values, retention, arena, batch, dtype)
+                    try:
+                        law(case)
+                    except AssertionError as error:
+                        raise AssertionError(f"{case}: {error}") from error
+
+
+def test_groups_share_rows() -> None:
+    """The axes really hold grouped queries and unequal widths."""
+    assert GROUP > 1 and KEY_DIM != VALUE_DIM

@@ -1,0 +1,1 @@
+"""What `kvant bench` runs; each module is also `python -m kvant.bench.NAME`."""

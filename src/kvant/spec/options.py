@@ -16,7 +16,7 @@ from reprlib import repr as short
 from typing import Any
 
 from kvant.errors import SpecError
-from kvant.formats import Format, Side, nearest, parse_format, refuse_not_yet
+from kvant.spec.formats import Format, Side, nearest, parse_format, refuse_not_yet
 
 MAX_NUMBER = 2**31 - 1
 

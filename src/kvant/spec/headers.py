@@ -21,10 +21,10 @@ import torch
 from kvant.codecs import CODECS
 from kvant.contracts import Codec, Frame, Retention
 from kvant.errors import SpecError
-from kvant.formats import nearest
 from kvant.frames import FRAMES
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
 from kvant.retention import RETENTIONS
+from kvant.spec.formats import nearest
 
 DTYPES = {
     "float16": torch.float16,

@@ -15,11 +15,11 @@ from reprlib import repr as short
 from typing import Any
 
 from kvant.errors import SpecError
-from kvant.formats import MAX_LAYERS, Choice, Format, parse_format
-from kvant.headers import KINDS, dumps, loads
-from kvant.options import MAX_NUMBER, OPTIONS, check_choice, check_room, parse_options
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
 from kvant.retention import All, Window
+from kvant.spec.formats import MAX_LAYERS, Choice, Format, parse_format
+from kvant.spec.headers import KINDS, dumps, loads
+from kvant.spec.options import MAX_NUMBER, OPTIONS, check_choice, check_room, parse_options
 
 AS_THEY_ARE = ("tail", "start", "page", "slack", "prefill", "step", "capacity")
 LEAST = dict.fromkeys(

@@ -1,0 +1,5 @@
+"""One string names a cache everywhere; one JSON object does so in the header of a file."""
+
+from kvant.spec.language import as_spec, from_json, parse, to_json
+
+__all__ = ["as_spec", "from_json", "parse", "to_json"]

@@ -1,76 +1,77 @@
 """What one appended token costs, against the rows already there and the way memory grows.
 
 `concat` (step 1) copies everything for every token and is the baseline; `stepped` (step 256) and
-`reserved` (capacity) must not. `copied` counts what was really moved: rows of old memory that a
-token's append copied elsewhere, on average.
+`reserved` (capacity) must not. `copied` counts what really moved: dense rows that an append carried
+to other memory, a token on average.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
 
-from kvant.bench.report import show
+from kvant.bench.report import run, show
 from kvant.cache import Cache
 
 WAYS = {"concat": "step=1", "stepped": "step=256", "reserved": "capacity={capacity}"}
-BUDGET = 2e9  # bytes that the baseline may copy for one figure
+BUDGET = 4e9  # bytes that the baseline may copy for one figure
 
 
-def measure(
-    format: str,  # noqa: A002
-    length: int,
-    tokens: int,
-    heads: int,
-    dim: int,
-) -> dict[str, dict[str, float]]:
-    """Microseconds a token (median, mean) and rows copied a token, each way, in turn."""
-    caches = {way: _filled(format, way, length, tokens, heads, dim) for way in WAYS}
-    row = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    copied = dict.fromkeys(WAYS, 0)
-    for _ in range(tokens):
-        for way, cache in caches.items():
-            before, held = _addresses(cache), cache.held
-            begin = time.perf_counter()
-            cache[0].append(row, row)
-            seconds[way].append(time.perf_counter() - begin)
-            copied[way] += held if _addresses(cache) != before else 0
-    return {
-        way: {
-            "median_us": statistics.median(seconds[way]) * 1e6,
-            "mean_us": statistics.fmean(seconds[way]) * 1e6,
-            "copied": copied[way] / tokens,
+@dataclass
+class Run:
+    """One cache, and what each token appended to it took."""
+
+    cache: Cache
+    tokens: int
+    seconds: list[float] = field(default_factory=list)
+    copied: int = 0
+
+    def append(self, row: torch.Tensor) -> None:
+        place, rows = self.storage()
+        begin = time.perf_counter()
+        self.cache[0].append(row, row)
+        self.seconds.append(time.perf_counter() - begin)
+        self.copied += rows if self.storage()[0] != place else 0
+
+    def storage(self) -> tuple[int, int]:
+        """Where the dense rows lie, and how many they are."""
+        rows = self.cache.exposed().tensors["0/keys.dense"]
+        return rows.untyped_storage().data_ptr(), rows.shape[2]
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "tokens": self.tokens,
+            "median_us": statistics.median(self.seconds) * 1e6,
+            "mean_us": statistics.fmean(self.seconds) * 1e6,
+            "copied": self.copied / self.tokens,
         }
-        for way in WAYS
-    }
 
 
-def _filled(format: str, way: str, length: int, tokens: int, heads: int, dim: int) -> Cache:  # noqa: A002
-    options = WAYS[way].format(capacity=length + tokens)
-    cache = Cache(1, f"{format},{options}")
+def measure(text: str, length: int, tokens: int, heads: int, dim: int) -> dict[str, Run]:
+    """Append to a cache of each way in turn; the baseline stops when its budget is spent."""
+    affordable = int(BUDGET / (length * heads * dim * 8))  # keys and values, read and written
+    counts = dict.fromkeys(WAYS, tokens) | {"concat": max(8, min(tokens, affordable))}
     rows = torch.zeros(1, heads, length, dim, dtype=torch.bfloat16)
-    cache[0].append(rows, rows)
-    return cache
-
-
-def _addresses(cache: Cache) -> list[int]:
-    """Where the dense and the sealed rows lie: a move is a copy."""
-    exposed = cache.exposed().tensors
-    return [tensor.data_ptr() for name, tensor in exposed.items() if _is_kept(name, tensor)]
-
-
-def _is_kept(name: str, tensor: Tensor) -> bool:
-    return name.endswith("keys.dense") and tensor.numel() > 0
+    row = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
+    runs = {}
+    for way, option in WAYS.items():
+        cache = Cache(1, f"{text},{option.format(capacity=length + tokens)}")
+        cache[0].append(rows, rows)
+        runs[way] = Run(cache, counts[way])
+    for done in range(tokens):
+        for one in runs.values():
+            if done < one.tokens:
+                one.append(row)
+    return runs
 
 
 def main(
-    format: Annotated[str, typer.Option(help="a format of the spec language")] = "raw",  # noqa: A002
+    kv_cache: Annotated[str, typer.Option(help="a format of the spec language")] = "raw",
     lengths: Annotated[str, typer.Option(help="rows already there")] = "1024,8192,32768,131072",
     heads: int = 8,
     dim: int = 128,
@@ -79,13 +80,15 @@ def main(
     """The cost of one appended token, one layer, bf16, batch 1."""
     rows: list[dict[str, Any]] = []
     for length in map(int, lengths.split(",")):
-        affordable = int(BUDGET / (length * heads * dim * 4))
-        count = max(8, min(tokens, affordable))
-        for way, figures in measure(format, length, count, heads, dim).items():
-            rows.append({"rows": length, "growth": way, "tokens": count, **figures})
-    facts = {"format": format, "heads": heads, "dim": dim, "dtype": "bfloat16"}
+        runs = measure(kv_cache, length, tokens, heads, dim)
+        base = runs["concat"].figures()["median_us"]
+        for way, one in runs.items():
+            figures = one.figures()
+            ratio = base / figures["median_us"]
+            rows.append({"rows": length, "growth": way, **figures, "times_faster": ratio})
+    facts = {"kv_cache": kv_cache, "heads": heads, "dim": dim, "dtype": "bfloat16"}
     show("append", rows, facts)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run(main)

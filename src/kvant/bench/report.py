@@ -5,13 +5,26 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
+
+from kvant.errors import CacheError
+
+
+def run(main: Callable[..., None]) -> None:
+    """Run a benchmark as a command: what was typed wrong is one line and exit code 2."""
+    try:
+        typer.run(main)
+    except (CacheError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def machine() -> dict[str, Any]:

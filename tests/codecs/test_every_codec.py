@@ -194,6 +194,30 @@ def test_a_row_that_is_no_number_stays_alone(codec: Codec, poison: float) -> Non
 
 
 @lossy
+def test_all_rows_that_are_no_numbers_are_the_same_bytes(codec: Codec) -> None:
+    rows = torch.randn(4, 2, 16)
+    rows[0, :, 3], rows[1, :, 4], rows[2, :, 0], rows[3, :, 15] = (
+        torch.nan,
+        torch.inf,
+        -torch.inf,
+        9,
+    )
+    sealed = codec.seal(rows)
+    assert same_bytes(picked(sealed, 0), picked(sealed, 1))
+    assert same_bytes(picked(sealed, 0), picked(sealed, 2))
+    assert not same_bytes(picked(sealed, 0), picked(sealed, 3))
+
+
+@lossy
+def test_the_sign_of_a_zero_is_not_stored(codec: Codec) -> None:
+    """A minimum takes whichever zero it meets first, and that depends on how rows lie."""
+    rows = torch.randn(64, 64).clamp(min=0)
+    signed = torch.where((rows == 0) & (torch.rand(64, 64) < 0.5), -0.0, rows)
+    assert signed.signbit().any()
+    assert same_bytes(codec.seal(signed), codec.seal(rows))
+
+
+@lossy
 def test_values_beyond_float16_saturate(codec: Codec) -> None:
     rows = (torch.rand(4, 16, 64) * 2 - 1) * 3e38
     assert same_bytes(codec.seal(rows), codec.seal(rows.clamp(-65504, 65504)))

@@ -9,6 +9,7 @@ from torch import Tensor
 from kvant.codecs.packing import PLANES, pack, unpack
 
 WIDTHS = sorted(PLANES)
+LOW_FIRST = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 8: [8]}
 
 
 def random_codes(bits: int, *shape: int) -> Tensor:
@@ -18,7 +19,7 @@ def random_codes(bits: int, *shape: int) -> Tensor:
 def packed_by_hand(codes: list[int], bits: int) -> list[int]:
     """The layout of the module's header, one value at a time."""
     dim, block, out, shift = len(codes), gcd(len(codes), 32), [], 0
-    for width in PLANES[bits]:
+    for width in LOW_FIRST[bits]:
         step = block * width // 8
         for first in range(0, dim, block):
             for e in range(step):

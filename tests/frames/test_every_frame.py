@@ -1,5 +1,7 @@
 """What holds for each frame: scores and rows are what they were without it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -87,6 +89,17 @@ def test_a_row_does_not_depend_on_its_neighbours(frame: Frame, dim: int) -> None
         together = act(x)
         assert torch.equal(act(x[1:2, :, 3:4]), together[1:2, :, 3:4])
         assert torch.equal(act(x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)), together)
+
+
+@cases
+def test_what_inference_mode_built_serves_gradients(frame: Frame, dim: int) -> None:
+    frame = replace(frame)  # without what an earlier test built
+    x = torch.randn(1, HEADS, 3, dim, dtype=torch.float64)
+    with torch.inference_mode():
+        frame.outputs(frame.rows(x))
+    x.requires_grad_()
+    frame.outputs(frame.rows(x)).sum().backward()
+    assert x.grad is not None and torch.allclose(x.grad, torch.ones_like(x))
 
 
 @cases

@@ -96,9 +96,7 @@ class Codebook:
 @lru_cache(maxsize=64)
 def _table(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The levels as float32 has them, whatever the dtype."""
-    # A tensor born in inference mode could not be used where gradients are recorded.
-    with torch.inference_mode(False):
-        return torch.tensor(levels(bits, dim).astype(np.float32), dtype=dtype, device=device)
+    return torch.tensor(levels(bits, dim).astype(np.float32), dtype=dtype, device=device)
 
 
 def _row_sum(x: Tensor) -> Tensor:

@@ -10,20 +10,23 @@ the lowest bits. So a vector register of bytes, masked, is a run of neighbouring
 
 from __future__ import annotations
 
+from functools import reduce
 from math import gcd
+from operator import or_
 
 import torch
 from torch import Tensor
 
 from kvant.codecs.checks import check_dim
 
-PLANES: dict[int, tuple[int, ...]] = {
-    2: (2,),
-    3: (2, 1),
-    4: (4,),
-    5: (4, 1),
-    6: (4, 2),
-    8: (8,),
+# Of each width, its planes: how many bits they hold, and from which bit on.
+PLANES: dict[int, tuple[tuple[int, int], ...]] = {
+    2: ((2, 0),),
+    3: ((2, 0), (1, 2)),
+    4: ((4, 0),),
+    5: ((4, 0), (1, 4)),
+    6: ((4, 0), (2, 4)),
+    8: ((8, 0),),
 }
 BLOCK = 32  # channels: a nibble plane then has 16 bytes a block, the narrowest vector register
 
@@ -31,34 +34,24 @@ BLOCK = 32  # channels: a nibble plane then has 16 bytes a block, the narrowest 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes below 2**bits, [..., dim] -> uint8 [..., dim * bits / 8]."""
     check_dim(codes.shape[-1])
-    planes = []
-    shift = 0
-    for width in PLANES[bits]:
-        planes.append(_pack_plane(codes >> shift & (1 << width) - 1, width))
-        shift += width
-    return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+    parts = ((codes >> shift & (1 << width) - 1, width) for width, shift in PLANES[bits])
+    return torch.cat([_pack_plane(part, width) for part, width in parts], dim=-1)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """uint8 [..., dim * bits / 8] -> uint8 codes [..., dim]."""
     dim = packed.shape[-1] * 8 // bits
     check_dim(dim)
-    planes = torch.split(packed, [dim * width // 8 for width in PLANES[bits]], dim=-1)
-    codes = _unpack_plane(planes[0], PLANES[bits][0])
-    shift = PLANES[bits][0]
-    for width, plane in zip(PLANES[bits][1:], planes[1:], strict=True):
-        codes |= _unpack_plane(plane, width) << shift
-        shift += width
-    return codes
+    planes = torch.split(packed, [dim * width // 8 for width, _ in PLANES[bits]], dim=-1)
+    parts = zip(planes, PLANES[bits], strict=True)
+    return reduce(or_, (_unpack_plane(plane, width) << shift for plane, (width, shift) in parts))
 
 
 def _pack_plane(parts: Tensor, width: int) -> Tensor:
     dim, per_byte = parts.shape[-1], 8 // width
     block = gcd(dim, BLOCK)
     lanes = parts.reshape(*parts.shape[:-1], dim // block, per_byte, block // per_byte)
-    packed = lanes[..., 0, :].clone()
-    for i in range(1, per_byte):
-        packed |= lanes[..., i, :] << width * i
+    packed = reduce(or_, (lanes[..., i, :] << width * i for i in range(per_byte)))
     return packed.flatten(-2)
 
 

@@ -171,7 +171,8 @@ class Cache:
         """Keep these sequences of the batch, in this order, with repeats if there are any."""
         self._ledger.rollback()
         chosen = torch.as_tensor(index, dtype=torch.int64).cpu()
-        if chosen.ndim != 1 or any(not 0 <= i < self.batch for i in chosen.tolist()):
+        fits = chosen.ndim == 1 and all(0 <= i < self.batch for i in chosen.tolist())
+        if not fits or (self.batch and not len(chosen)):
             raise ValueError(f"sequences {chosen.tolist()} of a batch of {self.batch}")
         for state in self._own:
             state.select(chosen)

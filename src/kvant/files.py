@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvant.cache import Cache
-from kvant.contracts import Snapshot
+from kvant.contracts import Fields, Snapshot
 from kvant.errors import CacheError, CacheFileError
 from kvant.spec import from_json, to_json
 
@@ -27,6 +27,7 @@ VERSION = 1
 BLANK = "0" * 64  # stands for the checksum while the checksum is taken
 MARK = rb"\"checksum\": \""  # as it stands in JSON inside JSON
 MAX_HEADER = 100 << 20  # what safetensors itself accepts
+MAX_INTEGER = 1 << 53  # what any JSON reader keeps; tensors count further than that
 CHUNK = 1 << 22
 
 
@@ -40,7 +41,7 @@ def save(cache: Cache, path: str | os.PathLike[str]) -> None:
         "spec": json.loads(to_json(cache.spec)),
         "numbers": dict(exposed.numbers),
     }
-    tensors = {name: tensor.contiguous() for name, tensor in exposed.tensors.items()}
+    tensors = _apart(exposed.tensors)
     handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
     os.close(handle)
     try:
@@ -64,6 +65,18 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
     return cache
+
+
+def _apart(tensors: Fields) -> dict[str, torch.Tensor]:
+    """Contiguous, and no two in the same memory: safetensors refuses those."""
+    places: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        whole = tensor.contiguous()
+        place = whole.untyped_storage().data_ptr()
+        apart[name] = whole.clone() if place in places else whole
+        places.add(place)
+    return apart
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any]) -> None:
@@ -130,4 +143,6 @@ def _digest(file: Any, at: int) -> str:
 def _integers(numbers: Any) -> dict[str, int]:
     if not isinstance(numbers, dict) or any(type(n) is not int for n in numbers.values()):
         raise ValueError("numbers that are not integers")
+    if not all(0 <= n <= MAX_INTEGER for n in numbers.values()):
+        raise ValueError(f"numbers outside 0 to {MAX_INTEGER}")
     return numbers

@@ -105,19 +105,33 @@ def _four_dimensions(mask: Mask | Tensor) -> Mask | Tensor:
 def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | None) -> None:
     """Refuse what does not fit, with both sides in the message."""
     batch, heads, _, dim = view.keys.dense.shape
-    if q.ndim != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[3] != dim:
+    fits = q.ndim == 4 and (q.shape[0], q.shape[3]) == (batch, dim)
+    if not fits or q.shape[1] % heads or q.shape[1] == 0:
         raise ValueError(
             f"queries of shape {list(q.shape)} do not fit keys of [{batch}, {heads}, ., {dim}]: "
             f"[B, heads, T, D] is needed, heads a multiple of {heads}"
         )
     if q.shape[2] > view.columns:
         raise ValueError(f"{q.shape[2]} queries, but the view has {view.columns} tokens")
+    if _lacks_rows(view, view.columns - q.shape[2]):
+        raise ValueError(
+            f"{q.shape[2]} queries, but the view is for fewer: `view({q.shape[2]})` of the layer "
+            "has the rows that the oldest of them sees"
+        )
     if q.device != view.keys.dense.device:
         raise ValueError(f"queries on {q.device}, rows on {view.keys.dense.device}")
     if isinstance(mask, Tensor):
         _check_mask(q, view, mask)
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sink_logits {list(sinks.shape)} for {q.shape[1]} heads: one a head")
+
+
+def _lacks_rows(view: View, query: int) -> bool:
+    """Were rows that a query at this column sees left out of the view?"""
+    window = view.mask.window
+    low = 0 if window is None else max(0, query - window + 1)
+    seam = max(low, view.seam(query))
+    return seam < view.dense_from or low < min(seam, view.first_page * view.page)
 
 
 def _check_mask(q: Tensor, view: View, mask: Tensor) -> None:

@@ -46,9 +46,11 @@ def relation(view: View, mask: Mask | Tensor, q0: int, q1: int, block: Block) ->
     if state == "none" or isinstance(mask, Tensor):
         return "none" if state == "none" else "some"
     rule = _rule(mask, q0, q1, block.start, block.stop - 1)
+    kept = view.keys.sinks.shape[2]
     if rule == "none":
-        return "none"
-    first = view.padding + view.keys.sinks.shape[2]
+        # A rule given in place of the view's may have sinks that lie among the other rows.
+        return "some" if kept < mask.sinks and block.start < view.padding + mask.sinks else "none"
+    first = view.padding + kept
     clean = block.start >= first and (view.padding == 0 or q0 >= view.padding)
     aligned = mask.chunk is None or view.padding == 0
     return "all" if clean and aligned and state == rule == "all" else "some"

@@ -24,7 +24,7 @@ from kvant.contracts import (
 )
 from kvant.errors import CapacityError, RewindError
 from kvant.layers import reading, record, snapshots
-from kvant.layers.geometry import Geometry, incoming, sides
+from kvant.layers.geometry import Geometry, check_order, incoming, sides
 from kvant.layers.ledger import Alone
 from kvant.layers.record import Record
 from kvant.recipes import LayerSpec, Prefill
@@ -125,6 +125,7 @@ class Attention:
         Without a range: all rows held, sinks first (`positions` tells which). With left padding,
         a range counts columns.
         """
+        check_order(order)
         if self._record is None:  # no rows, and no shapes yet
             return torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0)
         whole = start == 0 and stop is None

@@ -23,10 +23,14 @@ def sides(spec: LayerSpec) -> dict[str, Codec]:
     return {"keys": spec.keys, "values": spec.values}
 
 
-def incoming(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order) -> Fields:
-    """The tensors of an append as {side: [B, H, T, D]}, or a ValueError."""
+def check_order(order: str) -> None:
     if order not in ("BHTD", "BTHD"):
         raise ValueError(f"order {order!r}: 'BHTD' or 'BTHD' is needed")
+
+
+def incoming(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order) -> Fields:
+    """The tensors of an append as {side: [B, H, T, D]}, or a ValueError."""
+    check_order(order)
     if (values is None) != (spec.value_dim is not None):
         raise ValueError("values come with the keys, unless the spec's value_dim finds them there")
     rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
@@ -38,6 +42,8 @@ def incoming(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order)
             raise ValueError(f"{name} of shape {list(tensor.shape)}: only T may be 0")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{name} of {tensor.dtype}: one of {list(map(str, DTYPES))} is needed")
+    if spec.value_dim is not None and spec.value_dim > keys.shape[3]:
+        raise ValueError(f"values of {spec.value_dim} channels inside keys of {keys.shape[3]}")
     if values is not None and (keys.shape[:3], keys.device) != (values.shape[:3], values.device):
         raise ValueError(
             f"keys {list(keys.shape)} on {keys.device} and values {list(values.shape)} on "

@@ -137,7 +137,8 @@ class Recurrent:
         if set(order) != set(moments) or count > self.spec.max_checkpoints:
             raise SnapshotMismatch(f"states {sorted(moments)}: now, at0, at1, ... are needed")
         lengths = [snapshot.numbers[key] for key in order]
-        if any(n < 0 for n in lengths) or sorted(lengths[1:]) != lengths[1:]:
+        now, *at = lengths
+        if min(lengths) < 0 or sorted(set(at)) != at or max(at, default=0) > now:
             raise SnapshotMismatch(f"states at lengths {lengths}: now, then checkpoints in order")
         restored: list[Moment] = [(snapshot.numbers[key], moments[key]) for key in order]
         self._undo = ((self._now, self._checkpoints),)
@@ -151,7 +152,9 @@ class Recurrent:
 
     def select(self, index: Tensor) -> None:
         def pick(moment: Moment) -> Moment:
-            return moment[0], {n: t.index_select(0, index) for n, t in moment[1].items()}
+            return moment[0], {
+                n: t.index_select(0, index.to(t.device)) for n, t in moment[1].items()
+            }
 
         self._now = pick(self._now)
         self._checkpoints = [pick(moment) for moment in self._checkpoints]

@@ -67,6 +67,8 @@ def _geometry(spec: LayerSpec, snapshot: Snapshot) -> Geometry:
         tensor = snapshot.tensors.get(f"{name}.dense")
         if tensor is None or tensor.ndim != 4 or tensor.dtype not in DTYPES:
             raise SnapshotMismatch(f"{name}.dense is missing or no [B, H, T, D] of floats")
+        if 0 in (tensor.shape[0], tensor.shape[1], tensor.shape[3]):
+            raise SnapshotMismatch(f"{name}.dense is {list(tensor.shape)}: only T may be 0")
         if spec.dtype not in (None, tensor.dtype):
             raise SnapshotMismatch(f"{name}.dense is {tensor.dtype}, the spec says {spec.dtype}")
         rows[name] = tensor

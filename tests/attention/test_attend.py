@@ -1,0 +1,412 @@
+"""attend() against float64 formulas written out, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvant.attention
+from kvant import LayerSpec, Mask, UnsupportedView, attend, explain
+from kvant.attention import reference
+from kvant.codecs import Affine, Codebook, Raw
+from kvant.contracts import View
+from kvant.layers import Attention
+from kvant.retention import All
+from laws import oracle
+from layers.tagged import layer, put, rows
+
+KINDS = (
+    "raw",
+    "affine8,prefill=stored",
+    "turbo4,prefill=stored",
+    "raw,sinks=3",
+    "affine8,sinks=3,prefill=stored",
+)
+
+
+def filled(
+    text: str, count: int = 200, batch: int = 2, heads: int = 2, dim: int = 16, wide: int = 16
+) -> tuple[Attention, View]:
+    state = Attention(layer(text))
+    view = state.append(
+        torch.randn(batch, heads, count, dim), torch.randn(batch, heads, count, wide)
+    )
+    return state, view
+
+
+def causal(queries: int, keys: int) -> Tensor:
+    q, k = torch.arange(keys - queries, keys), torch.arange(keys)
+    return (k <= q[:, None])[None]
+
+
+def means(view: View, queries: int, **rest) -> list[float]:
+    """With zero queries a query gives the mean of the tags it sees."""
+    batch, heads, _, dim = view.keys.dense.shape
+    out = attend(torch.zeros(batch, heads, queries, dim), view, **rest)
+    return [round(v, 3) for v in out[0, 0, :, 0].tolist()]
+
+
+@pytest.mark.parametrize("group", range(1, 9))
+@pytest.mark.parametrize("text", ["raw", "affine8", "turbo3"])
+def test_grouped_heads_read_the_rows_of_their_group(group: int, text: str) -> None:
+    """As repeat_interleave says: query head h reads key head h // group."""
+    state, _ = filled(text, batch=1, heads=3)
+    q = torch.randn(1, 3 * group, 1, 16)
+    expected = oracle.attention(q, *state.read(), causal(1, 200))
+    assert (attend(q, state.view()).double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_fewer_queries_than_the_append_are_its_newest(text: str) -> None:
+    _, view = filled(text)
+    q = torch.randn(2, 4, 200, 16)
+    whole = attend(q, view)
+    for count in (1, 2, 63, 130):
+        part = attend(q[:, :, -count:], view)
+        assert (part - whole[:, :, -count:]).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("text", ["raw,window=4", "affine8", "affine8,window=70"])
+def test_more_queries_than_the_view_was_made_for_are_refused(text: str) -> None:
+    """Older queries once got an answer from which the rows they see were missing."""
+    state = Attention(layer(text))
+    put(state, 127)
+    view = put(state, 1)
+    with pytest.raises(ValueError, match="3 queries"):
+        attend(torch.zeros(1, 1, 3, 8), view)
+    assert means(view, 1) == means(state.view(3), 3)[2:]
+
+
+def test_more_queries_than_the_append_are_served_where_their_rows_are_in_the_view() -> None:
+    state = Attention(layer("raw"))
+    put(state, 7)
+    assert means(put(state, 1), 3) == [2.5, 3.0, 3.5]
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_scratch_of_any_size_gives_the_same(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, view = filled(text, count=300)
+    q = torch.randn(2, 4, 300, 16)
+    whole, lse = attend(q, view, return_lse=True)
+    for rows_, scores in ((1, 1), (2 * 2 * 16 * 64, 5000), (1 << 20, 1)):
+        monkeypatch.setattr(reference, "ROWS", rows_)
+        monkeypatch.setattr(reference, "SCORES", scores)
+        small, other = attend(q, view, return_lse=True)
+        assert (small - whole).abs().max() < 2e-6
+        assert (other - lse).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("codec", [Raw(), Affine(8), Codebook(4)], ids=str)
+@pytest.mark.parametrize("dims", [(16, 40), (40, 16), (8, 128)], ids=str)
+def test_keys_and_values_may_differ_in_width(codec, dims: tuple[int, int]) -> None:
+    state = Attention(LayerSpec(codec, codec, All()))
+    state.append(torch.randn(1, 2, 300, dims[0]), torch.randn(1, 2, 300, dims[1]))
+    q = torch.randn(1, 4, 1, dims[0])
+    out = attend(q, state.view())
+    assert out.shape == (1, 4, 1, dims[1])
+    expected = oracle.attention(q, *state.read(), causal(1, 300))
+    assert (out.double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("codec", [Raw(), Affine(8), Codebook(4)], ids=str)
+def test_values_inside_the_keys_are_their_first_channels(codec) -> None:
+    inside = Attention(LayerSpec(codec, codec, All(), value_dim=24))
+    keys, q = torch.randn(1, 1, 300, 32), torch.randn(1, 8, 1, 32)
+    inside.append(keys)
+    out = attend(q, inside.view())
+    read = inside.read()
+    assert torch.equal(read[1], read[0][..., :24])
+    expected = oracle.attention(q, *read, causal(1, 300))
+    assert out.shape == (1, 8, 1, 24)
+    assert (out.double() - expected).abs().max() < 1e-5
+
+
+def test_scale_and_softcap_are_those_of_the_formula() -> None:
+    state, view = filled("raw")
+    keys, values = (r.double() for r in state.read())
+    q = torch.randn(2, 2, 1, 16) * 5
+    for scale, cap in ((0.3, None), (0.3, 2.0), (None, 0.5)):
+        scores = q.double() @ keys.transpose(2, 3) * (0.25 if scale is None else scale)
+        scores = scores if cap is None else torch.tanh(scores / cap) * cap
+        expected = scores.softmax(-1) @ values
+        out = attend(q, view, scale=scale, softcap=cap)
+        assert (out.double() - expected).abs().max() < 1e-5
+
+
+def test_sink_logits_are_one_more_column_that_leads_nowhere() -> None:
+    state, view = filled("raw", heads=2)
+    keys, values = (r.double().repeat_interleave(2, 1) for r in state.read())
+    q, logits = torch.randn(2, 4, 1, 16), torch.tensor([-3.0, 0.0, 2.0, 40.0])
+    scores = q.double() @ keys.transpose(2, 3) / 4
+    column = logits.double().view(1, 4, 1, 1).expand(2, 4, 1, 1)
+    joint = torch.cat([scores, column], -1)
+    expected = joint.softmax(-1)[..., :-1] @ values
+    out, lse = attend(q, view, sink_logits=logits, return_lse=True)
+    assert (out.double() - expected).abs().max() < 1e-5
+    assert (lse.double() - joint.logsumexp(-1)).abs().max() < 1e-5
+
+
+def test_log_sum_exp_is_that_of_the_scores() -> None:
+    state, view = filled("affine8,prefill=stored")
+    q = torch.randn(2, 2, 1, 16)
+    scores = q.double() @ state.read()[0].double().transpose(2, 3) / 4
+    _, lse = attend(q, view, return_lse=True)
+    assert lse.shape == (2, 2, 1)
+    assert (lse.double() - scores.logsumexp(-1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_two_halves_merge_to_the_whole_by_log_sum_exp(text: str) -> None:
+    _, view = filled(text)
+    q = torch.randn(2, 4, 1, 16)
+    whole, whole_lse = attend(q, view, return_lse=True)
+    first = torch.arange(200)[None] < 77
+    parts = [attend(q, view, mask=m, return_lse=True) for m in (first, ~first)]
+    (a, a_lse), (b, b_lse) = parts
+    lse = torch.logaddexp(a_lse, b_lse)
+    merged = a * (a_lse - lse).exp().unsqueeze(-1) + b * (b_lse - lse).exp().unsqueeze(-1)
+    assert (merged - whole).abs().max() < 1e-5
+    assert (lse - whole_lse).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("text", KINDS)
+def test_a_query_that_sees_nothing_gives_zeros(text: str) -> None:
+    _, view = filled(text)
+    nothing = torch.zeros(2, 200, dtype=torch.bool)
+    nothing[1] = True
+    for mask in (nothing, torch.where(nothing, 0.0, float("-inf"))):
+        out, lse = attend(torch.randn(2, 2, 2, 16), view, mask=mask, return_lse=True)
+        assert torch.equal(out[:, :, 0], torch.zeros(2, 2, 16))
+        assert (lse[:, :, 0] == float("-inf")).all()
+        assert out[:, :, 1].isfinite().all() and (out[:, :, 1] != 0).all()
+
+
+def test_a_query_in_the_padding_gives_zeros() -> None:
+    state = Attention(layer("affine8,sinks=2"))
+    new = rows(0, 100, batch=2)
+    view = state.append(new, new, start=[0, 70])
+    out, lse = attend(torch.zeros(2, 1, 100, 8), view, return_lse=True)
+    assert (out[1, 0, :70] == 0).all() and (lse[1, 0, :70] == float("-inf")).all()
+    assert [round(v) for v in out[1, 0, 70:73, 0].tolist()] == [1070, 1070, 1071]
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (4,), (1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
+@pytest.mark.parametrize("text", KINDS)
+def test_masks_of_every_shape_say_which_keys_are_seen(text: str, lead: tuple[int, ...]) -> None:
+    state, view = filled(text)
+    q = torch.randn(2, 4, 1, 16)
+    mask = torch.rand(*lead, 1, 200) < 0.5
+    keys, values = (r.double().repeat_interleave(2, 1) for r in state.read())
+    scores = q.double() @ keys.transpose(2, 3) / 4
+    expected = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ values
+    added = torch.where(mask, 0.0, float("-inf"))
+    for given in (mask, added, added.half()):
+        assert (attend(q, view, mask=given).double() - expected).abs().max() < 1e-5
+
+
+def test_numbers_of_a_mask_are_added_to_the_scores() -> None:
+    state, view = filled("affine8,sinks=3,prefill=stored")
+    q, bias = torch.randn(2, 2, 1, 16), torch.randn(2, 2, 1, 200)
+    keys, values = (r.double() for r in state.read())
+    expected = (q.double() @ keys.transpose(2, 3) / 4 + bias).softmax(-1) @ values
+    assert (attend(q, view, mask=bias).double() - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8", "affine8,sinks=3"])
+def test_a_mask_with_fewer_columns_belongs_to_the_newest(text: str) -> None:
+    state = Attention(layer(text))
+    view = put(state, 100)
+    mask = torch.tensor([[True, False, True, False], [False, True, False, True]])
+    assert means(view, 2, mask=mask) == [97.0, 98.0]
+    assert means(view, 2, mask=torch.where(mask, 0.0, float("-inf"))) == [97.0, 98.0]
+
+
+def test_an_explicit_mask_may_show_the_future() -> None:
+    state = Attention(layer("raw"))
+    view = put(state, 6)
+    assert means(view, 6, mask=torch.ones(6, 6, dtype=torch.bool)) == [2.5] * 6
+    assert means(view, 6, mask=Mask(causal=False)) == [2.5] * 6
+
+
+def test_a_mask_of_ones_does_not_show_padding() -> None:
+    state = Attention(layer("raw"))
+    new = rows(0, 6)
+    view = state.append(new, new, start=[2])
+    assert means(view, 1, mask=torch.ones(1, 6, dtype=torch.bool)) == [3.5]
+
+
+def test_a_mask_rule_replaces_that_of_the_view() -> None:
+    view = put(Attention(layer("raw")), 10)
+    assert means(view, 1, mask=Mask(window=3)) == [8.0]
+    assert means(view, 1, mask=Mask(window=2, sinks=2)) == [(0 + 1 + 8 + 9) / 4]
+    assert means(view, 1, mask=Mask(chunk=4)) == [8.5]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("text", ["raw", "affine8,prefill=stored", "turbo4,prefill=stored,tail=0"])
+@pytest.mark.parametrize("place", [3, 130])
+def test_an_odd_row_reaches_those_who_see_it_and_nobody_else(
+    bad: float, side: str, text: str, place: int
+) -> None:
+    """Query t sees row `place` from t = place on, unless its window has passed."""
+    keys, values = torch.randn(2, 1, 2, 140, 16)
+    clean = Attention(layer(text))
+    expected = attend(torch.ones(1, 2, 140, 16), clean.append(keys, values), mask=Mask(window=9))
+    (keys if side == "keys" else values)[:, 0, place] = bad
+    state = Attention(layer(text))
+    out = attend(torch.ones(1, 2, 140, 16), state.append(keys, values), mask=Mask(window=9))
+    sees = torch.zeros(140, dtype=torch.bool)
+    sees[place : place + 9] = True
+    assert (out[0, 0, ~sees] - expected[0, 0, ~sees]).abs().max() < 1e-5
+    assert (out[0, 1] - expected[0, 1]).abs().max() < 1e-5
+    if not (side == "keys" and bad == float("-inf")):  # a score of -inf is a weight of zero
+        assert not out[0, 0, sees].isfinite().all(-1).any()
+
+
+def test_an_odd_row_of_one_sequence_does_not_reach_another() -> None:
+    for text in ("raw", "affine8,prefill=stored"):
+        new = torch.randn(2, 1, 140, 16)
+        new[0, 0, 5] = float("nan")
+        out = attend(torch.ones(2, 1, 140, 16), Attention(layer(text)).append(new, new))
+        assert out[0, 0, 5:].isnan().all() and out[0, 0, :5].isfinite().all()
+        assert out[1].isfinite().all()
+
+
+def test_an_odd_row_in_the_padding_is_never_seen() -> None:
+    new = torch.randn(1, 1, 100, 16)
+    new[:, :, :7] = float("nan")
+    for text in ("raw", "raw,sinks=2", "affine8,sinks=2"):
+        view = Attention(layer(text)).append(new, new, start=[7])
+        assert attend(torch.ones(1, 1, 100, 16), view).isfinite().all()
+
+
+def test_weights_add_up_to_one_however_small_the_scores() -> None:
+    """A constant added to the denominator shows where all scores are alike and low."""
+    view = Attention(layer("raw")).append(-torch.ones(1, 1, 9, 8) * 100, torch.ones(1, 1, 9, 8))
+    out, lse = attend(torch.ones(1, 1, 1, 8), view, return_lse=True)
+    assert torch.equal(out, torch.ones(1, 1, 1, 8))
+    assert math.isclose(lse.item(), -800 / 8**0.5 + math.log(9), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_outputs_come_in_the_dtype_of_the_queries(dtype: torch.dtype) -> None:
+    _, view = filled("affine8")
+    assert attend(torch.randn(2, 2, 1, 16).to(dtype), view).dtype == dtype
+
+
+def test_softmax_is_wide_whatever_the_rows_are() -> None:
+    """4096 weights summed in bfloat16 stop growing at 256."""
+    state = Attention(layer("bf16"))
+    view = state.append(torch.zeros(1, 1, 4096, 8), torch.ones(1, 1, 4096, 8))
+    out, lse = attend(torch.zeros(1, 1, 1, 8).bfloat16(), view, return_lse=True)
+    assert (out == 1).all()
+    assert math.isclose(lse.item(), math.log(4096), rel_tol=1e-6)
+
+
+def test_the_backend_that_ran_is_counted() -> None:
+    state, view = filled("affine8")
+    q = torch.zeros(2, 2, 1, 16)
+    attend(q, view, backend="reference")
+    attend(q, view, backend="reference")
+    assert state.tally.attended == {"reference": 2}
+    assert state.tally.sealed.total() == 2 * (200 // 64)
+
+
+def test_a_backend_that_is_none_is_refused() -> None:
+    _, view = filled("raw")
+    with pytest.raises(ValueError, match=r"'cuda-magic' is not one of \[.*'reference'"):
+        attend(torch.zeros(2, 2, 1, 16), view, backend="cuda-magic")
+
+
+class Choosy:
+    """Reads nothing."""
+
+    name = "choosy"
+
+    def supports(self, view, request=None):
+        return "it is Tuesday"
+
+    def seal(self, codec, rows):
+        return None
+
+
+def test_explain_says_who_reads_a_view_and_why_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvant.attention, "BACKENDS", [Choosy(), *kvant.attention.BACKENDS[-1:]])
+    state, view = filled("affine8")
+    told = explain(view)
+    assert (told.backend, told.refused) == ("reference", (("choosy", "it is Tuesday"),))
+    assert "reference: reads this view" in str(told) and "choosy: it is Tuesday" in str(told)
+    attend(torch.zeros(2, 2, 1, 16), view)
+    assert state.tally.attended == {"reference": 1}
+    assert set(state.tally.sealed) == {"reference"}
+
+
+def test_a_backend_named_that_does_not_read_the_view_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kvant.attention, "BACKENDS", [Choosy(), *kvant.attention.BACKENDS])
+    state, view = filled("raw")
+    with pytest.raises(UnsupportedView, match=r"'choosy'.*it is Tuesday"):
+        attend(torch.zeros(2, 2, 1, 16), view, backend="choosy")
+    assert not state.tally.attended
+
+
+BAD_QUERIES = {
+    "three dimensions": ((2, 1, 16), r"\[2, 1, 16\].*\[2, 2, \., 16\]"),
+    "another batch": ((1, 2, 1, 16), r"\[1, 2, 1, 16\].*\[2, 2, \., 16\]"),
+    "heads that are no multiple": ((2, 3, 1, 16), r"\[2, 3, 1, 16\].*\[2, 2, \., 16\]"),
+    "no heads": ((2, 0, 1, 16), r"\[2, 0, 1, 16\].*\[2, 2, \., 16\]"),
+    "another width": ((2, 2, 1, 8), r"\[2, 2, 1, 8\].*\[2, 2, \., 16\]"),
+    "more than there are tokens": ((2, 2, 201, 16), "201 queries.*200 tokens"),
+}
+
+
+@pytest.mark.parametrize(("shape", "message"), BAD_QUERIES.values(), ids=BAD_QUERIES)
+def test_queries_that_do_not_fit_are_refused_with_both_sides(
+    shape: tuple[int, ...], message: str
+) -> None:
+    _, view = filled("raw")
+    with pytest.raises(ValueError, match=message):
+        attend(torch.zeros(shape), view)
+
+
+def test_queries_on_another_device_are_refused() -> None:
+    _, view = filled("raw")
+    with pytest.raises(ValueError, match=r"meta.*cpu"):
+        attend(torch.zeros(2, 2, 1, 16, device="meta"), view)
+
+
+BAD_MASKS = {
+    "more columns": torch.ones(1, 201, dtype=torch.bool),
+    "other rows": torch.ones(3, 200, dtype=torch.bool),
+    "another batch": torch.ones(3, 1, 1, 200, dtype=torch.bool),
+    "other heads": torch.ones(1, 3, 1, 200, dtype=torch.bool),
+    "one dimension": torch.ones(200, dtype=torch.bool),
+    "five dimensions": torch.ones(1, 1, 1, 1, 200, dtype=torch.bool),
+    "no columns": torch.ones(1, 0, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("mask", BAD_MASKS.values(), ids=BAD_MASKS)
+def test_masks_that_do_not_fit_are_refused_with_both_sides(mask: Tensor) -> None:
+    _, view = filled("raw")
+    with pytest.raises(ValueError, match=r"mask \[.*\] does not fit 1 queries over 200 tokens"):
+        attend(torch.zeros(2, 2, 1, 16), view, mask=mask)
+
+
+def test_a_mask_of_integers_is_refused() -> None:
+    _, view = filled("raw")
+    with pytest.raises(ValueError, match="int64"):
+        attend(torch.zeros(2, 2, 1, 16), view, mask=torch.ones(1, 200, dtype=torch.int64))
+
+
+def test_sink_logits_that_do_not_fit_are_refused() -> None:
+    _, view = filled("raw")
+    with pytest.raises(ValueError, match=r"\[3\] for 2 heads"):
+        attend(torch.zeros(2, 2, 1, 16), view, sink_logits=torch.zeros(3))

@@ -1,0 +1,408 @@
+"""The verbs of a cache and their lifecycle rules, with rows that carry their position."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from kvant import Cache, CacheSpec, CapacityError, RewindError, SpecError, attend
+from kvant.layers import Attention
+from layers.tagged import forward, layer, put, rows, same, told
+
+SPECS = ("raw", "raw,step=1", "affine8", "affine4", "raw,sinks=3", "affine8,sinks=3")
+
+
+def grown(text: str, count: int, num_layers: int = 2, **shape: int) -> Cache:
+    cache = Cache(num_layers, text)
+    forward(cache, count, **shape)
+    return cache
+
+
+def test_an_empty_cache_has_length_zero_and_takes_nothing() -> None:
+    cache = Cache(3, "affine8")
+    assert (len(cache), cache.length, cache.held, cache.batch) == (3, 0, 0, 0)
+    assert (cache.nbytes, cache.nbytes_used) == (0, 0)
+    assert (cache.reachable(5), cache.trim(5), cache.fork().length) == (0, 0, 0)
+    cache.rewind(0)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_an_empty_cache_reads_as_zero_rows(text: str) -> None:
+    """Not as one row of zeros."""
+    cache = Cache(1, text)
+    assert [r.shape[2] for r in cache[0].read()] == [0, 0]
+    assert cache[0].positions().shape[1] == 0
+    forward(cache, 5, batch=2, heads=3)
+    cache.reset()
+    assert [list(r.shape) for r in cache[0].read()] == [[2, 3, 0, 8]] * 2
+    assert cache[0].positions().shape == (2, 0)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_every_layer_reads_all_its_rows(text: str) -> None:
+    cache = grown(text, 130, num_layers=3)
+    forward(cache, 1)
+    assert [told(state) for state in cache] == [list(range(131))] * 3
+    assert (cache.length, cache.held) == (131, 131)
+
+
+@pytest.mark.parametrize("count, dropped", [(0, 0), (1, 1), (5, 5), (70, 70), (99, 70)])
+def test_trim_drops_the_newest_and_returns_how_many(count: int, dropped: int) -> None:
+    cache = grown("affine8", 70)
+    assert cache.trim(count) == dropped
+    assert cache.length == 70 - dropped
+    assert [told(state) for state in cache] == [list(range(70 - dropped))] * 2
+
+
+def test_trim_refuses_to_grow() -> None:
+    cache = grown("raw", 5)
+    with pytest.raises(ValueError, match=r"trim\(-1\)"):
+        cache.trim(-1)
+    assert cache.length == 5
+
+
+@pytest.mark.parametrize("to", [-1, 71])
+def test_a_rewind_out_of_range_is_refused(to: int) -> None:
+    cache = grown("raw", 70)
+    with pytest.raises(RewindError, match=f"length {to} cannot be reached from 70"):
+        cache.rewind(to)
+    assert cache.length == 70
+
+
+def test_a_rewind_beyond_a_window_names_the_layer_and_the_limit_and_changes_nothing() -> None:
+    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=5,slack=3"))))
+    forward(cache, 40)
+    before = cache.snapshot()
+    with pytest.raises(RewindError, match=r"length 36 .* from 40: layer 1 can go back to 0"):
+        cache.rewind(36)
+    with pytest.raises(RewindError):
+        cache.trim(4)
+    same(before, cache.snapshot())
+    assert [cache.reachable(to) for to in (40, 38, 37, 36)] == [40, 38, 37, 0]
+    cache.rewind(37)
+    assert [told(state)[-5:] for state in cache] == [[32, 33, 34, 35, 36]] * 2
+
+
+def test_rewinds_are_counted_as_exact_or_decoded() -> None:
+    cache = grown("affine8", 300, num_layers=1)
+    cache.rewind(290)
+    cache.rewind(100)
+    stats = cache.stats()
+    assert (stats["rewinds_exact"], stats["rewinds_decoded"]) == (1, 1)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_after_reset_other_shapes_are_welcome(text: str) -> None:
+    """A buffer that stayed once refused another batch size or head count."""
+    cache = grown(text, 70, batch=2, heads=2)
+    taken = cache.nbytes
+    cache.reset()
+    assert (cache.length, cache.held, cache.nbytes) == (0, 0, taken)
+    for shape in ({"batch": 3}, {"heads": 4}, {"dim": 16}):
+        forward(cache, 70, **shape)
+        assert told(cache[1])[-1] == 69
+        cache.reset()
+    new = rows(0, 70, dtype=torch.bfloat16)
+    for state in cache:
+        state.append(new, new)
+    assert cache[0].read()[0].dtype == torch.bfloat16
+
+
+def test_after_reset_another_padding_is_welcome() -> None:
+    cache, new = Cache(1), rows(0, 9, batch=2)
+    cache[0].append(new, new, start=[0, 4])
+    cache.reset()
+    cache[0].append(new, new, start=[2, 0])
+    assert cache[0].positions()[:, 0].tolist() == [-1, 0]
+
+
+def test_clear_frees_the_memory_that_reset_keeps() -> None:
+    cache = grown("affine8,capacity=300", 200)
+    taken = cache.nbytes
+    cache.reset()
+    assert cache.nbytes == taken > 0
+    cache.clear()
+    assert (cache.length, cache.nbytes, cache.nbytes_used, cache.batch) == (0, 0, 0, 0)
+    forward(cache, 3)
+    assert told(cache[0]) == [0, 1, 2]
+
+
+def test_a_range_reads_its_rows() -> None:
+    cache = grown("affine8", 200)
+    assert cache[1].read(70, 75)[0][0, 0, :, 0].tolist() == [70, 71, 72, 73, 74]
+
+
+def test_rows_come_and_go_sequence_first() -> None:
+    cache = Cache(1, "affine8")
+    new = rows(0, 70, heads=2).transpose(1, 2)
+    cache[0].append(new, new, order="BTHD")
+    assert torch.equal(cache[0].read(order="BTHD")[0], new)
+    assert torch.equal(cache[0].read()[0], new.transpose(1, 2))
+
+
+@pytest.mark.parametrize("text", [*SPECS, "affine8,window=70,sinks=3", "raw,window=9"])
+def test_select_takes_sequences_in_order_with_repeats(text: str) -> None:
+    cache = grown(text, 131, batch=3)
+    expected = [told(cache[0], sequence) for sequence in range(3)]
+    cache.select([2, 0, 0, 1])
+    assert cache.batch == 4
+    for state in cache:
+        picked = [told(state, sequence) for sequence in range(4)]
+        assert picked == [expected[2], expected[0], expected[0], expected[1]]
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8", "affine8,window=70,sinks=3"])
+def test_selected_sequences_go_on_like_batches_of_their_own(text: str) -> None:
+    keys, values = torch.randn(2, 3, 2, 200, 16)
+    whole, part = Cache(1, text), Cache(1, text)
+    whole[0].append(keys[:, :, :150], values[:, :, :150])
+    part[0].append(keys[[2, 0], :, :150], values[[2, 0], :, :150])
+    whole.select([2, 0])
+    for cache in (whole, part):
+        cache[0].append(keys[[2, 0], :, 150:], values[[2, 0], :, 150:])
+    same(whole.snapshot(), part.snapshot())
+    assert whole.nbytes == part.nbytes
+
+
+def test_select_keeps_the_padding_of_each_sequence() -> None:
+    cache, new = Cache(1, "raw"), rows(0, 6, batch=3)
+    cache[0].append(new, new, start=[0, 4, 2])
+    cache.select([1, 2])
+    assert cache[0].positions().tolist() == [[-1, -1, -1, -1, 0, 1], [-1, -1, 0, 1, 2, 3]]
+
+
+def test_repeat_puts_copies_side_by_side() -> None:
+    cache = grown("raw", 3, batch=2)
+    cache.repeat(2)
+    assert [told(cache[0], b)[0] for b in range(4)] == [0, 0, 1000, 1000]
+
+
+def test_repeated_sequences_part_ways() -> None:
+    cache = grown("affine8", 64, num_layers=1)
+    cache.repeat(2)
+    new = torch.tensor([500.0, 600.0]).view(2, 1, 1, 1).expand(2, 1, 1, 8)
+    cache[0].append(new, new)
+    assert [told(cache[0], b)[-2:] for b in range(2)] == [[63, 500], [63, 600]]
+
+
+def test_reorder_takes_as_many_as_there_are() -> None:
+    cache = grown("raw", 3, batch=3)
+    cache.reorder(torch.tensor([1, 1, 0]))
+    assert [told(cache[0], b)[0] for b in range(3)] == [1000, 1000, 0]
+    with pytest.raises(ValueError, match="2 sequences of a batch of 3"):
+        cache.reorder([0, 1])
+
+
+@pytest.mark.parametrize("index", [[3], [-1], [0, 7], [[0, 1]], []])
+def test_sequences_that_are_not_there_cannot_be_selected(index: list) -> None:
+    """No sequences at all once left a cache that every verb failed on."""
+    cache = grown("raw", 3, batch=3)
+    before = cache.snapshot()
+    with pytest.raises(ValueError, match="of a batch of 3"):
+        cache.select(index)
+    same(before, cache.snapshot())
+
+
+def test_repeat_needs_a_count() -> None:
+    with pytest.raises(ValueError, match=r"repeat\(0\)"):
+        grown("raw", 3).repeat(0)
+
+
+@pytest.mark.parametrize("text", [*SPECS, "affine8,window=70,sinks=3"])
+def test_a_fork_is_independent_both_ways(text: str) -> None:
+    cache = grown(text, 130)
+    before = cache.snapshot()
+    twin = cache.fork()
+    for _ in range(3):
+        put_tags(cache, 300)
+    same(before, twin.snapshot())
+    after = cache.snapshot()
+    twin.rewind(twin.length - 3)
+    for _ in range(3):
+        put_tags(twin, 700)
+    same(after, cache.snapshot())
+    assert told(twin[1])[-4:] == [126, 700, 700, 700]
+    assert told(cache[1])[-4:] == [129, 300, 300, 300]
+
+
+def put_tags(cache: Cache, tag: int) -> None:
+    for state in cache:
+        state.append(rows(tag, tag + 1), rows(tag, tag + 1))
+
+
+def test_a_fork_takes_as_many_bytes() -> None:
+    for text in (*SPECS, "raw,capacity=300", "affine8,window=70", "raw,window=9"):
+        cache = grown(text, 130)
+        assert cache.fork().nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize(
+    "text", ["raw,capacity=10", "affine8,capacity=10", "raw,capacity=10,step=1"]
+)
+def test_capacity_refuses_with_value_limit_and_way_out_and_changes_nothing(text: str) -> None:
+    """A write past the end once landed on the last rows."""
+    cache = grown(text, 8)
+    before = cache.snapshot()
+    with pytest.raises(CapacityError, match=r"11 .* capacity of 10: .* capacity=11"):
+        forward(cache, 3)
+    same(before, cache.snapshot())
+    assert [told(state) for state in cache] == [list(range(8))] * 2
+    forward(cache, 2)
+    assert (cache.length, cache.capacity, cache.max_held) == (10, 10, 10)
+
+
+def test_a_capacity_refused_in_a_later_layer_refuses_all() -> None:
+    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,capacity=10"))))
+    forward(cache, 8)
+    before = cache.snapshot()
+    with pytest.raises(CapacityError):
+        forward(cache, 3)
+    same(before, cache.snapshot())
+    assert (cache.length, cache.capacity, cache.max_held) == (8, 10, None)
+
+
+def test_limits_are_those_of_the_layers() -> None:
+    assert (Cache(2).capacity, Cache(2).max_held) == (None, None)
+    windowed = Cache(2, "raw,window=9,sinks=2")
+    assert (windowed.capacity, windowed.max_held) == (None, 11)
+
+
+def test_statistics_count_what_happened() -> None:
+    cache = grown("affine8", 100, batch=2)
+    attend(torch.zeros(2, 1, 1, 8), cache[0].view())
+    cache.trim(3)
+    stats = cache.stats()
+    assert stats["sequences"] == 2
+    assert (stats["length"], stats["held"]) == (97, 97)
+    assert (stats["nbytes"], stats["nbytes_used"]) == (cache.nbytes, cache.nbytes_used)
+    assert stats["efficiency"] == cache.nbytes_used / cache.nbytes
+    assert (stats["appends"], stats["rewinds_exact"], stats["rewinds_decoded"]) == (2, 2, 0)
+    assert (stats["abandoned"], stats["attended"]) == (0, {"reference": 1})
+    assert sum(stats["sealed"].values()) == 2 * 2  # two layers, keys and values
+
+
+def test_statistics_of_an_empty_cache_divide_by_nothing() -> None:
+    assert Cache(2).stats()["efficiency"] == 0.0
+
+
+def test_a_snapshot_comes_back_bit_for_bit() -> None:
+    for text in (*SPECS, "affine8,window=70,sinks=3", "raw,window=9"):
+        cache = grown(text, 131, batch=2)
+        kept = cache.snapshot()
+        forward(cache, 200, batch=2)
+        cache.restore(kept)
+        same(kept, cache.snapshot())
+        forward(cache, 1, batch=2)
+        assert told(cache[1])[-3:] == [129, 130, 131]
+
+
+def test_a_restore_is_committed() -> None:
+    cache = grown("affine8", 70)
+    kept = cache.snapshot()
+    forward(cache, 30)
+    cache.restore(kept)
+    for state in cache:
+        state.rollback()
+    same(kept, cache.snapshot())
+
+
+def test_a_snapshot_is_not_changed_by_what_comes_after() -> None:
+    """A lazy snapshot once served rows that a later append had written."""
+    cache = grown("raw,capacity=300", 100)
+    kept = cache.snapshot()
+    copies = {name: tensor.clone() for name, tensor in kept.tensors.items()}
+    cache.rewind(50)
+    put_tags(cache, 900)
+    cache.clear()
+    assert all(torch.equal(copies[name], kept.tensors[name]) for name in copies)
+
+
+def test_a_snapshot_of_another_number_of_layers_is_refused() -> None:
+    cache = grown("raw", 5, num_layers=3)
+    other = grown("raw", 7, num_layers=2)
+    before = other.snapshot()
+    with pytest.raises(ValueError, match="belongs to none of"):
+        other.restore(cache.snapshot())
+    same(before, other.snapshot())
+
+
+def test_num_layers_and_a_spec_must_agree() -> None:
+    with pytest.raises(SpecError, match="3"):
+        Cache(3, CacheSpec((layer("raw"),) * 2))
+    with pytest.raises(SpecError, match="num_layers"):
+        Cache(None, "raw")
+
+
+def test_a_recipe_for_all_layers_serves_all_layers() -> None:
+    cache = Cache(3, layer("affine8,window=70"))
+    assert cache.spec == Cache(3, "affine8,window=70").spec
+
+
+def seen(means: torch.Tensor, squares: torch.Tensor, window: int, sinks: int, p: int) -> bool:
+    """Are mean and mean square those of exactly the rows that position p sees?"""
+    visible = [k for k in range(p + 1) if p - k < window or k < sinks]
+    mean = sum(visible) / len(visible)
+    square = sum(k * k for k in visible) / len(visible)
+    return abs(means - mean) < 1e-9 * max(mean, 1) and abs(squares - square) < 1e-9 * max(square, 1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_prompt_of_twenty_windows_is_seen_window_by_window_in_bounded_memory(seed: int) -> None:
+    """Keys are zero, so that all rows seen weigh the same; values are position and its square.
+
+    Positions up to 10240 are exact in float32, their squares are kept as two halves.
+    """
+    window, sinks, slack, page, total = 512, 4, 16, 64, 20 * 512
+    draw = random.Random(seed)
+    state = Attention(layer(f"raw,window={window},sinks={sinks}"))
+    position = torch.arange(total)
+    square = position * position
+    values = torch.stack([position, square // 4096, square % 4096], 1).float()[None, None]
+    row = (1 + 3) * 4
+    while state.length < total:
+        place = state.length
+        count = min(draw.choice([1, 1, 7, 64, 300, 511, 512, 513, 1500]), total - place)
+        new = values[:, :, place : place + count]
+        view = state.append(torch.zeros(1, 1, count, 1), new)
+        out = attend(torch.zeros(1, 1, count, 1).double(), view)[0, 0]
+        queries = {0, count - 1, draw.randrange(count), draw.randrange(count)}
+        for q in sorted(queries):
+            mean, high, low = out[q].tolist()
+            assert seen(mean, high * 4096 + low, window, sinks, place + q), place + q
+        limit = window + slack + page + count
+        assert state.held <= window + sinks
+        assert state.nbytes <= limit * row
+    assert state.nbytes <= (window + slack + page) * row
+    assert told_positions(state) == [0, 1, 2, 3, *range(total - window, total)]
+
+
+def told_positions(state: Attention) -> list[int]:
+    places = state.positions()[0].tolist()
+    assert state.read()[1][0, 0, :, 0].tolist() == places
+    return places
+
+
+@pytest.mark.parametrize("text", ["affine8,window=100,sinks=4", "turbo4,window=100,sinks=4,tail=0"])
+def test_a_compressed_window_lets_pages_go(text: str) -> None:
+    state, most = Attention(layer(text)), 0
+    for _ in range(500):
+        put(state, 1)
+        most = max(most, state.nbytes)
+    for count in (300, 1000, 5):
+        put(state, count)
+        assert state.nbytes <= most
+    assert state.held == 104
+    assert state.positions()[0].tolist() == [0, 1, 2, 3, *range(1705, 1805)]
+
+
+def test_layers_with_different_windows_have_masks_of_their_own() -> None:
+    """A mask built from the first layer alone once served all of them."""
+    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=3"), layer("raw,window=2"))))
+    forward(cache, 20)
+    views = forward(cache, 4)
+    means = [attend(torch.zeros(1, 1, 4, 8), view)[0, 0, :, 0].tolist() for view in views]
+    assert means[0] == [10.0, 10.5, 11.0, 11.5]
+    assert means[1] == [19.0, 20.0, 21.0, 22.0]
+    assert means[2] == [19.5, 20.5, 21.5, 22.5]

@@ -1,0 +1,432 @@
+"""A cache in a file: what was saved comes back; anything else is refused before it is loaded."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+import kvant.files
+from kvant import (
+    Cache,
+    CacheFileError,
+    CacheSpec,
+    GroupSpec,
+    RecurrentSpec,
+    SharedSpec,
+    attend,
+    load,
+    save,
+)
+from kvant.arenas import Tiled
+from layers.tagged import forward, layer, same, told
+
+SPECS = (
+    "raw",
+    "raw,sinks=3",
+    "bf16",
+    "affine8",
+    "affine4,rotate",
+    "turbo4v2",
+    "raw/affine8",
+    "affine8,window=70,sinks=4",
+    "raw,window=9,capacity=500",
+    "affine8,start=400",
+    "affine8,edge=1:raw",
+)
+
+
+def filled(text: str, count: int = 200, batch: int = 2, padded: bool = False) -> Cache:
+    cache = Cache(3, text)
+    start = [0, 70][:batch] if padded else None
+    for state in cache:
+        keys, values = torch.randn(2, batch, 2, count, 32)
+        state.append(keys, values, start=start)
+    return cache
+
+
+def hybrid() -> Cache:
+    group = GroupSpec((("rows", layer("affine8")), ("memory", RecurrentSpec(4))))
+    cache = Cache(None, CacheSpec((layer("raw"), group, RecurrentSpec(), SharedSpec(0))))
+    for count in (70, 60):
+        cache[0].append(*torch.randn(2, 1, 1, count, 8))
+        cache[1]["rows"].append(*torch.randn(2, 1, 1, count, 8))
+        cache[1]["memory"].append(count, {"x": torch.randn(1, 3), "n": torch.tensor([count])})
+        cache[2].append(count, {"conv": torch.randn(1, 4, 2)})
+        cache.checkpoint()
+    return cache
+
+
+def round_trip(cache: Cache, folder: Path) -> Cache:
+    save(cache, folder / "a.kv")
+    return load(folder / "a.kv")
+
+
+@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+def test_a_loaded_cache_is_the_saved_one_and_goes_on_like_it(
+    text: str, padded: bool, tmp_path: Path
+) -> None:
+    cache = filled(text, padded=padded)
+    loaded = round_trip(cache, tmp_path)
+    assert loaded.spec == cache.spec
+    assert (loaded.length, loaded.held, loaded.nbytes) == (cache.length, cache.held, cache.nbytes)
+    same(cache.snapshot(), loaded.snapshot())
+    for count in (1, 100, 1):
+        keys, values = torch.randn(2, 2, 2, count, 32)
+        q = torch.randn(2, 4, count, 32)
+        for one, other in zip(cache, loaded, strict=True):
+            outs = [attend(q, state.append(keys, values)) for state in (one, other)]
+            assert torch.equal(*outs)
+    same(cache.snapshot(), loaded.snapshot())
+
+
+def test_a_rewind_reaches_as_far_in_a_loaded_cache(tmp_path: Path) -> None:
+    for text in ("affine8", "affine8,window=70", "raw,window=70"):
+        cache = filled(text)
+        loaded = round_trip(cache, tmp_path)
+        for each in (cache, loaded):
+            each.rewind(184)
+        same(cache.snapshot(), loaded.snapshot())
+
+
+def test_an_empty_cache_comes_back_empty(tmp_path: Path) -> None:
+    loaded = round_trip(Cache(2, "affine8"), tmp_path)
+    assert (loaded.length, loaded.nbytes, len(loaded)) == (0, 0, 2)
+    forward(loaded, 3)
+    assert told(loaded[1]) == [0, 1, 2]
+
+
+def test_recurrent_grouped_and_shared_layers_come_back(tmp_path: Path) -> None:
+    """A checkpoint at the present length shares its tensors, which once could not be saved."""
+    cache = hybrid()
+    loaded = round_trip(cache, tmp_path)
+    same(cache.snapshot(), loaded.snapshot())
+    assert loaded[3] is loaded[0]
+    for each in (cache, loaded):
+        each.rewind(70)
+    same(cache.snapshot(), loaded.snapshot())
+
+
+def test_tiled_pages_come_back(tmp_path: Path) -> None:
+    plain, tiled = Cache(1, "affine8"), Cache(1, "affine8", tiles=Tiled())
+    rows = torch.randn(1, 2, 200, 32)
+    for cache in (plain, tiled):
+        cache[0].append(rows, rows)
+    same(plain.snapshot(), round_trip(tiled, tmp_path).snapshot())
+
+
+def test_one_sequence_of_one_head_saves_its_rows_and_not_its_buffer(tmp_path: Path) -> None:
+    """Such rows are a contiguous slice of a larger buffer."""
+    cache = Cache(1, "raw,capacity=10000")
+    forward(cache, 3)
+    assert told(round_trip(cache, tmp_path)[0]) == [0, 1, 2]
+    assert (tmp_path / "a.kv").stat().st_size < 2500
+
+
+def test_the_same_cache_gives_the_same_bytes(tmp_path: Path) -> None:
+    cache = filled("affine8,window=70,sinks=4")
+    files = [tmp_path / name for name in "abcd"]
+    for path in files:
+        save(cache, path)
+    assert len({path.read_bytes() for path in files}) == 1
+
+
+def test_what_is_saved_is_committed(tmp_path: Path) -> None:
+    cache = filled("raw")
+    before = cache.snapshot()
+    cache[0].append(*torch.randn(2, 2, 2, 5, 32))
+    same(before, round_trip(cache, tmp_path).snapshot())
+
+
+def test_a_loaded_cache_does_not_need_its_file(tmp_path: Path) -> None:
+    cache = filled("raw")
+    loaded = round_trip(cache, tmp_path)
+    path = tmp_path / "a.kv"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    path.unlink()
+    same(cache.snapshot(), loaded.snapshot())
+
+
+def test_a_path_may_be_text(tmp_path: Path) -> None:
+    save(filled("raw"), str(tmp_path / "a.kv"))
+    assert load(str(tmp_path / "a.kv")).length == 200
+
+
+def refused(path: Path, what: str = "") -> None:
+    """One line that names the file and says what is wrong."""
+    with pytest.raises(CacheFileError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    assert what in message
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("good") / "a.kv"
+    torch.manual_seed(0)
+    save(filled("affine8,window=70,sinks=4", 150, batch=1), path)
+    return path.read_bytes()
+
+
+def test_a_file_cut_short_is_refused(good: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "a.kv"
+    for size in range(0, len(good), 97):
+        path.write_bytes(good[:size])
+        refused(path)
+    path.write_bytes(good[:-1])
+    refused(path, "damaged")
+
+
+def test_a_file_with_more_behind_it_is_refused(good: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.kv").write_bytes(good + b"\0")
+    refused(tmp_path / "a.kv", "damaged")
+
+
+def test_a_byte_changed_anywhere_is_noticed(good: bytes, tmp_path: Path) -> None:
+    path, draw = tmp_path / "a.kv", random.Random(0)
+    header = 8 + int.from_bytes(good[:8], "little")
+    places = [draw.randrange(header) for _ in range(150)]
+    places += [draw.randrange(header, len(good)) for _ in range(150)]
+    for place in places:
+        data = bytearray(good)
+        data[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+        refused(path)
+
+
+FOREIGN: dict[str, bytes] = {
+    "an empty file": b"",
+    "text": b"Once upon a time there was a cache.\n" * 50,
+    "zeros": b"\0" * 500,
+    "a long header": b"\xff" * 8 + b"{}",
+    "a header that is no JSON": (9).to_bytes(8, "little") + b"{not JSON" + b"\0" * 9,
+    "a header that is a list": (2).to_bytes(8, "little") + b"[]",
+    "an empty header": (2).to_bytes(8, "little") + b"{}",
+    "a deep header": (200000).to_bytes(8, "little") + b'{"a":' * 40000,
+    "metadata that is a number": (18).to_bytes(8, "little") + b'{"__metadata__":7}',
+}
+
+
+@pytest.mark.parametrize("data", FOREIGN.values(), ids=FOREIGN)
+def test_a_file_that_is_none_of_ours_is_refused(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.kv").write_bytes(data)
+    refused(tmp_path / "a.kv", "not a kvant cache")
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}], ids=["plain", "with metadata"])
+def test_a_safetensors_file_of_others_is_refused(metadata: Any, tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors", metadata=metadata)
+    refused(tmp_path / "model.safetensors", "not a kvant cache")
+
+
+def test_a_file_that_is_missing_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"none\.kv"):
+        load(tmp_path / "none.kv")
+
+
+def forged(
+    good: bytes,
+    path: Path,
+    entry: Callable[[dict], Any] = lambda entry: None,
+    tensors: Callable[[dict], Any] = lambda tensors: None,
+) -> None:
+    """A file with an edited header whose checksum is right."""
+    source = path.with_suffix(".source")
+    source.write_bytes(good)
+    with kvant.files.safe_open(source, framework="pt") as file:
+        parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        header = json.loads(file.metadata()[kvant.files.ENTRY])
+    entry(header)
+    tensors(parts)
+    header["checksum"] = kvant.files.BLANK
+    kvant.files._write(parts, path, header)
+
+
+def test_a_forged_file_is_loaded_where_nothing_was_edited(good: bytes, tmp_path: Path) -> None:
+    """Otherwise the tests below could not fail."""
+    forged(good, tmp_path / "a.kv")
+    assert load(tmp_path / "a.kv").length == 150
+
+
+def put(*path: Any) -> Callable[[Any], None]:
+    """`put("a", 0, "b", value)` sets [a][0][b]."""
+    *way, last, value = path
+
+    def edit(target: Any) -> None:
+        for step in way:
+            target = target[step]
+        target[last] = value
+
+    return edit
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None, [1]])
+def test_another_version_is_refused(version: Any, good: bytes, tmp_path: Path) -> None:
+    forged(good, tmp_path / "a.kv", put("version", version))
+    refused(tmp_path / "a.kv", "version")
+
+
+HEADERS: dict[str, Callable[[dict], Any]] = {
+    "another format": put("spec", "layers", 0, "keys", "bits", 4),
+    "another group": put("spec", "layers", 0, "values", "group", 16),
+    "another page": put("spec", "layers", 0, "page", 128),
+    "another window": put("spec", "layers", 0, "retention", "window", 140),
+    "no window": put("spec", "layers", 0, "retention", {"name": "all", "sinks": 4}),
+    "fewer sinks": put("spec", "layers", 0, "retention", "sinks", 3),
+    "another dtype": put("spec", "layers", 0, "dtype", "bfloat16"),
+    "values inside keys": put("spec", "layers", 0, "value_dim", 8),
+    "a capacity it is past": put("spec", "layers", 0, "capacity", 100),
+    "a codec nobody knows": put("spec", "layers", 0, "keys", "name", "os.system"),
+    "a field nobody knows": put("spec", "layers", 0, "other", 1),
+    "a window of text": put("spec", "layers", 0, "retention", "window", "70"),
+    "no layers": put("spec", "layers", []),
+    "fewer layers": lambda entry: entry["spec"]["layers"].pop(),
+    "more layers": lambda entry: entry["spec"]["layers"].append(entry["spec"]["layers"][0]),
+    "another kind of layer": put("spec", "layers", 0, {"kind": "recurrent"}),
+    "a shared layer": put("spec", "layers", 2, {"kind": "shared", "layer": 0}),
+    "a spec of text": put("spec", "raw"),
+    "a spec of nothing": put("spec", None),
+    "no spec": lambda entry: entry.pop("spec"),
+    "no numbers": lambda entry: entry.pop("numbers"),
+    "numbers in a list": put("numbers", []),
+    "an unknown number": put("numbers", "0/other", 1),
+    "a number of nobody": put("numbers", "9/length", 1),
+    "a number missing": lambda entry: entry["numbers"].pop("0/length"),
+}
+
+
+@pytest.mark.parametrize("edit", HEADERS.values(), ids=HEADERS)
+def test_a_header_that_does_not_fit_the_tensors_is_refused(
+    edit: Callable[[dict], Any], good: bytes, tmp_path: Path
+) -> None:
+    forged(good, tmp_path / "a.kv", edit)
+    refused(tmp_path / "a.kv", "not a cache that can be restored")
+
+
+@pytest.mark.parametrize("name", ["length", "dense_first", "sealed_first"])
+@pytest.mark.parametrize(
+    "value", [-1, 7, 149, 151, 2**31, 2**62, 2**64, 10**30, 1.5, "150", None, True, [150]]
+)
+def test_numbers_out_of_range_are_refused(
+    name: str, value: Any, good: bytes, tmp_path: Path
+) -> None:
+    forged(good, tmp_path / "a.kv", put("numbers", f"0/{name}", value))
+    refused(tmp_path / "a.kv", "not a cache that can be restored")
+
+
+def test_a_length_beyond_what_tensors_count_is_refused(tmp_path: Path) -> None:
+    """Under a window such numbers fit each other, and once failed at the next append."""
+    cache = Cache(1, "raw,window=9")
+    forward(cache, 100)
+    save(cache, tmp_path / "good.kv")
+
+    def shift(entry: dict) -> None:
+        entry["numbers"]["0/length"] += 10**30
+        entry["numbers"]["0/dense_first"] += 10**30
+
+    forged((tmp_path / "good.kv").read_bytes(), tmp_path / "a.kv", shift)
+    refused(tmp_path / "a.kv", "numbers")
+
+
+TENSORS: dict[str, Callable[[dict], Any]] = {
+    "one missing": lambda t: t.pop("1/keys.codes"),
+    "one too many": put("1/other", torch.zeros(1)),
+    "one of nobody": put("7/start", torch.zeros(1)),
+    "a start that is negative": put("0/start", torch.tensor([-5])),
+    "a start behind the length": put("0/start", torch.tensor([151])),
+    "another batch": put("0/start", torch.tensor([0, 0])),
+    "integers for dense rows": lambda t: t.update({"0/keys.dense": t["0/keys.dense"].int()}),
+    "fewer dense rows": lambda t: t.update({"0/keys.dense": t["0/keys.dense"][:, :, 1:].clone()}),
+    "no sequences": lambda t: t.update({"0/keys.dense": t["0/keys.dense"][:0].clone()}),
+    "no heads": lambda t: t.update({"0/keys.dense": t["0/keys.dense"][:, :0].clone()}),
+    "no channels": lambda t: t.update({"0/keys.dense": t["0/keys.dense"][..., :0].clone()}),
+    "fewer pages": lambda t: t.update({"0/keys.codes": t["0/keys.codes"][:, :, 64:].clone()}),
+    "narrower codes": lambda t: t.update({"0/keys.codes": t["0/keys.codes"][..., 1:].clone()}),
+    "scales of another type": lambda t: t.update({"0/keys.scale": t["0/keys.scale"].float()}),
+}
+
+
+@pytest.mark.parametrize("edit", TENSORS.values(), ids=TENSORS)
+def test_tensors_that_do_not_fit_are_refused(
+    edit: Callable[[dict], Any], good: bytes, tmp_path: Path
+) -> None:
+    forged(good, tmp_path / "a.kv", tensors=edit)
+    refused(tmp_path / "a.kv", "not a cache that can be restored")
+
+
+@pytest.mark.parametrize("part", [0, 1, 3], ids=["sequences", "heads", "channels"])
+def test_raw_rows_without_extent_are_refused(part: int, tmp_path: Path) -> None:
+    """No codec looks at raw rows; rows of no heads once were a cache that nobody could read."""
+    cache = Cache(1, "raw")
+    forward(cache, 3)
+    save(cache, tmp_path / "good.kv")
+    shape = [1, 1, 3, 8]
+    shape[part] = 0
+
+    def edit(tensors: dict) -> None:
+        for side in ("keys", "values"):
+            tensors[f"0/{side}.dense"] = torch.zeros(shape)
+            tensors[f"0/{side}.sinks"] = torch.zeros([*shape[:2], 0, shape[3]])
+        tensors["0/start"] = torch.zeros(shape[0], dtype=torch.int64)
+
+    forged((tmp_path / "good.kv").read_bytes(), tmp_path / "a.kv", tensors=edit)
+    refused(tmp_path / "a.kv", "not a cache that can be restored")
+
+
+ERRORS = (OSError(28, "No space left on device"), SafetensorError("mid-way"), KeyboardInterrupt())
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_write_that_fails_leaves_the_older_file_and_nothing_else(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = filled("raw", 10), filled("raw", 20)
+    save(old, tmp_path / "a.kv")
+    before = (tmp_path / "a.kv").read_bytes()
+
+    def fails(tensors: dict, path: Path, metadata: dict) -> None:
+        save_file(tensors, path, metadata=metadata)
+        Path(path).write_bytes(Path(path).read_bytes()[:100])
+        raise error
+
+    monkeypatch.setattr(kvant.files, "save_file", fails)
+    with pytest.raises((OSError, KeyboardInterrupt)):
+        save(new, tmp_path / "a.kv")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.kv"]
+    assert (tmp_path / "a.kv").read_bytes() == before
+    same(old.snapshot(), load(tmp_path / "a.kv").snapshot())
+
+
+def test_a_failing_first_write_leaves_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(kvant.files, "save_file", fails)
+    with pytest.raises(OSError, match="no space"):
+        save(filled("raw"), tmp_path / "a.kv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_missing_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        save(filled("raw"), tmp_path / "none" / "a.kv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_older_file_is_replaced(tmp_path: Path) -> None:
+    save(filled("raw", 10), tmp_path / "a.kv")
+    save(filled("affine8", 20), tmp_path / "a.kv")
+    assert load(tmp_path / "a.kv").length == 20
+    assert [path.name for path in tmp_path.iterdir()] == ["a.kv"]

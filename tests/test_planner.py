@@ -1,0 +1,239 @@
+"""Bytes before anything is allocated: equal to what is allocated, and to published tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvant import Cache, CacheSpec, RecurrentSpec, Shape, SharedSpec, SpecError, plan
+from layers.tagged import layer, rows
+
+GIB = 1 << 30
+LLAMA_7B = Shape(32, 32, 128, 128, torch.float32)
+LLAMA_13B = Shape(40, 40, 128, 128, torch.float32)
+MISTRAL_7B = Shape(32, 8, 128, 128, torch.float32)
+QWEN3_1_7B = Shape(28, 8, 128, 128, torch.bfloat16)
+
+SPECS = (
+    "raw",
+    "raw,step=1",
+    "raw,capacity=5000",
+    "raw,window=100,sinks=4",
+    "raw,window=20,sinks=100,slack=0",
+    "affine8",
+    "affine4,sinks=3",
+    "affine8,step=1,tail=70",
+    "affine8,capacity=5000",
+    "affine4,start=400",
+    "affine8,window=100,sinks=4",
+    "affine4,window=1000,capacity=5000,slack=70",
+    "turbo4v2,page=128",
+    "raw/affine8,window=300,step=64",
+    "affine8,edge=1:raw",
+)
+
+
+@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize("context", [1, 63, 64, 65, 300, 5000])
+def test_a_plan_is_what_a_cache_takes(text: str, context: int) -> None:
+    shape = Shape(3, 2, 16, 8, torch.bfloat16)
+    planned = plan(shape, text, context=context, sequences=2)
+    for chunk in (context, 700, 64):
+        cache = Cache(3, text)
+        for place in range(0, context, chunk):
+            count = min(chunk, context - place)
+            keys, values = (rows(0, count, 2, 2, d, torch.bfloat16) for d in (16, 8))
+            for state in cache:
+                state.append(keys, values)
+        assert cache.nbytes == planned.nbytes, chunk
+        assert [state.nbytes for state in cache] == list(planned.layers)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_a_plan_is_what_a_cache_takes_token_by_token(text: str) -> None:
+    shape = Shape(3, 1, 8, 8, torch.float32)
+    cache, one = Cache(3, text), rows(0, 1)
+    for context in range(1, 601):
+        for state in cache:
+            state.append(one, one)
+        if context in (1, 2, 63, 64, 65, 128, 129, 300, 449, 600):
+            assert cache.nbytes == plan(shape, text, context=context).nbytes, context
+
+
+@pytest.mark.parametrize(
+    ("shape", "context", "expected"),
+    [
+        (LLAMA_7B, 2048, 2.0),
+        (LLAMA_7B, 4096, 4.0),
+        (LLAMA_13B, 2048, 3.125),  # published as 3.1
+        (MISTRAL_7B, 4096, 1.0),  # the published 1.0 is that of float32; bfloat16 takes half
+        (QWEN3_1_7B, 40960, 4.375),
+    ],
+    ids=["LLaMA-7B 2048", "LLaMA-7B 4096", "LLaMA-13B 2048", "Mistral-7B 4096", "Qwen3-1.7B 40960"],
+)
+def test_published_sizes_of_raw_caches(shape: Shape, context: int, expected: float) -> None:
+    assert plan(shape, "raw,step=1", context=context).nbytes == expected * GIB
+
+
+def test_a_dtype_of_the_spec_is_planned_for() -> None:
+    assert plan(MISTRAL_7B, "bf16,step=1", context=4096).nbytes == GIB / 2
+    assert plan(QWEN3_1_7B, "f32,step=1", context=40960).nbytes == 8.75 * GIB
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("affine8", 0.53125),
+        ("affine4", 0.3125),
+        ("affine4,group=16", 0.375),
+        ("turbo4", 66 / 256),
+        ("turbo4v2", 50 / 256),  # 5.12 times smaller with 16-bit scales
+        ("affine8v4", (0.53125 + 0.3125) / 2),
+    ],
+)
+def test_published_shares_of_raw_bytes(text: str, share: float) -> None:
+    raw = plan(QWEN3_1_7B, "raw").nbytes_per_token
+    assert raw == 28 * 8 * 2 * 128 * 2
+    assert plan(QWEN3_1_7B, text).nbytes_per_token == share * raw
+
+
+@pytest.mark.parametrize(("text", "tail"), [("affine8", 0), ("affine4", 128)])
+def test_open_pages_come_on_top_of_sealed_ones(text: str, tail: int) -> None:
+    """All due pages sealed, and dense the tail, one page being filled and the slack."""
+    context = 64 * 640
+    planned = plan(QWEN3_1_7B, f"{text},step=64", context=context)
+    raw = plan(QWEN3_1_7B, "raw").nbytes_per_token
+    assert planned.nbytes == (context - tail) * planned.nbytes_per_token + (tail + 80) * raw
+
+
+def test_a_window_costs_nothing_more_in_the_long_run() -> None:
+    for text in ("raw,window=4096,sinks=4", "affine4,window=4096"):
+        short, long = (plan(QWEN3_1_7B, text, context=n) for n in (10_000, 10_000_000))
+        assert short.nbytes_per_token == 0.0
+        assert short.nbytes == long.nbytes
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8", "affine4,step=1", "turbo3,start=5000"])
+@pytest.mark.parametrize("budget", [GIB // 50, GIB, 3 * GIB + 12345])
+def test_the_largest_context_is_the_last_that_fits(text: str, budget: int) -> None:
+    context = plan(QWEN3_1_7B, text, sequences=2).largest_context(budget)
+    at, beyond = (plan(QWEN3_1_7B, text, context=context + n, sequences=2) for n in (0, 1))
+    assert at.nbytes <= budget < beyond.nbytes
+
+
+def test_the_largest_context_of_too_small_a_budget_is_none() -> None:
+    assert plan(QWEN3_1_7B, "raw").largest_context(1000) == 0
+    assert plan(QWEN3_1_7B, "raw,capacity=4096").largest_context(1000) == 0
+
+
+def test_sequences_take_as_much_each() -> None:
+    one, seven = (plan(QWEN3_1_7B, "affine8", sequences=n).nbytes for n in (1, 7))
+    assert seven == 7 * one
+
+
+def test_nothing_takes_nothing() -> None:
+    assert plan(QWEN3_1_7B, "affine8,sinks=4", context=0).nbytes == 0
+
+
+def test_shared_layers_take_nothing() -> None:
+    spec = CacheSpec((layer("raw"), SharedSpec(0), SharedSpec(0)))
+    planned = plan(Shape(3, 2, 16, 16), spec, context=300)
+    assert planned.layers[1:] == (0, 0) and planned.layers[0] == planned.nbytes > 0
+
+
+def test_values_inside_keys_take_nothing() -> None:
+    inside = replace(layer("raw"), value_dim=512)
+    shape = Shape(1, 1, 576, 512)
+    assert plan(shape, inside).nbytes_per_token == 576 * 2
+    assert plan(shape, "raw").nbytes_per_token == (576 + 512) * 2
+
+
+def test_recurrent_layers_cannot_be_planned() -> None:
+    with pytest.raises(SpecError, match="recurrent"):
+        plan(Shape(1, 1, 8, 8), CacheSpec((RecurrentSpec(),)))
+
+
+@pytest.mark.parametrize(("context", "sequences"), [(-1, 1), (5, 0)])
+def test_numbers_out_of_range_are_refused(context: int, sequences: int) -> None:
+    with pytest.raises(ValueError, match=f"context {context} and {sequences} sequences"):
+        plan(QWEN3_1_7B, "raw", context=context, sequences=sequences)
+
+
+CONFIG = {
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "torch_dtype": "bfloat16",
+}
+
+
+@dataclass
+class Model:
+    config: object
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        CONFIG,
+        SimpleNamespace(**CONFIG),
+        Model(SimpleNamespace(**CONFIG)),
+        {"text_config": CONFIG, "num_hidden_layers": 99},
+        SimpleNamespace(text_config=SimpleNamespace(**CONFIG)),
+        Model({"text_config": {"text_config": CONFIG}}),
+    ],
+    ids=["mapping", "object", "model", "nested", "nested object", "nested twice"],
+)
+def test_shapes_are_read_from_configurations(model: object) -> None:
+    assert plan(model, "raw").shape == QWEN3_1_7B
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            {"n_layer": 12, "n_head": 12, "n_embd": 768},
+            Shape(12, 12, 64, 64, torch.bfloat16),
+        ),
+        (
+            {**CONFIG, "num_key_value_heads": None, "head_dim": None, "dtype": torch.float16},
+            Shape(28, 16, 128, 128, torch.float16),
+        ),
+        (
+            {**CONFIG, "v_head_dim": 64, "torch_dtype": "torch.float32"},
+            Shape(28, 8, 128, 64, torch.float32),
+        ),
+    ],
+    ids=["older names", "no key heads", "narrow values"],
+)
+def test_other_configurations(config: dict, expected: Shape) -> None:
+    assert plan(config, "raw").shape == expected
+
+
+@pytest.mark.parametrize(
+    ("missing", "name"),
+    [
+        ("num_attention_heads", "heads.*num_attention_heads"),
+        ("num_hidden_layers", "layers.*num_hidden_layers"),
+    ],
+)
+def test_a_configuration_that_does_not_tell_is_refused(missing: str, name: str) -> None:
+    config = {key: value for key, value in CONFIG.items() if key != missing}
+    with pytest.raises(ValueError, match=name):
+        plan(config, "raw")
+
+
+@pytest.mark.parametrize("heads", [0, -1, "8", 2.0, True])
+def test_a_configuration_with_nonsense_is_refused(heads: object) -> None:
+    with pytest.raises(ValueError, match="num_attention_heads"):
+        plan({**CONFIG, "num_attention_heads": heads}, "raw")
+
+
+def test_a_plan_in_words() -> None:
+    text = str(plan(QWEN3_1_7B, "raw,step=1", context=40960))
+    assert text == "4.38 GiB for 1 x 40960 tokens, 114688 bytes a token"

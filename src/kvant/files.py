@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvant.cache import Cache
-from kvant.contracts import Fields, Snapshot
+from kvant.contracts import Fields, Snapshot, Tiles
 from kvant.errors import CacheError, CacheFileError
 from kvant.spec import from_json, to_json
 
@@ -34,6 +34,8 @@ CHUNK = 1 << 22
 def save(cache: Cache, path: str | os.PathLike[str]) -> None:
     """Write a cache to a file; an older file of that name stays until the new one is whole."""
     target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
     exposed = cache.exposed()
     header = {
         "version": VERSION,
@@ -42,16 +44,20 @@ def save(cache: Cache, path: str | os.PathLike[str]) -> None:
         "numbers": dict(exposed.numbers),
     }
     tensors = _apart(exposed.tensors)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(handle)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        _write(tensors, Path(name), header)
-        Path(name).replace(target)
+        _write(tensors, beside, header)
+        beside.replace(target)
     finally:
-        Path(name).unlink(missing_ok=True)
+        beside.unlink(missing_ok=True)
 
 
-def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Cache:
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "cpu",
+    tiles: Tiles | None = None,
+) -> Cache:
     """The cache in a file, in memory of its own."""
     source = Path(path)
     header = _verified(source)
@@ -60,7 +66,7 @@ def load(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
         numbers = _integers(header["numbers"])
         with safe_open(source, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        cache = Cache(None, spec)
+        cache = Cache(None, spec, tiles=tiles)
         cache.restore(Snapshot(tensors, numbers))
     except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error

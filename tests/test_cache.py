@@ -75,7 +75,7 @@ def test_a_rewind_beyond_a_window_names_the_layer_and_the_limit_and_changes_noth
     cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=5,slack=3"))))
     forward(cache, 40)
     before = cache.snapshot()
-    with pytest.raises(RewindError, match=r"length 36 .* from 40: layer 1 can go back to 0"):
+    with pytest.raises(RewindError, match=r"layer 1: length 36 .* from 40: .* is 0"):
         cache.rewind(36)
     with pytest.raises(RewindError):
         cache.trim(4)

@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # Lowest first. A name with a slash is a folder, the others are single modules. Modules of one
 # rank may import each other; folders of one rank may not.
 RANKS = (
-    "contracts errors recipes sizes",
+    "contracts errors lasting recipes sizes",
     "frames/ retention/",
     "codecs/",
     "arenas/ attention/",
     "layers/ spec/",
-    "cache files functional planner sequences",
+    "cache files functional planner sequences shapes",
     "hf/ demo/",
     "generate/",
     "bench/ eval/",

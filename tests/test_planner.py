@@ -49,7 +49,7 @@ def test_a_plan_is_what_a_cache_takes(text: str, context: int) -> None:
             for state in cache:
                 state.append(keys, values)
         assert cache.nbytes == planned.nbytes, chunk
-        assert [state.nbytes for state in cache] == list(planned.layers)
+        assert [state.nbytes for state in cache] == list(planned.layer_nbytes)
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -141,7 +141,7 @@ def test_nothing_takes_nothing() -> None:
 def test_shared_layers_take_nothing() -> None:
     spec = CacheSpec((layer("raw"), SharedSpec(0), SharedSpec(0)))
     planned = plan(Shape(3, 2, 16, 16), spec, context=300)
-    assert planned.layers[1:] == (0, 0) and planned.layers[0] == planned.nbytes > 0
+    assert planned.layer_nbytes[1:] == (0, 0) and planned.layer_nbytes[0] == planned.nbytes > 0
 
 
 def test_values_inside_keys_take_nothing() -> None:

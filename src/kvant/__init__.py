@@ -13,8 +13,9 @@ from kvant.errors import (
     UnsupportedView,
 )
 from kvant.files import load, save
-from kvant.planner import Plan, Shape, plan
+from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
+from kvant.shapes import Shape
 from kvant.spec import parse
 
 __version__ = "0.1.0"

@@ -7,21 +7,15 @@ another is the same state, listed twice.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvant.contracts import (
-    LayerState,
-    Snapshot,
-    Tally,
-    Tiles,
-)
-from kvant.errors import RewindError, SpecError
-from kvant.layers import Together, agreed, build, joined, leaves, restore_all, split
+from kvant.contracts import LayerState, Snapshot, Tiles
+from kvant.errors import RewindError
+from kvant.layers import Group, Together, build, check_reach
 from kvant.recipes import CacheSpec, LayerSpec, SharedSpec
 from kvant.spec import as_spec
 
@@ -37,30 +31,19 @@ class Cache:
         tiles: Tiles | None = None,
     ) -> None:
         """`spec` is a string of the spec language, one recipe for all layers, or one a layer."""
-        if num_layers is None and not isinstance(spec, CacheSpec):
-            raise SpecError("num_layers is needed: only a CacheSpec says how many layers there are")
-        count = (
-            len(spec.layers) if isinstance(spec, CacheSpec) and num_layers is None else num_layers
-        )
-        self.spec = as_spec(spec, count or 0)
-        self.tiles = tiles
-        recipes = [r for r in self.spec.layers if not isinstance(r, SharedSpec)]
-        self._with([build(recipe, tiles) for recipe in recipes])
+        full = as_spec(spec, num_layers)
+        own = [(str(i), r) for i, r in enumerate(full.layers) if not isinstance(r, SharedSpec)]
+        self._hold(full, tiles, Group({name: build(recipe, tiles) for name, recipe in own}))
 
-    def _with(self, states: list[LayerState]) -> Cache:
-        """Take these as the states of the recipes that have one of their own, in order."""
-        fresh = iter(states)
+    def _hold(self, spec: CacheSpec, tiles: Tiles | None, states: Group) -> None:
+        self.spec = spec
+        self.tiles = tiles
+        self._states = states  # by the number of the layer that has one of its own
+        self._ledger = Together(states.leaves())
         self.layers: list[LayerState] = []
-        for index, recipe in enumerate(self.spec.layers):
-            if not isinstance(recipe, SharedSpec):
-                self.layers.append(next(fresh))
-            elif 0 <= recipe.layer < index:
-                self.layers.append(self.layers[recipe.layer])
-            else:
-                raise SpecError(f"layer {index} shares {recipe.layer}: an earlier one is needed")
-        self._own = states
-        self._ledger = Together([leaf for state in states for leaf in leaves(state)])
-        return self
+        for index, recipe in enumerate(spec.layers):
+            source = recipe.layer if isinstance(recipe, SharedSpec) else index
+            self.layers.append(states[str(index)] if source == index else self.layers[source])
 
     def __getitem__(self, layer: int) -> LayerState:
         return self.layers[layer]
@@ -76,106 +59,93 @@ class Cache:
 
     @property
     def length(self) -> int:
-        """Tokens that every layer holds, or has seen and let go."""
-        return min((state.length for state in self._own), default=0)
+        """Tokens that every layer has seen."""
+        return self._states.length
 
     @property
     def batch(self) -> int:
         """Sequences; 0 before the first rows."""
-        return max((state.batch for state in self._own), default=0)
+        return self._states.batch
 
     @property
     def held(self) -> int:
-        """Rows stored: of the layer that stores most."""
-        return max((state.held for state in self._own), default=0)
+        """Rows that reading returns, of the layer that holds most."""
+        return self._states.held
 
     @property
     def max_held(self) -> int | None:
         """What `held` never passes; None where only memory is the limit."""
-        limits = [state.max_held for state in self._own]
-        return None if None in limits else max((limit or 0 for limit in limits), default=0)
+        return self._states.max_held
 
     @property
     def capacity(self) -> int | None:
         """The length that no layer passes; None where only memory is the limit."""
-        recipes = [r for r in self.spec.layers if isinstance(r, LayerSpec)]
-        return min((r.capacity for r in recipes if r.capacity is not None), default=None)
+        return self._states.capacity
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated; what layers share counts once."""
-        return sum(state.nbytes for state in self._own)
+        return self._states.nbytes
 
     @property
     def nbytes_used(self) -> int:
         """Bytes of rows that are there."""
-        return sum(state.nbytes_used for state in self._own)
+        return self._states.nbytes_used
 
     def reachable(self, to: int) -> int:
         """The longest length <= `to` that every layer can go back to."""
-        self._ledger.rollback()
-        return agreed(self._own, min(to, self.length))
+        return self._settled().reachable(min(to, self.length))
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`; every layer, or an error and none."""
-        self._ledger.rollback()
-        if not 0 <= to <= self.length or self.reachable(to) != to:
-            stuck = [i for i, s in enumerate(self.layers) if s.reachable(to) != to]
-            raise RewindError(
-                f"length {to} cannot be reached from {self.length}: layer "
-                f"{stuck[0] if stuck else 0} can go back to {self.reachable(to)} at the longest"
-            )
-        for state in self._own:
-            state.rewind(to)
+        states = self._settled()
+        if not 0 <= to <= self.length or states.reachable(to) != to:
+            for index, state in enumerate(self.layers):
+                check_reach(state, to, f"layer {index}: ")
+            raise RewindError(f"length {to}: {states.reachable(to)} is the longest all can reach")
+        states.rewind(to)
 
     def trim(self, count: int) -> int:
         """Drop the newest `count` tokens, or all there are; how many that was."""
-        self._ledger.rollback()
         if count < 0:
             raise ValueError(f"trim({count}): 0 or more tokens")
+        self._settled()
         dropped = min(count, self.length)
         self.rewind(self.length - dropped)
         return dropped
 
     def checkpoint(self) -> None:
         """Make the present length one that recurrent layers can come back to."""
-        self._ledger.rollback()
-        for state in self._own:
-            state.checkpoint()
+        self._settled().checkpoint()
 
     def snapshot(self) -> Snapshot:
         """A copy of all that is remembered, to `restore` from."""
-        exposed = self.exposed()
-        copies = {name: tensor.clone() for name, tensor in exposed.tensors.items()}
-        return Snapshot(copies, exposed.numbers)
+        return self.exposed().copied()
 
     def exposed(self) -> Snapshot:
         """A snapshot that may share memory with the cache: to be read before anything else."""
-        self._ledger.rollback()
-        return joined({str(i): state.exposed() for i, state in enumerate(self._own)})
+        return self._settled().exposed()
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become what the snapshot holds; every layer, or an error and none."""
-        self._ledger.rollback()
-        pieces = split(snapshot, [str(i) for i in range(len(self._own))])
-        restore_all([(state, pieces[str(i)]) for i, state in enumerate(self._own)])
-        for state in self._own:
-            state.commit()
+        states = self._settled()
+        states.restore(snapshot)
+        states.commit()
 
     def fork(self) -> Cache:
         """A second cache with the same tokens, independent of this one from now on."""
-        self._ledger.rollback()
-        return Cache(None, self.spec, tiles=self.tiles)._with([s.fork() for s in self._own])
+        twin = Cache.__new__(Cache)
+        twin._hold(self.spec, self.tiles, self._settled().fork())
+        return twin
 
     def select(self, index: Sequence[int] | Tensor) -> None:
         """Keep these sequences of the batch, in this order, with repeats if there are any."""
-        self._ledger.rollback()
+        states = self._settled()
         chosen = torch.as_tensor(index, dtype=torch.int64).cpu()
         fits = chosen.ndim == 1 and all(0 <= i < self.batch for i in chosen.tolist())
         if not fits or (self.batch and not len(chosen)):
             raise ValueError(f"sequences {chosen.tolist()} of a batch of {self.batch}")
-        for state in self._own:
-            state.select(chosen)
+        states.select(chosen)
 
     def repeat(self, count: int) -> None:
         """Every sequence `count` times, one after the other."""
@@ -191,21 +161,15 @@ class Cache:
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
-        self._ledger.rollback()
-        for state in self._own:
-            state.reset()
+        self._settled().reset()
 
     def clear(self) -> None:
         """Forget the tokens and free the memory."""
-        self._ledger.rollback()
-        for state in self._own:
-            state.clear()
+        self._settled().clear()
 
     def stats(self) -> dict[str, Any]:
         """What there is and what happened, in numbers."""
-        total = Tally()
-        for state in self._own:
-            total.add(state.tally)
+        tally = self._states.tally
         allocated, used = self.nbytes, self.nbytes_used
         return {
             "sequences": self.batch,
@@ -214,10 +178,15 @@ class Cache:
             "nbytes": allocated,
             "nbytes_used": used,
             "efficiency": used / allocated if allocated else 0.0,
-            "appends": total.appends,
-            "rewinds_exact": total.rewinds_exact,
-            "rewinds_decoded": total.rewinds_decoded,
+            "appends": tally.appends,
+            "rewinds_exact": tally.rewinds_exact,
+            "rewinds_decoded": tally.rewinds_decoded,
             "abandoned": self._ledger.abandoned,
-            "attended": dict(Counter(total.attended)),
-            "sealed": dict(Counter(total.sealed)),
+            "attended": dict(tally.attended),
+            "sealed": dict(tally.sealed),
         }
+
+    def _settled(self) -> Group:
+        """The states, without what an abandoned forward left in them."""
+        self._ledger.rollback()
+        return self._states

@@ -11,6 +11,11 @@ A row is one head's key or value for one token. Rows come as [B, H, T, D]. A col
 of a token in the padded batch; its position in sequence b is `column - start[b]`, so padding has
 negative positions. Sequences that are not padded have one index for both.
 
+One step: `cache[layer].append(k, v)` frames and stores the rows and returns a View; then
+`attend(q, view)` picks a Backend and hands it a Request; once every layer has its rows, the Ledger
+lets all commit. Query heads come in groups: `group` of them share one key head. The seam of a query
+is the column from which on it reads dense rows, and below which sealed ones.
+
 This module holds protocols and plain values; recipes.py says how a cache is described. It knows
 no codec, no layer, no backend.
 """
@@ -105,6 +110,21 @@ class Retention(Protocol):
 
 
 @dataclass(frozen=True)
+class Paging:
+    """When a page is seen sealed: a page falls due once `tail` rows behind it were seen."""
+
+    page: int
+    tail: int | None  # None: never, all rows stay dense
+    dense_until: int = 0  # nor before so many tokens were seen
+
+    def due(self, length: int) -> int:
+        """How many pages the newest of `length` tokens sees sealed."""
+        if self.tail is None or length < self.dense_until:
+            return 0
+        return max(0, length - self.tail) // self.page
+
+
+@dataclass(frozen=True)
 class Mask:
     """Which keys a query sees, as a rule over positions."""
 
@@ -124,20 +144,38 @@ class Tiles(Protocol):
 
 
 class Arena(Protocol):
-    """Where units (pages, or single rows) of one layer live, numbered from 0 on."""
+    """Where units (pages, or single rows) of one layer live, numbered from 0 on.
+
+    A unit lies in a slot; which one is the arena's business. What is alive is said by a `Span`.
+    """
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated. What is reserved but never touched does not count."""
 
+    @property
+    def unit_nbytes(self) -> int: ...
     def allocate(self, first: int, live: int, stop: int) -> None:
         """Make room for units [first, stop), keeping what [first, live) holds."""
 
+    def adopt(self, first: int, units: Fields, stop: int) -> None:
+        """Hold [first, stop) in the room it would have taken to grow there from nothing."""
+
+    def write(self, first: int, units: Fields) -> None: ...
     def tensors(self, first: int, stop: int) -> Fields:
         """Units [first, stop) without a copy."""
 
+    def slots(self) -> Fields:
+        """Everything, slot by slot, whatever sequence it belongs to: [slots, ...]."""
+
+    def table(self, first: int, stop: int) -> Tensor:
+        """The slots of units [first, stop) of every sequence, [B, n]."""
+
     def share(self, first: int, stop: int) -> Arena:
         """An arena with the same units, independent of this one from now on."""
+
+    def select(self, index: Tensor, first: int, stop: int) -> Arena:
+        """An arena of its own with the sequences `index`."""
 
     def release(self, first: int, stop: int) -> Arena:
         """Only [first, stop) is still needed: this arena, or a smaller one."""
@@ -189,9 +227,7 @@ class View:
     mask: Mask
     columns: int  # the largest length, known without asking the device
     padding: int  # the largest start, likewise
-    page: int
-    tail: int
-    dense_until: int  # a query with fewer tokens than this up to itself sees nothing sealed
+    paging: Paging
     first_page: int
     dense_from: int
     own_from: int  # from this column on rows are dense to every query (prefill="dense")
@@ -199,12 +235,19 @@ class View:
     tiles: Tiles | None
     tally: Tally
 
+    @property
+    def page(self) -> int:
+        return self.paging.page
+
     def seam(self, query: int) -> int:
         """The column below which a query at column `query` sees sealed rows, else dense."""
-        if self.page_table.shape[1] == 0 or query + 1 < self.dense_until:
-            return 0
-        due = max(0, query + 1 - self.tail) // self.page * self.page
-        return min(due, self.own_from)
+        return min(self.paging.due(query + 1) * self.paging.page, self.own_from)
+
+    def serves(self, query: int, mask: Mask) -> bool:
+        """Has the view all rows that a query at this column sees by this rule?"""
+        low = 0 if mask.window is None else max(0, query - mask.window + 1)
+        seam = max(low, self.seam(query))
+        return seam >= self.dense_from and low >= min(seam, self.first_page * self.page)
 
 
 @dataclass(frozen=True)
@@ -230,7 +273,7 @@ class Backend(Protocol):
         """What `codec.seal` would give, or None where this backend does not seal the codec."""
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor]:
-        """Outputs [B, H * group, T, D] in the frame of the values, and log-sum-exp [B, H, T]."""
+        """Outputs [B, H * group, T, D] in the frame of the values, and log-sum-exp without D."""
 
 
 @dataclass(frozen=True)
@@ -239,6 +282,10 @@ class Snapshot:
 
     tensors: Fields
     numbers: Mapping[str, int]
+
+    def copied(self) -> Snapshot:
+        """The same in memory of its own."""
+        return Snapshot({name: t.clone() for name, t in self.tensors.items()}, self.numbers)
 
 
 class Ledger(Protocol):
@@ -256,18 +303,37 @@ class LayerState(Protocol):
 
     ledger: Ledger
 
+    def leaves(self) -> list[LayerState]:
+        """The states that are appended to: this one, or its parts."""
+
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        """Tokens seen."""
+
     @property
-    def batch(self) -> int: ...
+    def batch(self) -> int:
+        """Sequences; 0 before the first rows."""
+
     @property
-    def held(self) -> int: ...
+    def held(self) -> int:
+        """Rows that `read` returns."""
+
     @property
-    def max_held(self) -> int | None: ...
+    def max_held(self) -> int | None:
+        """What `held` never passes; None where only memory is the limit."""
+
     @property
-    def nbytes(self) -> int: ...
+    def capacity(self) -> int | None:
+        """The length that no append passes; None where only memory is the limit."""
+
     @property
-    def nbytes_used(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+
+    @property
+    def nbytes_used(self) -> int:
+        """Bytes of rows that are there."""
+
     @property
     def tally(self) -> Tally: ...
     def append(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -10,8 +10,9 @@ from typing import Literal
 
 import torch
 
-from kvant.contracts import Codec, Mask, Retention
+from kvant.contracts import Codec, Mask, Paging, Retention
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Prefill = Literal["dense", "stored"]  # are a prompt chunk's own rows seen dense, or by the rule?
 
 
@@ -24,27 +25,37 @@ class LayerSpec:
     retention: Retention
     page: int = 64
     tail: int | None = None  # None: as the codecs ask
-    slack: int = 16
-    start: int = 0  # everything is dense until this many tokens
+    slack: int = 16  # how far back a rewind is exact
+    dense_until: int = 0  # nothing is seen sealed before this many tokens
     prefill: Prefill = "dense"
-    step: int = 256
-    capacity: int | None = None
-    dtype: torch.dtype | None = None  # of dense rows; None: as they come
-    chunk: int | None = None
+    step: int = 256  # rows by which memory grows
+    capacity: int | None = None  # rows allocated at once; more is an error
+    dtype: torch.dtype | None = None  # of dense rows, one of DTYPES; None: as they come
+    chunk: int | None = None  # a query sees its own block of so many positions only
     value_dim: int | None = None  # values are the first channels of the keys (MLA)
+
+    @property
+    def sides(self) -> dict[str, Codec]:
+        """The rows a layer stores, by name: values may lie inside the keys."""
+        if self.value_dim is not None:
+            return {"keys": self.keys}
+        return {"keys": self.keys, "values": self.values}
 
     @property
     def seals(self) -> bool:
         """Raw layers stay open for ever: sealed and dense would be the same bytes."""
-        return not (self.keys.exact and self.values.exact)
+        return not all(codec.exact for codec in self.sides.values())
 
     @property
-    def resolved_tail(self) -> int:
-        return max(self.keys.tail, self.values.tail) if self.tail is None else self.tail
+    def paging(self) -> Paging:
+        deepest = max(codec.tail for codec in self.sides.values())
+        tail = deepest if self.tail is None else self.tail
+        return Paging(self.page, tail if self.seals else None, self.dense_until)
 
     @property
     def mask(self) -> Mask:
-        return Mask(True, self.retention.window, self.retention.sinks, self.chunk)
+        retention = self.retention
+        return Mask(window=retention.window, sinks=retention.sinks, chunk=self.chunk)
 
 
 @dataclass(frozen=True)

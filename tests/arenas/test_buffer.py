@@ -55,7 +55,7 @@ def test_an_unbounded_buffer_takes_slots_step_by_step() -> None:
     span, taken = Span(buffer(step=4)), []
     for _ in range(10):
         span = grown(span, 1)
-        taken.append(span.buffer.slots)
+        taken.append(span.arena.taken)
     assert taken == [4, 4, 4, 4, 8, 8, 8, 8, 12, 12]
     assert told(span) == list(range(10))
 
@@ -64,17 +64,17 @@ def test_concat_takes_exactly_what_there_is() -> None:
     span, taken = Span(buffer(step=1)), []
     for _ in range(4):
         span = grown(span, 1)
-        taken.append((span.buffer.slots, span.buffer.reserved))
+        taken.append((span.arena.taken, span.arena.reserved))
     assert taken == [(1, 1), (2, 2), (3, 3), (4, 4)]
 
 
 def test_a_capacity_is_taken_with_the_first_unit_and_never_moves() -> None:
     span = grown(Span(buffer(at_once=9)), 1)
-    place = span.buffer.whole()["a"].data_ptr()
+    place = span.arena.slots()["a"].data_ptr()
     for _ in range(8):
         span = grown(span, 1)
-    assert (span.buffer.slots, span.buffer.reserved) == (9, 9)
-    assert span.buffer.whole()["a"].data_ptr() == place
+    assert (span.arena.taken, span.arena.reserved) == (9, 9)
+    assert span.arena.slots()["a"].data_ptr() == place
 
 
 def test_an_empty_buffer_has_no_bytes() -> None:
@@ -86,9 +86,9 @@ def test_bytes_count_what_is_taken_and_not_what_is_reserved() -> None:
     for _ in range(9):
         span = grown(span, 1)
     unit = 2 * 3 * 4 + 2 * 4
-    assert span.buffer.unit_nbytes == unit
-    assert span.buffer.reserved > span.buffer.slots
-    assert span.buffer.nbytes == 12 * unit
+    assert span.arena.unit_nbytes == unit
+    assert span.arena.reserved > span.arena.taken
+    assert span.arena.nbytes == 12 * unit
     assert span.nbytes_used == 9 * unit
 
 
@@ -96,8 +96,8 @@ def test_growth_reserves_twice_and_seldom_copies() -> None:
     span, moves, place = Span(buffer(step=4)), 0, 0
     for _ in range(256):
         span = grown(span, 1)
-        moves += span.buffer.whole()["a"].data_ptr() != place
-        place = span.buffer.whole()["a"].data_ptr()
+        moves += span.arena.slots()["a"].data_ptr() != place
+        place = span.arena.slots()["a"].data_ptr()
     assert moves <= 8  # 64 steps of 4, each of them a copy if nothing were reserved
     assert told(span) == list(range(256))
 
@@ -106,18 +106,18 @@ def test_a_bounded_buffer_never_passes_its_bound() -> None:
     span, seen = Span(buffer(step=4, bound=10)), []
     for length in range(1, 60):
         span = grown(span, 1).cut(length - 7, length)
-        seen.append(span.buffer.slots)
+        seen.append(span.arena.taken)
         assert told(span) == list(range(max(0, length - 7), length))
     assert max(seen) == 10
-    assert span.buffer.reserved == 10
+    assert span.arena.reserved == 10
 
 
 def test_slots_after_a_compaction_start_at_zero() -> None:
     span = grown(Span(buffer(step=4, bound=10)), 10).cut(6, 10)
-    assert span.buffer.base == 0
+    assert span.arena.base == 0
     span = grown(span, 1)
-    assert span.buffer.base == 6
-    assert span.buffer.whole()["b"][0, 0, :5, 0].tolist() == [6, 7, 8, 9, 10]
+    assert span.arena.base == 6
+    assert span.arena.slots()["b"][0, :5, 0].tolist() == [6, 7, 8, 9, 10]
     assert told(span) == [6, 7, 8, 9, 10]
 
 
@@ -147,16 +147,16 @@ def test_an_append_after_an_undone_one_overwrites_it() -> None:
 
 def test_release_gives_back_what_lies_beyond_the_bound() -> None:
     span = grown(Span(buffer(step=4, bound=10)), 50).cut(44, 50)
-    assert span.buffer.slots == 50
+    assert span.arena.taken == 50
     settled = span.settled()
-    assert (settled.buffer.slots, settled.buffer.reserved) == (10, 10)
+    assert (settled.arena.taken, settled.arena.reserved) == (10, 10)
     assert told(settled) == [44, 45, 46, 47, 48, 49]
-    assert settled.buffer is not span.buffer
+    assert settled.arena is not span.arena
 
 
 def test_release_within_the_bound_copies_nothing() -> None:
     span = grown(Span(buffer(step=4, bound=10)), 9).cut(5, 9)
-    assert span.settled().buffer is span.buffer
+    assert span.settled().arena is span.arena
 
 
 def test_a_released_buffer_goes_on() -> None:
@@ -164,16 +164,16 @@ def test_a_released_buffer_goes_on() -> None:
     for _ in range(30):
         span = grown(span, 1).cut(span.stop - 5, span.stop + 1)
     assert told(span) == [74, 75, 76, 77, 78, 79]
-    assert span.buffer.slots == 10
+    assert span.arena.taken == 10
 
 
 def test_a_share_is_independent_both_ways() -> None:
     span = grown(Span(buffer(step=4)), 6)
     twin = span.shared()
-    span.buffer.whole()["a"].zero_()
-    span.buffer.whole()["b"].zero_()
+    span.arena.slots()["a"].zero_()
+    span.arena.slots()["b"].zero_()
     assert told(twin) == list(range(6))
-    assert twin.buffer.nbytes == span.buffer.nbytes
+    assert twin.arena.nbytes == span.arena.nbytes
     assert told(grown(twin, 3)) == list(range(9))
     assert told(span) == [0] * 6
 
@@ -185,8 +185,8 @@ def test_select_takes_sequences_in_order_with_repeats() -> None:
     picked = span.selected(torch.tensor([1, 0, 1]))
     tags = picked.tensors()["a"][:, :, 0]
     assert tags.tolist() == [[50, 51, 52], [0, 1, 2], [50, 51, 52]]
-    assert picked.buffer.nbytes == span.buffer.nbytes // 2 * 3
-    assert span.buffer.slabs["a"].shape[0] == 2
+    assert picked.arena.nbytes == span.arena.nbytes // 2 * 3
+    assert span.arena.slabs["a"].shape[0] == 2
 
 
 def test_cut_outside_a_span_is_empty() -> None:
@@ -198,13 +198,13 @@ def test_cut_outside_a_span_is_empty() -> None:
 
 def test_a_span_may_begin_anywhere_and_takes_what_it_would_have_grown_to() -> None:
     placed = [
-        Span.at(buffer(step=4), 20, units(20, 23), 3),
-        Span.at(buffer(step=4, bound=10), 20, units(20, 23), 3),
-        Span.at(buffer(step=1, at_once=30), 20, units(20, 23), 3),
+        Span.adopted(buffer(step=4), 20, units(20, 23), 23),
+        Span.adopted(buffer(step=4, bound=10), 20, units(20, 23), 23),
+        Span.adopted(buffer(step=1, at_once=30), 20, units(20, 23), 23),
     ]
     assert [told(span) for span in placed] == [[20, 21, 22]] * 3
     assert [told(grown(span, 2)) for span in placed] == [[20, 21, 22, 23, 24]] * 3
-    assert placed[1].buffer.slots == 10
+    assert placed[1].arena.taken == 10
 
 
 def test_a_buffer_made_in_inference_mode_is_writable_outside() -> None:
@@ -212,7 +212,7 @@ def test_a_buffer_made_in_inference_mode_is_writable_outside() -> None:
         span = grown(Span(buffer(step=2)), 3)
     span = grown(span, 1)
     assert told(span) == [0, 1, 2, 3]
-    assert not span.buffer.whole()["a"].is_inference()
+    assert not span.arena.slots()["a"].is_inference()
 
 
 def test_a_buffer_selected_and_shared_in_inference_mode_is_writable_outside() -> None:
@@ -235,4 +235,4 @@ def test_fields_of_pages_keep_their_axis() -> None:
     span = Span(Buffer(slabs, Growth(1), CPU)).extended(pages, 3).cut(1, 3)
     assert span.tensors()["codes"][0, :, 1, 63, 4].tolist() == [1, 2]
     assert span.tensors()["scale"][0, :, 1, 0, 4].tolist() == [1, 2]
-    assert span.buffer.unit_nbytes == 2 * 64 * 5 + 2 * 5 * 2
+    assert span.arena.unit_nbytes == 2 * 64 * 5 + 2 * 5 * 2

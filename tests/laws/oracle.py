@@ -28,9 +28,9 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tenso
 def is_sealed(spec: LayerSpec, column: Tensor, position: Tensor, query: int) -> Tensor:
     """Does a query at column `query` see these rows sealed? The rule, word by word."""
     page_start = column // spec.page * spec.page
-    due = page_start + spec.page <= query - spec.resolved_tail + 1
+    due = page_start + spec.page <= query - (spec.paging.tail or 0) + 1
     dense = position < spec.retention.sinks
-    return due & ~dense & (spec.seals and query + 1 >= spec.start)
+    return due & ~dense & (spec.seals and query + 1 >= spec.dense_until)
 
 
 def decoded(codec: Codec, rows: Tensor, page: int) -> Tensor:

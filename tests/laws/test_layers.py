@@ -92,8 +92,8 @@ def deep_rewind_is_said(case: Case) -> None:
     state.rewind(130)
     assert torch.equal(state.read()[0], keys[:, :, :130])
     assert torch.equal(state.read()[1], values[:, :, :130])
-    reopened = spec.seals and (300 - spec.slack - spec.resolved_tail) // 64 > (
-        (130 - spec.resolved_tail) // 64
+    reopened = spec.seals and (300 - spec.slack - spec.paging.tail) // 64 > (
+        (130 - spec.paging.tail) // 64
     )
     assert (state.tally.rewinds_exact, state.tally.rewinds_decoded) == (not reopened, reopened)
     put(case, state, *case.rows(3, 100))

@@ -118,7 +118,7 @@ def test_a_second_checkpoint_at_one_length_changes_nothing() -> None:
 def test_a_state_of_other_shapes_is_refused(state: dict) -> None:
     layer = grown(2, length=3)
     before = layer.snapshot()
-    with pytest.raises(ValueError, match="for a layer that holds"):
+    with pytest.raises(ValueError, match="for a layer of"):
         layer.append(1, state)
     same(before, layer.snapshot())
 

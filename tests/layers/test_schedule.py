@@ -18,7 +18,7 @@ from layers.tagged import layer, put, recipe, told
 PAGES, TAILS, SLACKS, STARTS = (8, 64), (0, 5, 64, 100), (0, 1, 16, 70), (0, 50, 200)
 RULES = (All(), All(3), Window(1), Window(20, 4), Window(64), Window(150, 9))
 SPECS = [
-    recipe(codec, rule, page=page, tail=tail, slack=slack, start=start)
+    recipe(codec, rule, page=page, tail=tail, slack=slack, dense_until=start)
     for codec in (Affine(8), Raw())
     for page, tail, slack, start, rule in itertools.product(PAGES, TAILS, SLACKS, STARTS, RULES)
 ]
@@ -28,7 +28,9 @@ LENGTHS = range(0, 420, 11)
 def is_due(spec: LayerSpec, page: int, query: int) -> bool:
     """The rule of the architecture, word by word: page [s, s + P) is due at p."""
     end = (page + 1) * spec.page
-    return spec.seals and query + 1 >= spec.start and end <= query - spec.resolved_tail + 1
+    return (
+        spec.seals and query + 1 >= spec.dense_until and end <= query - (spec.paging.tail or 0) + 1
+    )
 
 
 def due(spec: LayerSpec, length: int) -> int:
@@ -47,7 +49,7 @@ def oldest_seen(spec: LayerSpec, length: int) -> int:
 
 def test_due_is_the_rule_of_the_architecture() -> None:
     for spec in SPECS:
-        found = [Schedule(spec).due(length) for length in LENGTHS]
+        found = [spec.paging.due(length) for length in LENGTHS]
         assert found == [due(spec, length) for length in LENGTHS], spec
 
 
@@ -71,7 +73,7 @@ def test_pages_stay_while_a_row_of_theirs_may_be_seen() -> None:
 def test_nothing_in_the_schedule_falls() -> None:
     for spec in SPECS:
         schedule = Schedule(spec)
-        for ask in (schedule.due, schedule.keep, schedule.first_page, schedule.first_dense):
+        for ask in (spec.paging.due, schedule.keep, schedule.first_page, schedule.first_dense):
             values = [ask(length) for length in LENGTHS]
             assert values == sorted(values), spec
 
@@ -83,7 +85,7 @@ def test_bounds_are_never_passed_token_by_token() -> None:
         rows, pages = [], []
         for length in range(1, 420):
             rows.append(length - schedule.first_dense(length - 1))
-            pages.append(schedule.due(length) - schedule.first_page(length - 1))
+            pages.append(spec.paging.due(length) - schedule.first_page(length - 1))
         if schedule.dense_bound is not None:
             assert max(rows) <= schedule.dense_bound, spec
         if schedule.page_bound is not None:
@@ -95,7 +97,7 @@ def test_all_rows_stay_dense_only_without_window_and_sealing() -> None:
         schedule = Schedule(spec)
         windowed = spec.retention.window is not None
         assert (schedule.dense_bound is None) == (not spec.seals and not windowed)
-        assert (schedule.page_bound is None) == (not windowed)
+        assert (schedule.page_bound is None) == (not (windowed and spec.seals))
 
 
 @pytest.mark.parametrize(
@@ -138,13 +140,13 @@ def test_raw_layers_seal_nothing() -> None:
     state = Attention(layer("raw,tail=0"))
     view = put(state, 300)
     assert view.page_table.shape == (1, 0)
-    assert Schedule(state.spec).due(300) == 0
+    assert state.spec.paging.due(300) == 0
 
 
 def test_the_tail_is_the_larger_one_that_the_codecs_ask_for() -> None:
-    assert [layer(t).resolved_tail for t in ("affine8", "affine8v4", "raw", "affine4,tail=9")] == [
+    assert [layer(t).paging.tail for t in ("affine8", "affine8v4", "raw", "affine4,tail=9")] == [
         0,
         128,
-        0,
+        None,
         9,
     ]

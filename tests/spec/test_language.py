@@ -90,7 +90,7 @@ def test_aliases_say_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | Non
         ("sinks=4", "retention", All(4)),
         ("tail=0", "tail", 0),
         ("tail=128", "tail", 128),
-        ("start=512", "start", 512),
+        ("start=512", "dense_until", 512),
         ("page=128", "page", 128),
         ("slack=0", "slack", 0),
         ("prefill=stored", "prefill", "stored"),

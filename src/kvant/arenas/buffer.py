@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvant.contracts import Fields
+from kvant.lasting import lasting
 
 GROWING = -1  # marks the axis along which units lie in a slab's shape
 
@@ -41,8 +42,7 @@ class Slab:
 
     def empty(self, slots: int, device: torch.device) -> Tensor:
         shape = tuple(slots if size == GROWING else size for size in self.shape)
-        # A tensor born in inference mode could never be written outside it.
-        with torch.inference_mode(False):
+        with lasting():
             return torch.empty(shape, dtype=self.dtype, device=device)
 
 
@@ -67,8 +67,8 @@ class Buffer:
         self.growth = growth
         self.device = device
         self.base = 0  # the unit in slot 0
-        self.slots = 0  # taken, and counted
-        self._reserved = 0
+        self.taken = 0  # slots that count
+        self.reserved = 0  # slots that there are: the stride between sequences
         self._tensors = {name: slab.empty(0, device) for name, slab in self.slabs.items()}
 
     @property
@@ -77,16 +77,17 @@ class Buffer:
 
     @property
     def nbytes(self) -> int:
-        return self.slots * self.unit_nbytes
+        return self.taken * self.unit_nbytes
 
-    @property
-    def reserved(self) -> int:
-        """Slots that a tensor has, taken or not: the stride between sequences."""
-        return self._reserved
+    def slots(self) -> Fields:
+        """Every slot, whatever sequence it belongs to; units lie along the second dimension."""
+        return {name: tensor.flatten(0, 1) for name, tensor in self._tensors.items()}
 
-    def whole(self) -> Fields:
-        """The tensors with every slot, as kernels address them."""
-        return self._tensors
+    def table(self, first: int, stop: int) -> Tensor:
+        """The slots of units [first, stop) of every sequence, [B, n]."""
+        batch = next((slab.shape[0] for slab in self.slabs.values()), 1)
+        unit = torch.arange(first - self.base, stop - self.base, device=self.device)
+        return torch.arange(batch, device=self.device)[:, None] * self.reserved + unit
 
     def tensors(self, first: int, stop: int) -> Fields:
         """Units [first, stop) without a copy; none of them may lie anywhere."""
@@ -103,20 +104,27 @@ class Buffer:
 
     def allocate(self, first: int, live: int, stop: int) -> None:
         """Make room for units [first, stop), keeping what [first, live) holds."""
-        if live <= first:
+        if live <= first:  # nothing to keep: units may begin anywhere
             self.base = first
         bound = self.growth.bound
-        if bound is not None and stop - self.base > bound:
-            slots = max(self.growth.slots(stop - first), min(self.slots, bound))
-            self._settle(first, live, slots)
+        if bound is not None and stop - self.base > bound:  # units were let go: close the gap
+            slots = max(self.growth.slots(stop - first), min(self.taken, bound))
+            self._move(first, live, slots, base=first)
         need = stop - self.base
-        if need > self._reserved:
-            self._settle(first, live, self.growth.slots(need), base=self.base)
-        self.slots = max(self.slots, self.growth.slots(need))
+        if need > self.reserved:  # grow where the units are
+            self._move(first, live, self.growth.slots(need), base=self.base)
+        self.taken = max(self.taken, self.growth.slots(need))
+
+    def adopt(self, first: int, units: Fields, stop: int) -> None:
+        """Hold [first, stop) in the room it would have taken to grow there from nothing."""
+        bound = self.growth.bound
+        grown = stop if bound is None else max(stop, first + min(stop, bound))
+        self.allocate(first, first, grown)
+        self.write(first, units)
 
     def share(self, first: int, stop: int) -> Buffer:
         """A private arena cannot share: a copy of units [first, stop)."""
-        return self._copy(self.slabs, first, self.tensors(first, stop), self.slots)
+        return self._copy(self.slabs, first, self.tensors(first, stop), self.taken)
 
     def select(self, index: Tensor, first: int, stop: int) -> Buffer:
         """The sequences `index` of every slab, as a new buffer."""
@@ -125,12 +133,12 @@ class Buffer:
             for name, slab in self.slabs.items()
         }
         picked = {k: t.index_select(0, index) for k, t in self.tensors(first, stop).items()}
-        return self._copy(slabs, first, picked, self.slots)
+        return self._copy(slabs, first, picked, self.taken)
 
     def release(self, first: int, stop: int) -> Buffer:
         """Only [first, stop) is needed: give back what a long chunk took beyond the bound."""
         bound = self.growth.bound
-        if bound is None or self.slots <= bound:
+        if bound is None or self.taken <= bound:
             return self
         return self._copy(self.slabs, first, self.tensors(first, stop), bound)
 
@@ -140,21 +148,13 @@ class Buffer:
         twin.write(first, units)
         return twin
 
-    def _settle(self, first: int, live: int, slots: int, base: int | None = None) -> None:
-        """Move units [first, live) to tensors of at least `slots` slots, or to their front."""
-        base = first if base is None else base
-        if slots > self._reserved or slots < self.slots:
-            self._move(first, live, base, self._reserve(slots))
-            self.slots = slots
-        else:
-            kept = {name: tensor.clone() for name, tensor in self.tensors(first, live).items()}
-            self.base = base
-            self.write(first, kept)
-
-    def _move(self, first: int, live: int, base: int, reserved: int) -> None:
+    def _move(self, first: int, live: int, slots: int, base: int) -> None:
+        """Units [first, live) in new tensors: whoever reads the old ones is not disturbed."""
         kept = self.tensors(first, live)
-        self._tensors = {n: slab.empty(reserved, self.device) for n, slab in self.slabs.items()}
-        self.base, self._reserved = base, reserved
+        self.base, self.taken, self.reserved = base, slots, self._reserve(slots)
+        self._tensors = {
+            n: slab.empty(self.reserved, self.device) for n, slab in self.slabs.items()
+        }
         self.write(first, kept)
 
     def _reserve(self, slots: int) -> int:
@@ -162,53 +162,3 @@ class Buffer:
         if grows and self.device.type == "cpu":
             return 2 * slots
         return slots
-
-
-@dataclass(frozen=True)
-class Span:
-    """The units [first, stop) of a buffer: what is alive in it, as an immutable value.
-
-    Appending writes behind `stop` or into a new buffer, so an older span of the same buffer
-    still reads what it read. That is how an append is undone.
-    """
-
-    buffer: Buffer
-    first: int = 0
-    stop: int = 0
-
-    def __len__(self) -> int:
-        return self.stop - self.first
-
-    @classmethod
-    def at(cls, buffer: Buffer, first: int, units: Fields, count: int) -> Span:
-        """A span of `count` units in a new buffer, which takes what it would have grown to."""
-        bound = buffer.growth.bound
-        stop = first + count
-        buffer.allocate(first, first, stop if bound is None else first + min(stop, bound))
-        return cls(buffer, first, first).extended(units, count)
-
-    @property
-    def nbytes_used(self) -> int:
-        return len(self) * self.buffer.unit_nbytes
-
-    def tensors(self) -> Fields:
-        return self.buffer.tensors(self.first, self.stop)
-
-    def extended(self, units: Fields, count: int) -> Span:
-        self.buffer.allocate(self.first, self.stop, self.stop + count)
-        self.buffer.write(self.stop, units)
-        return Span(self.buffer, self.first, self.stop + count)
-
-    def cut(self, first: int, stop: int) -> Span:
-        """The part inside [first, stop); empty where they do not meet."""
-        first = min(max(first, self.first), self.stop)
-        return Span(self.buffer, first, max(first, min(stop, self.stop)))
-
-    def settled(self) -> Span:
-        return Span(self.buffer.release(self.first, self.stop), self.first, self.stop)
-
-    def shared(self) -> Span:
-        return Span(self.buffer.share(self.first, self.stop), self.first, self.stop)
-
-    def selected(self, index: Tensor) -> Span:
-        return Span(self.buffer.select(index, self.first, self.stop), self.first, self.stop)

@@ -58,13 +58,8 @@ def attend(
 
 def explain(view: View) -> Explanation:
     """Which backend would read this view, and why the others would not."""
-    refused: list[tuple[str, str]] = []
-    for backend in BACKENDS:
-        reason = backend.supports(view)
-        if reason is None:
-            return Explanation(backend.name, tuple(refused))
-        refused.append((backend.name, reason))
-    raise UnsupportedView("; ".join(f"{name}: {reason}" for name, reason in refused))
+    chosen, refused = _survey(view, None)
+    return Explanation(chosen.name, refused)
 
 
 def seal(codec: Codec, rows: Tensor, tally: Tally) -> Fields:
@@ -78,12 +73,18 @@ def seal(codec: Codec, rows: Tensor, tally: Tally) -> Fields:
 
 
 def _choose(view: View, request: Request, name: str | None) -> Backend:
-    if name is not None:
-        return _named(view, request, name)
+    return _survey(view, request)[0] if name is None else _named(view, request, name)
+
+
+def _survey(view: View, request: Request | None) -> tuple[Backend, tuple[tuple[str, str], ...]]:
+    """The first backend that reads this view, and why those before it do not."""
+    refused: list[tuple[str, str]] = []
     for backend in BACKENDS:
-        if backend.supports(view, request) is None:
-            return backend
-    raise UnsupportedView(f"no backend of {[b.name for b in BACKENDS]} reads this view")
+        reason = backend.supports(view, request)
+        if reason is None:
+            return backend, tuple(refused)
+        refused.append((backend.name, reason))
+    raise UnsupportedView("; ".join(f"{name}: {reason}" for name, reason in refused))
 
 
 def _named(view: View, request: Request, name: str) -> Backend:
@@ -113,10 +114,11 @@ def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | No
         )
     if q.shape[2] > view.columns:
         raise ValueError(f"{q.shape[2]} queries, but the view has {view.columns} tokens")
-    if _lacks_rows(view, view.columns - q.shape[2]):
+    rule = mask if isinstance(mask, Mask) else view.mask
+    if not view.serves(view.columns - q.shape[2], rule):
         raise ValueError(
-            f"{q.shape[2]} queries, but the view is for fewer: `view({q.shape[2]})` of the layer "
-            "has the rows that the oldest of them sees"
+            f"{q.shape[2]} queries under {rule}: rows that the oldest of them sees are not in this "
+            "view; use the view that their append returned, and no wider window than its own"
         )
     if q.device != view.keys.dense.device:
         raise ValueError(f"queries on {q.device}, rows on {view.keys.dense.device}")
@@ -124,14 +126,6 @@ def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | No
         _check_mask(q, view, mask)
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sink_logits {list(sinks.shape)} for {q.shape[1]} heads: one a head")
-
-
-def _lacks_rows(view: View, query: int) -> bool:
-    """Were rows that a query at this column sees left out of the view?"""
-    window = view.mask.window
-    low = 0 if window is None else max(0, query - window + 1)
-    seam = max(low, view.seam(query))
-    return seam < view.dense_from or low < min(seam, view.first_page * view.page)
 
 
 def _check_mask(q: Tensor, view: View, mask: Tensor) -> None:

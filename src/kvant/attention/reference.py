@@ -32,23 +32,23 @@ class Reference:
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor]:
         q, softmax = _grouped(request, view)
-        queries, columns = q.shape[3], view.columns
+        first = view.columns - q.shape[3]
         for block in _blocks(view):
-            relations = {}
-            for t0, t1 in _tiles(q, block.stop - block.start):
-                q0, q1 = columns - queries + t0, columns - queries + t1
-                how = relation(view, request.mask, q0, q1, block)
-                if how != "none":
-                    relations[t0, t1] = None if how == "all" else (q0, q1)
-            if not relations:
+            pieces = [
+                (t0, t1, how)
+                for t0, t1 in _pieces(q, block.stop - block.start)
+                if (how := relation(view, request.mask, first + t0, first + t1, block)) != "none"
+            ]
+            if not pieces:
                 continue
             keys = _rows(view, view.keys, block).to(q.dtype)
             same = view.values is view.keys
             values = keys if same else _rows(view, view.values, block).to(q.dtype)
-            for (t0, t1), partly in relations.items():
+            for t0, t1, how in pieces:
                 mask = None
-                if partly is not None:
-                    mask = _by_group(allowed(view, request.mask, *partly, block), q.shape[1])
+                if how == "some":
+                    part = allowed(view, request.mask, first + t0, first + t1, block)
+                    mask = _by_group(part, q.shape[1])
                 softmax.add(t0, t1, _scores(q[:, :, :, t0:t1], keys, request), mask, values)
         return softmax.result(request.sink_logits)
 
@@ -120,7 +120,10 @@ def _scores(q: Tensor, keys: Tensor, request: Request) -> Tensor:
 
 
 def _stained(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Values that are safe to weigh with zero, and where a NaN is really seen."""
+    """Values that are safe to weigh with zero, and where a NaN is really seen.
+
+    Zero times NaN is NaN: without this a hidden row would spoil every query.
+    """
     odd = ~torch.isfinite(values)
     if not odd.any():
         return values, None
@@ -154,7 +157,7 @@ def _blocks(view: View) -> Iterator[Block]:
         yield Block("dense", start, min(start + pages * page, end))
 
 
-def _tiles(q: Tensor, keys: int) -> Iterator[tuple[int, int]]:
+def _pieces(q: Tensor, keys: int) -> Iterator[tuple[int, int]]:
     """Queries in pieces whose scores fit the scratch."""
     batch, heads, group, count, _ = q.shape
     step = max(1, SCORES // (batch * heads * group * keys))

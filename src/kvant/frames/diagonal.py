@@ -14,6 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvant.lasting import lasting
+
 # Scale and reciprocal both stay normal numbers in float32.
 SMALLEST, LARGEST = 1e-30, 1e30
 
@@ -48,7 +50,7 @@ class Diagonal:
 
     @cached_property
     def _table(self) -> Tensor:
-        with torch.inference_mode(False):
+        with lasting():
             return torch.tensor(self.scale, dtype=torch.float64).unsqueeze(1)
 
     def _factors(self, x: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvant.lasting import lasting
+
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
 
@@ -76,8 +78,7 @@ def splitmix64(state: int) -> Iterator[int]:
 def _scaled_signs(seed: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     sizes = [size for size in blocks(dim) for _ in range(size)]
     values = [s * size**-0.5 for s, size in zip(signs(seed, dim), sizes, strict=True)]
-    # A tensor born in inference mode could not be used where gradients are recorded.
-    with torch.inference_mode(False):
+    with lasting():
         return torch.tensor(values, dtype=dtype, device=device)
 
 

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from kvant.contracts import LayerState, Tiles
 from kvant.layers.attention import Attention
-from kvant.layers.group import Group, agreed, joined, restore_all, split
+from kvant.layers.group import Group
 from kvant.layers.ledger import Alone, Together
+from kvant.layers.reach import check_reach
 from kvant.layers.recurrent import Recurrent
 from kvant.recipes import GroupSpec, LayerSpec, RecurrentSpec
 
-__all__ = [
-    "Alone",
-    "Attention",
-    "Group",
-    "Recurrent",
-    "Together",
-    "agreed",
-    "build",
-    "joined",
-    "leaves",
-    "restore_all",
-    "split",
-]
+__all__ = ["Alone", "Attention", "Group", "Recurrent", "Together", "build", "check_reach"]
 
 
 def build(recipe: LayerSpec | RecurrentSpec | GroupSpec, tiles: Tiles | None = None) -> LayerState:
@@ -31,10 +20,3 @@ def build(recipe: LayerSpec | RecurrentSpec | GroupSpec, tiles: Tiles | None = N
     if isinstance(recipe, RecurrentSpec):
         return Recurrent(recipe)
     return Attention(recipe, tiles)
-
-
-def leaves(state: LayerState) -> list[LayerState]:
-    """The states that are appended to: the state itself, or the parts of a group."""
-    if isinstance(state, Group):
-        return [leaf for part in state.parts.values() for leaf in leaves(part)]
-    return [state]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvant.contracts import (
     Fields,
+    LayerState,
     Ledger,
     Order,
     Snapshot,
@@ -22,11 +23,15 @@ from kvant.contracts import (
     Tiles,
     View,
 )
-from kvant.errors import CapacityError, RewindError
-from kvant.layers import reading, record, snapshots
-from kvant.layers.geometry import Geometry, check_order, incoming, sides
+from kvant.errors import CapacityError
+from kvant.layers.geometry import Geometry
 from kvant.layers.ledger import Alone
+from kvant.layers.reach import check_reach
+from kvant.layers.reading import Held, columns, unframed, view_of
 from kvant.layers.record import Record
+from kvant.layers.reopening import reopened
+from kvant.layers.rows import check_order, incoming
+from kvant.layers.snapshots import exposed, restored
 from kvant.recipes import LayerSpec, Prefill
 
 
@@ -39,7 +44,10 @@ class Attention:
         self.ledger: Ledger = Alone()
         self.tally = Tally()
         self._record: Record | None = None
-        self._undo: tuple[Record | None, ...] = ()  # at most one
+        self._committed: Record | None = None
+
+    def leaves(self) -> list[LayerState]:
+        return [self]
 
     @property
     def length(self) -> int:
@@ -47,20 +55,16 @@ class Attention:
 
     @property
     def batch(self) -> int:
-        """Sequences; 0 before the first rows."""
-        return 0 if self._record is None else self._record.memory.geometry.batch
+        record = self._record
+        return 0 if record is None or record.length == 0 else record.memory.geometry.batch
 
     @property
     def held(self) -> int:
         """How many rows `read()` returns; the slack behind a window is memory, not content."""
-        if self._record is None:
-            return 0
-        sinks = reading.kept_sinks(self.spec, self._record)
-        return sinks + self.length - reading.body(self.spec, self._record)
+        return 0 if self._record is None else len(Held.of(self._record))
 
     @property
     def max_held(self) -> int | None:
-        """What `held` never passes; None where only memory is the limit."""
         retention = self.spec.retention
         limits = [] if self.spec.capacity is None else [self.spec.capacity]
         if retention.window is not None:
@@ -68,13 +72,15 @@ class Attention:
         return min(limits, default=None)
 
     @property
+    def capacity(self) -> int | None:
+        return self.spec.capacity
+
+    @property
     def nbytes(self) -> int:
-        """Bytes allocated for rows."""
         return 0 if self._record is None else self._record.nbytes
 
     @property
     def nbytes_used(self) -> int:
-        """Bytes of rows that are there."""
         return 0 if self._record is None else self._record.nbytes_used
 
     def append(
@@ -97,25 +103,32 @@ class Attention:
         before = self._ready(rows, start)
         count = rows["keys"].shape[2]
         self._check_capacity(before.length + count)
-        framed = {n: codec.frame.rows(rows[n]) for n, codec in sides(self.spec).items()}
-        after, dense, dense_from = record.extended(self.spec, before, framed, self.tally)
+        framed = {n: codec.frame.rows(rows[n]) for n, codec in self.spec.sides.items()}
+        after, dense = before.extended(framed)
         own = count > 1 and (prefill or self.spec.prefill) == "dense"
-        own_from = before.length if own else after.length
-        view = reading.view(self.spec, after, count, own_from, self.tally, dense, dense_from)
-        self._undo, self._record = (before,), after
+        view = view_of(after, count, before.length if own else after.length, dense)
+        self._record = after
         self.tally.appends += 1
         self.ledger.closing(self)
         return view
 
     def view(self, queries: int = 1) -> View:
-        """What the newest tokens see by the rule, without an append."""
+        """What the newest tokens see by the rule, without an append.
+
+        A view for many of them needs rows that are dense no more: the one that `append` returned
+        has them.
+        """
         if self._record is None:
             raise ValueError("an empty layer has no shapes yet: append first")
         if not 0 < queries <= self.length:
             raise ValueError(f"a view for {queries} of {self.length} tokens: 1 to {self.length}")
-        self._check_reach(self.length - queries + 1)
-        exact, _ = reading.reopened(self.spec, self._record, self.length)
-        return reading.view(self.spec, exact, queries, self.length, self.tally)
+        view = view_of(self._record, queries, self.length, self._record.dense_rows())
+        if not view.serves(self.length - queries, view.mask):
+            raise ValueError(
+                f"a view for {queries} tokens: rows that the oldest of them saw are sealed or gone;"
+                " ask for fewer, or use the view that append returned"
+            )
+        return view
 
     def read(
         self, start: int = 0, stop: int | None = None, *, order: Order = "BHTD"
@@ -129,8 +142,8 @@ class Attention:
         if self._record is None:  # no rows, and no shapes yet
             return torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0)
         whole = start == 0 and stop is None
-        rows = reading.everything(self.spec, self._record) if whole else self._range(start, stop)
-        rows = reading.unframed(self.spec, rows)
+        rows = Held.of(self._record).rows() if whole else self._range(self._record, start, stop)
+        rows = unframed(self._record, rows)
         keys = rows["keys"]
         values = rows.get("values", keys[..., : self.spec.value_dim])
         swap = order == "BTHD"
@@ -140,24 +153,24 @@ class Attention:
         """The position of each row that `read()` returns, [B, n]; -1 is padding or a repeat."""
         if self._record is None:
             return torch.empty(0, 0, dtype=torch.int64)
-        return reading.positions(self.spec, self._record)
+        return Held.of(self._record).positions()
 
     def reachable(self, to: int) -> int:
-        if to >= self.length or self._record is None:
+        if to >= self.length or to <= 0 or self._record is None:
             return min(max(to, 0), self.length)
-        first = reading.first_kept(self.spec, self._record)
-        return 0 if to <= 0 else self.spec.retention.reachable(to, first)
+        kept = self._record.memory.schedule.keep(self.length)
+        return self.spec.retention.reachable(to, max(self._record.first_stored, kept))
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`: exact within `slack`, from decoded rows beyond it."""
-        self._check_reach(to)
+        check_reach(self, to)
         if self._record is None or to == self.length:
             return
         if to == 0:
             self.reset()
             return
-        self._record, exact = reading.reopened(self.spec, self._record, to)
-        self._undo = ()
+        record, exact = reopened(self._record, to)
+        self._settle(record)
         if exact:
             self.tally.rewinds_exact += 1
         else:
@@ -167,48 +180,40 @@ class Attention:
         """Nothing to do: rows stay until retention lets them go."""
 
     def commit(self) -> None:
-        if self._record is not None:
-            self._record = record.committed(self.spec, self._record)
-        self._undo = ()
+        self._settle(None if self._record is None else self._record.committed())
 
     def rollback(self) -> None:
-        for before in self._undo:
-            self._record = before
-        self._undo = ()
+        self._record = self._committed
 
     def snapshot(self) -> Snapshot:
-        exposed = self.exposed()
-        copies = {name: tensor.clone() for name, tensor in exposed.tensors.items()}
-        return Snapshot(copies, exposed.numbers)
+        return self.exposed().copied()
 
     def exposed(self) -> Snapshot:
-        """A snapshot that may share memory: for who reads it before the next append."""
-        return snapshots.exposed(self._record)
+        return exposed(self._record)
 
     def restore(self, snapshot: Snapshot) -> None:
-        restored = snapshots.restored(self.spec, snapshot, self.tiles)
-        self._undo, self._record = (self._record,), restored
+        self._record = restored(self.spec, snapshot, self.tiles, self.tally)
 
     def fork(self) -> Attention:
         twin = Attention(self.spec, self.tiles)
-        twin._record = None if self._record is None else record.shared(self._record)
+        if self._record is not None:
+            twin._settle(self._record.shared(twin.tally))
         return twin
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences `index` of the batch, in that order, with repeats if it has any."""
-        if self._record is not None:
-            self._record = record.selected(self._record, index)
-        self._undo = ()
+        self._settle(None if self._record is None else self._record.selected(index))
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
-        if self._record is not None:
-            self._record = record.emptied(self._record)
-        self._undo = ()
+        self._settle(None if self._record is None else self._record.emptied())
 
     def clear(self) -> None:
         """Forget the tokens and free the memory."""
-        self._record, self._undo = None, ()
+        self._settle(None)
+
+    def _settle(self, record: Record | None) -> None:
+        self._record = self._committed = record
 
     def _ready(self, rows: Fields, start: Sequence[int] | Tensor | None) -> Record:
         """The record to append to; one without tokens takes any shape."""
@@ -225,7 +230,7 @@ class Attention:
             raise ValueError(f"start {padding}: one number >= 0 for each of {geometry.batch}")
         if old is not None and (old.memory.geometry, old.memory.start) == (geometry, padding):
             return old
-        return record.fresh(self.spec, geometry, padding, self.tiles)
+        return Record.fresh(self.spec, geometry, self.tiles, self.tally, padding)
 
     def _check_capacity(self, length: int) -> None:
         capacity = self.spec.capacity
@@ -235,22 +240,13 @@ class Attention:
                 f"capacity={length} or none"
             )
 
-    def _check_reach(self, to: int) -> None:
-        if not 0 <= to <= self.length or self.reachable(to) != to:
-            raise RewindError(
-                f"length {to} cannot be reached from {self.length}: the longest that can is "
-                f"{self.reachable(to)} (a window keeps `slack` more rows to go back to)"
-            )
-
-    def _range(self, start: int, stop: int | None) -> Fields:
-        assert self._record is not None
+    def _range(self, record: Record, start: int, stop: int | None) -> Fields:
         stop = self.length if stop is None else stop
-        first = reading.first_held(self.spec, self._record)
+        held, sinks = Held.of(record), record.memory.sinks
         if not 0 <= start <= stop <= self.length:
             raise ValueError(f"rows [{start}, {stop}) of {self.length}")
-        if start >= first:
-            return reading.columns(self.spec, self._record, start, stop)
-        sinks = self.spec.retention.sinks
-        if stop <= sinks and max(self._record.memory.start) == 0:
-            return {n: t[:, :, start:stop] for n, t in self._record.memory.sinks.items()}
-        raise ValueError(f"rows [{start}, {stop}): the layer holds [{first}, {self.length})")
+        if start >= held.first:
+            return columns(record, start, stop)
+        if stop <= self.spec.retention.sinks and max(record.memory.start) == 0:
+            return {name: tensor[:, :, start:stop] for name, tensor in sinks.items()}
+        raise ValueError(f"rows [{start}, {stop}): the layer holds [{held.first}, {self.length})")

@@ -1,6 +1,7 @@
-"""A layer with several memories under one length: attention beside a recurrence.
+"""States under one length: the memories of one layer, or the layers of one cache.
 
-Each part is appended to by its own `append`; the verbs act on all parts or on none.
+Each part is appended to by its own `append`, and all commit together; the verbs act on all parts or
+on none.
 """
 
 from __future__ import annotations
@@ -11,36 +12,45 @@ from typing import Any
 from torch import Tensor
 
 from kvant.contracts import LayerState, Ledger, Snapshot, Tally
-from kvant.errors import RewindError, SnapshotMismatch
-from kvant.layers.ledger import Alone
+from kvant.errors import SnapshotMismatch
+from kvant.layers.ledger import Together
+from kvant.layers.reach import agreed, check_reach
 
 
 class Group:
-    """Named states of one layer; a `LayerState`."""
+    """States by name; a `LayerState`."""
 
     def __init__(self, parts: Mapping[str, LayerState]) -> None:
         self.parts = dict(parts)
-        self.ledger: Ledger = Alone()
+        self.ledger: Ledger = Together(self.leaves())
 
     def __getitem__(self, name: str) -> LayerState:
         return self.parts[name]
 
+    def leaves(self) -> list[LayerState]:
+        return [leaf for part in self.parts.values() for leaf in part.leaves()]
+
     @property
     def length(self) -> int:
-        return min(part.length for part in self.parts.values())
+        return min((part.length for part in self.parts.values()), default=0)
 
     @property
     def batch(self) -> int:
-        return max(part.batch for part in self.parts.values())
+        return max((part.batch for part in self.parts.values()), default=0)
 
     @property
     def held(self) -> int:
-        return max(part.held for part in self.parts.values())
+        return max((part.held for part in self.parts.values()), default=0)
 
     @property
     def max_held(self) -> int | None:
         limits = [part.max_held for part in self.parts.values()]
-        return None if None in limits else max(limit or 0 for limit in limits)
+        return None if None in limits else max((limit or 0 for limit in limits), default=0)
+
+    @property
+    def capacity(self) -> int | None:
+        limits = [part.capacity for part in self.parts.values()]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def nbytes(self) -> int:
@@ -58,7 +68,7 @@ class Group:
         return total
 
     def append(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"a group is appended to by its parts: {list(self.parts)}")
+        raise TypeError(f"a group is appended to by its parts: {', '.join(self.parts)}")
 
     def read(self) -> dict[str, Any]:
         """What every part reads as, by name."""
@@ -68,8 +78,7 @@ class Group:
         return agreed(list(self.parts.values()), to)
 
     def rewind(self, to: int) -> None:
-        if self.reachable(to) != to or to < 0:
-            raise RewindError(f"length {to} is not one that all of {list(self.parts)} can reach")
+        check_reach(self, to)
         for part in self.parts.values():
             part.rewind(to)
 
@@ -86,14 +95,23 @@ class Group:
             part.rollback()
 
     def snapshot(self) -> Snapshot:
-        return joined({name: part.snapshot() for name, part in self.parts.items()})
+        return self.exposed().copied()
 
     def exposed(self) -> Snapshot:
-        return joined({name: part.exposed() for name, part in self.parts.items()})
+        pieces = {name: part.exposed() for name, part in self.parts.items()}
+        return Snapshot(
+            {f"{p}/{n}": t for p, piece in pieces.items() for n, t in piece.tensors.items()},
+            {f"{p}/{n}": i for p, piece in pieces.items() for n, i in piece.numbers.items()},
+        )
 
     def restore(self, snapshot: Snapshot) -> None:
-        pieces = split(snapshot, list(self.parts))
-        restore_all([(part, pieces[name]) for name, part in self.parts.items()])
+        tensors, numbers = self._split(snapshot.tensors), self._split(snapshot.numbers)
+        try:
+            for name, part in self.parts.items():
+                part.restore(Snapshot(tensors[name], numbers[name]))
+        except Exception:
+            self.rollback()
+            raise
 
     def fork(self) -> Group:
         return Group({name: part.fork() for name, part in self.parts.items()})
@@ -110,42 +128,12 @@ class Group:
         for part in self.parts.values():
             part.clear()
 
-
-def agreed(states: list[LayerState], to: int) -> int:
-    """The longest length <= `to` that every state can go back to."""
-    while True:
-        reach = min((state.reachable(to) for state in states), default=0)
-        if reach == to or reach <= 0:
-            return max(reach, 0)
-        to = reach
-
-
-def restore_all(pairs: list[tuple[LayerState, Snapshot]]) -> None:
-    """Restore every state, or none: the caller commits."""
-    done: list[LayerState] = []
-    try:
-        for state, piece in pairs:
-            state.restore(piece)
-            done.append(state)
-    except Exception:
-        for state in done:
-            state.rollback()
-        raise
-
-
-def joined(pieces: Mapping[str, Snapshot]) -> Snapshot:
-    tensors = {f"{p}/{n}": t for p, piece in pieces.items() for n, t in piece.tensors.items()}
-    numbers = {f"{p}/{n}": i for p, piece in pieces.items() for n, i in piece.numbers.items()}
-    return Snapshot(tensors, numbers)
-
-
-def split(snapshot: Snapshot, names: list[str]) -> dict[str, Snapshot]:
-    """The snapshots that were joined under `names`."""
-    pieces: dict[str, tuple[dict[str, Tensor], dict[str, int]]] = {n: ({}, {}) for n in names}
-    for index, entries in enumerate((snapshot.tensors, snapshot.numbers)):
+    def _split(self, entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Entries named "part/rest", by part."""
+        pieces: dict[str, dict[str, Any]] = {name: {} for name in self.parts}
         for key, value in entries.items():
             name, _, rest = key.partition("/")
             if name not in pieces:
-                raise SnapshotMismatch(f"{key} belongs to none of {names}")
-            pieces[name][index][rest] = value  # type: ignore[assignment]
-    return {name: Snapshot(*parts) for name, parts in pieces.items()}
+                raise SnapshotMismatch(f"{key} belongs to none of {', '.join(self.parts)}")
+            pieces[name][rest] = value
+        return pieces

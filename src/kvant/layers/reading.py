@@ -2,157 +2,97 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvant.arenas import Span
 from kvant.attention import open_pages
-from kvant.contracts import (
-    Fields,
-    Side,
-    Tally,
-    View,
-)
-from kvant.layers.geometry import sides
+from kvant.contracts import Fields, Side, View
 from kvant.layers.record import Record
-from kvant.layers.schedule import Schedule
-from kvant.recipes import LayerSpec
+from kvant.layers.rows import Rows
 
 
-def view(
-    spec: LayerSpec,
-    record: Record,
-    queries: int,
-    own_from: int,
-    tally: Tally,
-    dense: Fields | None = None,
-    dense_from: int | None = None,
-) -> View:
-    """The pages and rows that the newest `queries` tokens may see.
-
-    `dense` from `dense_from` on stands in for the record's own dense rows where more of them are
-    at hand; rows before what any query sees are left out.
-    """
-    length, window = record.length, spec.retention.window
-    query = length - queries
+def view_of(record: Record, queries: int, own_from: int, rows: Rows) -> View:
+    """The pages and rows that the newest `queries` tokens may see; others are left out."""
+    spec, length = record.memory.spec, record.length
+    query, window = length - queries, spec.retention.window
     low = 0 if window is None else max(0, query - window + 1)
-    due = Schedule(spec).due
-    seam = min(due(query + 1) * spec.page, own_from)
-    rows = record.dense.tensors() if dense is None else dense
-    rows_from = record.dense.first if dense_from is None else dense_from
-    first = min(max(rows_from, seam, low), length)
-    cut = {name: tensor[:, :, first - rows_from :] for name, tensor in rows.items()}
-    last_seam = min(due(length) * spec.page, own_from)
+    seam = min(spec.paging.due(query + 1) * spec.page, own_from)
+    dense = rows.behind(min(max(rows.first, seam, low), length))
+    last_seam = min(spec.paging.due(length) * spec.page, own_from)
     pages = record.sealed.cut(low // spec.page, -(-last_seam // spec.page))
-    return _view(spec, record, cut, first, pages.first, len(pages), own_from, tally)
+    return _view(record, dense, pages, own_from)
 
 
-def _view(
-    spec: LayerSpec,
-    record: Record,
-    dense: Fields,
-    dense_from: int,
-    first_page: int,
-    num_pages: int,
-    own_from: int,
-    tally: Tally,
-) -> View:
-    memory = record.memory
-    parts = {
-        name: Side(codec, _fields(record, name), dense[name], memory.sinks[name])
-        for name, codec in sides(spec).items()
+def _view(record: Record, rows: Rows, pages: Span, own_from: int) -> View:
+    memory, spec = record.memory, record.memory.spec
+    slots = pages.arena.slots()
+    sides = {
+        name: Side(codec, _part(slots, name), rows.tensors[name], memory.sinks[name])
+        for name, codec in spec.sides.items()
     }
-    keys = parts["keys"]
-    values = parts.get("values", keys)
+    keys = sides["keys"]
+    values = sides.get("values", keys)
     return View(
         keys=keys,
         values=values,
-        page_table=_page_table(record, first_page, num_pages),
+        page_table=pages.arena.table(pages.first, pages.stop),
         start=memory.start_tensor,
         length=torch.full_like(memory.start_tensor, record.length),
         mask=spec.mask,
         columns=record.length,
         padding=max(memory.start),
-        page=spec.page,
-        tail=spec.resolved_tail,
-        dense_until=spec.start,
-        first_page=first_page,
-        dense_from=dense_from,
+        paging=spec.paging,
+        first_page=pages.first,
+        dense_from=rows.first,
         own_from=own_from,
         value_dim=spec.value_dim or values.dense.shape[3],
         tiles=memory.tiles,
-        tally=tally,
+        tally=memory.tally,
     )
 
 
-def _fields(record: Record, side: str) -> Fields:
-    """The sealed fields of one side as slots, whatever sequence they belong to."""
+def _part(slots: Fields, side: str) -> Fields:
+    """The fields of one side, without its name before theirs."""
     prefix = f"{side}."
-    whole = record.sealed.buffer.whole().items()
-    return {k.removeprefix(prefix): t.flatten(0, 1) for k, t in whole if k.startswith(prefix)}
+    return {k.removeprefix(prefix): t for k, t in slots.items() if k.startswith(prefix)}
 
 
-def _page_table(record: Record, first_page: int, num_pages: int) -> Tensor:
-    buffer, device = record.sealed.buffer, record.memory.start_tensor.device
-    begin = first_page - buffer.base
-    within = torch.arange(begin, begin + num_pages, device=device)
-    sequence = torch.arange(record.memory.geometry.batch, device=device) * buffer.reserved
-    return sequence[:, None] + within
-
-
-def first_stored(spec: LayerSpec, record: Record) -> int:
-    """The first column that memory has; its page may be there for later rows only."""
-    return record.sealed.first * spec.page if len(record.sealed) else record.dense.first
-
-
-def first_kept(spec: LayerSpec, record: Record) -> int:
-    """The first column, sinks aside, that a rewind may count on."""
-    return max(first_stored(spec, record), Schedule(spec).keep(record.length))
-
-
-def first_held(spec: LayerSpec, record: Record) -> int:
-    """The first column, sinks aside, that still matters; rows of the slack before it do not."""
-    return max(first_stored(spec, record), spec.retention.keep(record.length))
-
-
-def columns(spec: LayerSpec, record: Record, first: int, stop: int) -> Fields:
-    """Framed rows of columns [first, stop) as the newest query sees them, sinks included."""
-    seam = max(record.dense.first, Schedule(spec).due(record.length) * spec.page)
-    middle = min(max(first, seam), stop)
-    dense = record.dense.tensors()
-    parts = {
-        n: [t[:, :, middle - record.dense.first : stop - record.dense.first]]
-        for n, t in dense.items()
-    }
-    if first < middle:
-        for name, opened in opened_columns(spec, record, first, middle).items():
-            parts[name].insert(0, opened.to(dense[name].dtype))
-    rows = {n: p[0] if len(p) == 1 else torch.cat(p, 2) for n, p in parts.items()}
-    return _with_sinks(record, rows, first)
-
-
-def opened_columns(spec: LayerSpec, record: Record, first: int, stop: int) -> Fields:
+def opened(record: Record, first: int, stop: int) -> Fields:
     """Framed rows of columns [first, stop) from sealed pages, in float32."""
-    page = spec.page
+    page = record.memory.spec.page
     begin, end = first // page, -(-stop // page)
-    dense = {name: t[:, :, :0] for name, t in record.dense.tensors().items()}
-    pages = _view(spec, record, dense, 0, begin, end - begin, stop, Tally())
-    names = {"keys": pages.keys, "values": pages.values}
+    none = Rows({name: t[:, :, :0] for name, t in record.dense.tensors().items()}, stop)
+    view = _view(record, none, record.sealed.cut(begin, end), stop)
+    sides = {"keys": view.keys, "values": view.values}
     cut = slice(first - begin * page, stop - begin * page)
-    return {n: open_pages(pages, names[n], 0, end - begin)[:, :, cut] for n in sides(spec)}
+    names = record.memory.spec.sides
+    return {name: open_pages(view, sides[name], 0, end - begin)[:, :, cut] for name in names}
+
+
+def columns(record: Record, first: int, stop: int) -> Fields:
+    """Framed rows of columns [first, stop) as the newest query sees them, sinks included."""
+    spec, dense = record.memory.spec, record.dense_rows()
+    seam = max(dense.first, spec.paging.due(record.length) * spec.page)
+    middle = min(max(first, seam), stop)
+    rows = {name: t[:, :, : stop - middle] for name, t in dense.behind(middle).tensors.items()}
+    if first < middle:
+        sealed = opened(record, first, middle)
+        rows = {n: torch.cat([sealed[n].to(row.dtype), row], 2) for n, row in rows.items()}
+    return _with_sinks(record, rows, first)
 
 
 def _with_sinks(record: Record, rows: Fields, first: int) -> Fields:
     """Sinks are dense where their page is sealed."""
     memory = record.memory
-    count = memory.sinks["keys"].shape[2]
+    count = memory.spec.retention.sinks
     if count == 0 or first >= max(memory.start) + count:
         return rows
     num = rows["keys"].shape[2]
-    position = torch.arange(first, first + num, device=memory.start_tensor.device)
-    position = position - memory.start_tensor[:, None]
+    column = torch.arange(first, first + num, device=memory.start_tensor.device)
+    position = column - memory.start_tensor[:, None]
     inside = ((position >= 0) & (position < count))[:, None, :, None]
     index = position.clamp(0, count - 1)[:, None, :, None]
     return {
@@ -161,61 +101,43 @@ def _with_sinks(record: Record, rows: Fields, first: int) -> Fields:
     }
 
 
-def kept_sinks(spec: LayerSpec, record: Record) -> int:
-    """How many sinks lie before the first column held, and are read before it."""
-    first = min(record.memory.start)
-    lost = first_held(spec, record) > first
-    return min(spec.retention.sinks, record.length - first) if lost else 0
+@dataclass(frozen=True)
+class Held:
+    """What `read()` returns: sinks that stand alone, then columns [first, length)."""
+
+    record: Record
+    sinks: int
+    first: int
+
+    @classmethod
+    def of(cls, record: Record) -> Held:
+        retention, start = record.memory.spec.retention, min(record.memory.start)
+        first = max(record.first_stored, retention.keep(record.length))
+        if first <= start:
+            return cls(record, 0, min(first, record.length))
+        sinks = min(retention.sinks, record.length - start)
+        return cls(record, sinks, min(max(first, start + sinks), record.length))
+
+    def __len__(self) -> int:
+        return self.sinks + self.record.length - self.first
+
+    def rows(self) -> Fields:
+        """Framed rows."""
+        rows = columns(self.record, self.first, self.record.length)
+        if self.sinks == 0:
+            return rows
+        sinks = self.record.memory.sinks
+        return {n: torch.cat([sinks[n][:, :, : self.sinks], r], 2) for n, r in rows.items()}
+
+    def positions(self) -> Tensor:
+        """The position of every row, [B, n]; -1 where it is padding or a repeat."""
+        start, length = self.record.memory.start_tensor[:, None], self.record.length
+        body = torch.arange(self.first, length, device=start.device) - start
+        alone = torch.arange(self.sinks, device=start.device).expand(len(start), -1)
+        alone = torch.where(alone < length - start, alone, -1)
+        return torch.cat([alone, torch.where(body >= self.sinks, body, -1)], 1)
 
 
-def body(spec: LayerSpec, record: Record) -> int:
-    """The first column that `read()` returns behind the sinks."""
-    first, sinks = first_held(spec, record), kept_sinks(spec, record)
-    return min(record.length, max(first, min(record.memory.start) + sinks) if sinks else first)
-
-
-def everything(spec: LayerSpec, record: Record) -> Fields:
-    """All rows held, framed: sinks that stand alone, then columns."""
-    rows = columns(spec, record, body(spec, record), record.length)
-    count = kept_sinks(spec, record)
-    if count == 0:
-        return rows
-    sinks = record.memory.sinks
-    return {n: torch.cat([sinks[n][:, :, :count], row], 2) for n, row in rows.items()}
-
-
-def positions(spec: LayerSpec, record: Record) -> Tensor:
-    """The position of every row of `everything`, [B, n]; -1 where it is padding or a repeat."""
-    memory = record.memory
-    device = memory.start_tensor.device
-    sinks = kept_sinks(spec, record)
-    column = torch.arange(body(spec, record), record.length, device=device)
-    position = column - memory.start_tensor[:, None]
-    position = torch.where(position >= sinks, position, -1)
-    alone = torch.arange(sinks, device=device).expand(len(memory.start), -1)
-    alone = torch.where(alone < record.length - memory.start_tensor[:, None], alone, -1)
-    return torch.cat([alone, position], 1)
-
-
-def unframed(spec: LayerSpec, rows: Fields) -> Fields:
-    codecs = sides(spec)
-    return {name: codecs[name].frame.outputs(row) for name, row in rows.items()}
-
-
-def reopened(spec: LayerSpec, record: Record, to: int) -> tuple[Record, bool]:
-    """The record at length `to`, and whether its rows are the ones that were appended."""
-    due = Schedule(spec).due(to)
-    sealed = record.sealed.cut(record.sealed.first, due)
-    first = max(min(due * spec.page, to), first_stored(spec, record))
-    if not spec.seals or record.dense.first <= first:
-        return replace(record, length=to, dense=record.dense.cut(0, to), sealed=sealed), True
-    stop = min(record.dense.first, to)
-    rows = {
-        n: [r.to(record.memory.geometry.dtypes[n])]
-        for n, r in opened_columns(spec, record, first, stop).items()
-    }
-    for name, tensor in record.dense.cut(0, to).tensors().items():
-        rows[name].append(tensor)
-    units = {name: torch.cat(parts, 2) for name, parts in rows.items()}
-    dense = Span.at(record.memory.geometry.dense(spec), first, units, to - first)
-    return replace(record, length=to, dense=dense, sealed=sealed), False
+def unframed(record: Record, rows: Fields) -> Fields:
+    sides = record.memory.spec.sides
+    return {name: sides[name].frame.outputs(row) for name, row in rows.items()}

@@ -1,27 +1,44 @@
 """A layer that remembers fixed-shape tensors: recurrences and short convolutions.
 
 It can go back only to a checkpoint, or to nothing. Floating point states are kept in float32
-whatever they come in: rounding them at every token would add up.
+whatever they come in: rounding them at every token would add up. A checkpoint is a copy: models are
+known to update the state that they are given in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kvant.contracts import (
-    Fields,
-    Ledger,
-    Snapshot,
-    Tally,
-)
-from kvant.errors import RewindError, SnapshotMismatch
+from kvant.contracts import Fields, LayerState, Ledger, Snapshot, Tally
+from kvant.errors import SnapshotMismatch
 from kvant.layers.ledger import Alone
+from kvant.layers.reach import check_reach
 from kvant.recipes import RecurrentSpec
 
-Moment = tuple[int, Mapping[str, Tensor]]  # a length, and the state there
+
+class Moment(NamedTuple):
+    """A length, and the state there."""
+
+    length: int
+    state: Fields
+
+    def copied(self) -> Moment:
+        return Moment(self.length, {name: tensor.clone() for name, tensor in self.state.items()})
+
+
+NOTHING = Moment(0, {})
+
+
+@dataclass(frozen=True)
+class Past:
+    """Where a layer is, and where it can go back to, in order."""
+
+    now: Moment
+    checkpoints: tuple[Moment, ...] = ()
 
 
 class Recurrent:
@@ -31,17 +48,18 @@ class Recurrent:
         self.spec = spec
         self.ledger: Ledger = Alone()
         self.tally = Tally()
-        self._now: Moment = (0, {})
-        self._undo: tuple[tuple[Moment, list[Moment]], ...] = ()  # at most one
-        self._checkpoints: list[Moment] = []  # by length, the newest last
+        self._past = self._committed = Past(NOTHING)
+
+    def leaves(self) -> list[LayerState]:
+        return [self]
 
     @property
     def length(self) -> int:
-        return self._now[0]
+        return self._past.now.length
 
     @property
     def batch(self) -> int:
-        return next((tensor.shape[0] for tensor in self._now[1].values()), 0)
+        return next((tensor.shape[0] for tensor in self.read().values()), 0)
 
     @property
     def held(self) -> int:
@@ -53,9 +71,13 @@ class Recurrent:
         return 0
 
     @property
+    def capacity(self) -> int | None:
+        return None
+
+    @property
     def nbytes(self) -> int:
-        moments = [self._now, *self._checkpoints]
-        return sum(tensor.nbytes for _, state in moments for tensor in state.values())
+        moments = [self._past.now, *self._past.checkpoints]
+        return sum(tensor.nbytes for moment in moments for tensor in moment.state.values())
 
     @property
     def nbytes_used(self) -> int:
@@ -64,108 +86,95 @@ class Recurrent:
     def append(self, count: int, state: Fields) -> Fields:
         """The state after `count` more tokens; it is copied. What is stored is returned."""
         if count < 0:
-            raise ValueError(f"{count} tokens: 0 or more")
+            raise ValueError(f"append of {count} tokens: 0 or more")
         self.ledger.opening(self)
-        old = self._now[1]
-        if self.length and {n: t.shape for n, t in old.items()} != {
-            n: t.shape for n, t in state.items()
-        }:
-            raise ValueError(f"state {_shapes(state)} for a layer that holds {_shapes(old)}")
-        copied = {name: _kept(tensor) for name, tensor in state.items()}
-        self._undo = ((self._now, self._checkpoints),)
-        self._now = (self.length + count, copied)
+        if self.length and _shapes(state) != _shapes(self.read()):
+            raise ValueError(f"state {_shapes(state)} for a layer of {_shapes(self.read())}")
+        now = Moment(self.length + count, {name: _kept(tensor) for name, tensor in state.items()})
+        self._past = replace(self._past, now=now)
         self.tally.appends += 1
         self.ledger.closing(self)
-        return copied
+        return now.state
 
     def read(self) -> Fields:
         """The state now, by name."""
-        return dict(self._now[1])
+        return self._past.now.state
 
     def reachable(self, to: int) -> int:
         if to >= self.length:
             return self.length
-        return max((n for n, _ in self._checkpoints if n <= to), default=0)
+        return max((m.length for m in self._past.checkpoints if m.length <= to), default=0)
 
     def rewind(self, to: int) -> None:
-        if not 0 <= to <= self.length or self.reachable(to) != to:
-            raise RewindError(
-                f"length {to} cannot be reached from {self.length}: the nearest checkpoint "
-                f"before it is at {self.reachable(to)}"
-            )
+        check_reach(self, to)
         if to == self.length:
             return
-        moments = [moment for moment in self._checkpoints if moment[0] <= to]
-        self._now = (to, moments[-1][1] if to else {})
-        self._checkpoints, self._undo = moments, ()
+        kept = tuple(moment for moment in self._past.checkpoints if moment.length <= to)
+        self._settle(Past(kept[-1].copied() if to else NOTHING, kept))
         self.tally.rewinds_exact += 1
 
     def checkpoint(self) -> None:
-        """Come back to the present length from here on. States are replaced, never written to."""
-        if all(length != self.length for length, _ in self._checkpoints):
-            self._checkpoints = [*self._checkpoints, self._now][-self.spec.max_checkpoints :]
+        """Come back to the present length from here on; the oldest checkpoint may go for it."""
+        now, kept = self._past.now, self._past.checkpoints
+        if all(moment.length != now.length for moment in kept):
+            self._settle(Past(now, (*kept, now.copied())[-self.spec.max_checkpoints :]))
 
     def commit(self) -> None:
-        self._undo = ()
+        self._settle(self._past)
 
     def rollback(self) -> None:
-        for before in self._undo:
-            self._now, self._checkpoints = before
-        self._undo = ()
+        self._past = self._committed
 
     def snapshot(self) -> Snapshot:
-        exposed = self.exposed()
-        copies = {name: tensor.clone() for name, tensor in exposed.tensors.items()}
-        return Snapshot(copies, exposed.numbers)
+        return self.exposed().copied()
 
     def exposed(self) -> Snapshot:
-        """A snapshot that shares memory with the state."""
-        moments = {"now": self._now}
-        moments |= {f"at{i}": moment for i, moment in enumerate(self._checkpoints)}
-        tensors = {f"{k}.{n}": t for k, (_, state) in moments.items() for n, t in state.items()}
-        return Snapshot(tensors, {key: length for key, (length, _) in moments.items()})
+        moments = {"now": self._past.now}
+        moments |= {f"at{i}": moment for i, moment in enumerate(self._past.checkpoints)}
+        tensors = {f"{k}.{n}": t for k, moment in moments.items() for n, t in moment.state.items()}
+        return Snapshot(tensors, {key: moment.length for key, moment in moments.items()})
 
     def restore(self, snapshot: Snapshot) -> None:
-        moments: dict[str, dict[str, Tensor]] = {key: {} for key in snapshot.numbers}
+        states: dict[str, dict[str, Tensor]] = {key: {} for key in snapshot.numbers}
         for key, tensor in snapshot.tensors.items():
             moment, _, name = key.partition(".")
-            if moment not in moments or not name:
+            if moment not in states or not name:
                 raise SnapshotMismatch(f"unknown tensor {key}")
-            moments[moment][name] = _kept(tensor)
-        count = len(moments) - 1
+            states[moment][name] = _kept(tensor)
+        count = len(states) - 1
         order = ["now", *(f"at{i}" for i in range(count))]
-        if set(order) != set(moments) or count > self.spec.max_checkpoints:
-            raise SnapshotMismatch(f"states {sorted(moments)}: now, at0, at1, ... are needed")
-        lengths = [snapshot.numbers[key] for key in order]
-        now, *at = lengths
-        if min(lengths) < 0 or sorted(set(at)) != at or max(at, default=0) > now:
-            raise SnapshotMismatch(f"states at lengths {lengths}: now, then checkpoints in order")
-        restored: list[Moment] = [(snapshot.numbers[key], moments[key]) for key in order]
-        self._undo = ((self._now, self._checkpoints),)
-        self._now, self._checkpoints = restored[0], restored[1:]
+        if set(order) != set(states) or count > self.spec.max_checkpoints:
+            raise SnapshotMismatch(f"states {sorted(states)}: now, at0, at1, ... are needed")
+        now, *kept = (Moment(snapshot.numbers[key], states[key]) for key in order)
+        at = [moment.length for moment in kept]
+        ordered = sorted(set(at)) == at and min(at, default=0) >= 0
+        if not ordered or now.length < max(at, default=0):
+            raise SnapshotMismatch(f"a state at {now.length}, checkpoints at {at}: not in order")
+        self._past = Past(now, tuple(kept))
 
     def fork(self) -> Recurrent:
         twin = Recurrent(self.spec)
-        twin.restore(self.exposed())
-        twin.commit()
+        kept = tuple(moment.copied() for moment in self._past.checkpoints)
+        twin._settle(Past(self._past.now.copied(), kept))
         return twin
 
     def select(self, index: Tensor) -> None:
         def pick(moment: Moment) -> Moment:
-            return moment[0], {
-                n: t.index_select(0, index.to(t.device)) for n, t in moment[1].items()
-            }
+            picked = {n: t.index_select(0, index.to(t.device)) for n, t in moment.state.items()}
+            return Moment(moment.length, picked)
 
-        self._now = pick(self._now)
-        self._checkpoints = [pick(moment) for moment in self._checkpoints]
-        self._undo = ()
+        kept = tuple(pick(moment) for moment in self._past.checkpoints)
+        self._settle(Past(pick(self._past.now), kept))
 
     def reset(self) -> None:
         """Forget the tokens; the state is small, so its memory goes too."""
-        self._now, self._undo, self._checkpoints = (0, {}), (), []
+        self._settle(Past(NOTHING))
 
     def clear(self) -> None:
         self.reset()
+
+    def _settle(self, past: Past) -> None:
+        self._past = self._committed = past
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from kvant.arenas import Span
-from kvant.contracts import Snapshot, Tiles
+from kvant.contracts import Snapshot, Tally, Tiles
 from kvant.errors import SnapshotMismatch
-from kvant.layers.geometry import DTYPES, Geometry, sides
-from kvant.layers.record import Record, fresh
-from kvant.layers.schedule import Schedule
+from kvant.layers.geometry import Geometry
+from kvant.layers.record import Record
+from kvant.layers.rows import stores
 from kvant.recipes import LayerSpec
 
 NUMBERS = ("length", "dense_first", "sealed_first")
@@ -19,12 +19,12 @@ NUMBERS = ("length", "dense_first", "sealed_first")
 def exposed(record: Record | None) -> Snapshot:
     """A snapshot that shares memory with the record where it can: copy it, or read it at once."""
     if record is None or record.length == 0:
-        return Snapshot({}, {"length": 0, "dense_first": 0, "sealed_first": 0})
+        return Snapshot({}, dict.fromkeys(NUMBERS, 0))
     memory = record.memory
     tensors: dict[str, Tensor] = {"start": memory.start_tensor}
     for name, rows in record.dense.tensors().items():
         tensors[f"{name}.dense"] = rows
-        tensors[f"{name}.sinks"] = _there(record, memory.sinks[name])
+        tensors[f"{name}.sinks"] = _without_leftovers(record, memory.sinks[name])
     for name, pages in record.sealed.tensors().items():
         canonical = pages if memory.tiles is None else memory.tiles.unpack(pages)
         tensors[name] = canonical.transpose(1, 2).flatten(2, 3)
@@ -33,14 +33,16 @@ def exposed(record: Record | None) -> Snapshot:
     return Snapshot(tensors, dict(zip(NUMBERS, numbers, strict=True)))
 
 
-def _there(record: Record, sinks: Tensor) -> Tensor:
-    """Sinks that a rewind left behind the length are nothing; let them look it."""
+def _without_leftovers(record: Record, sinks: Tensor) -> Tensor:
+    """A rewind leaves sinks behind the length, which must not make two equal caches differ."""
     count = record.length - record.memory.start_tensor
     place = torch.arange(sinks.shape[2], device=sinks.device)
     return sinks.masked_fill((place >= count[:, None])[:, None, :, None], 0)
 
 
-def restored(spec: LayerSpec, snapshot: Snapshot, tiles: Tiles | None) -> Record | None:
+def restored(
+    spec: LayerSpec, snapshot: Snapshot, tiles: Tiles | None, tally: Tally
+) -> Record | None:
     """A record of its own with what the snapshot holds."""
     if set(snapshot.numbers) != set(NUMBERS):
         raise SnapshotMismatch(f"numbers {sorted(snapshot.numbers)}: {list(NUMBERS)} are needed")
@@ -51,21 +53,21 @@ def restored(spec: LayerSpec, snapshot: Snapshot, tiles: Tiles | None) -> Record
     start = tuple(int(s) for s in _tensor(snapshot, "start", (geometry.batch,)))
     if not 0 <= min(start) <= max(start) <= length:
         raise SnapshotMismatch(f"start {list(start)} with {length} tokens")
-    record = fresh(spec, geometry, start, tiles)
+    record = Record.fresh(spec, geometry, tiles, tally, start)
     for name, sinks in record.memory.sinks.items():
         sinks.copy_(_tensor(snapshot, f"{name}.sinks", tuple(sinks.shape), sinks.dtype))
     dense = _dense(record, snapshot, dense_first, length)
-    sealed = _pages(spec, record, snapshot, sealed_first)
+    sealed = _pages(record, snapshot, sealed_first)
     record = Record(record.memory, length, dense, sealed)
-    _check(spec, record, snapshot)
+    _check(record, snapshot)
     return record
 
 
 def _geometry(spec: LayerSpec, snapshot: Snapshot) -> Geometry:
     rows = {}
-    for name in sides(spec):
+    for name in spec.sides:
         tensor = snapshot.tensors.get(f"{name}.dense")
-        if tensor is None or tensor.ndim != 4 or tensor.dtype not in DTYPES:
+        if tensor is None or tensor.ndim != 4 or not stores(tensor.dtype):
             raise SnapshotMismatch(f"{name}.dense is missing or no [B, H, T, D] of floats")
         if 0 in (tensor.shape[0], tensor.shape[1], tensor.shape[3]):
             raise SnapshotMismatch(f"{name}.dense is {list(tensor.shape)}: only T may be 0")
@@ -83,16 +85,16 @@ def _dense(record: Record, snapshot: Snapshot, first: int, length: int) -> Span:
     for name, dim in geometry.dims.items():
         shape = (geometry.batch, geometry.heads, length - first, dim)
         units[name] = _tensor(snapshot, f"{name}.dense", shape, geometry.dtypes[name])
-    return Span.at(record.dense.buffer, first, units, length - first)
+    return Span.adopted(record.dense.arena, first, units, length)
 
 
-def _pages(spec: LayerSpec, record: Record, snapshot: Snapshot, first: int) -> Span:
-    buffer, tiles = record.sealed.buffer, record.memory.tiles
-    geometry = record.memory.geometry
+def _pages(record: Record, snapshot: Snapshot, first: int) -> Span:
+    spec, geometry, tiles = record.memory.spec, record.memory.geometry, record.memory.tiles
+    slabs = geometry.sealed(spec).slabs
     if first < 0:
         raise SnapshotMismatch(f"sealed pages from {first} on")
     units, counts = {}, set()
-    for name, slab in buffer.slabs.items():
+    for name, slab in slabs.items():
         height, width = slab.shape[3:]
         tensor = snapshot.tensors.get(name)
         rows = tensor.shape[2] if tensor is not None and tensor.ndim == 4 else 0
@@ -104,7 +106,7 @@ def _pages(spec: LayerSpec, record: Record, snapshot: Snapshot, first: int) -> S
         counts.add(rows // height)
     if len(counts) > 1:
         raise SnapshotMismatch(f"fields with different numbers of pages: {sorted(counts)}")
-    return Span.at(buffer, first, units, counts.pop() if counts else 0)
+    return Span.adopted(record.sealed.arena, first, units, first + sum(counts))
 
 
 def _tensor(
@@ -120,16 +122,17 @@ def _tensor(
     return tensor
 
 
-def _check(spec: LayerSpec, record: Record, snapshot: Snapshot) -> None:
+def _check(record: Record, snapshot: Snapshot) -> None:
     """Are the rows that the next query needs all there, and nothing else?"""
-    expected = {"start", *record.sealed.buffer.slabs}
-    expected |= {f"{name}.{part}" for name in sides(spec) for part in ("dense", "sinks")}
+    spec = record.memory.spec
+    expected = {"start", *record.memory.geometry.sealed(spec).slabs}
+    expected |= {f"{name}.{part}" for name in spec.sides for part in ("dense", "sinks")}
     if extra := set(snapshot.tensors) - expected:
         raise SnapshotMismatch(f"unknown tensors {sorted(extra)}")
-    schedule, length = Schedule(spec), record.length
+    length = record.length
     if spec.capacity is not None and length > spec.capacity:
         raise SnapshotMismatch(f"{length} tokens for a capacity of {spec.capacity}")
-    due, sealed, dense = schedule.due(length), record.sealed, record.dense
+    due, sealed, dense = spec.paging.due(length), record.sealed, record.dense
     if len(sealed) and sealed.stop != due:
         raise SnapshotMismatch(f"sealed pages up to {sealed.stop}, {due} are due at {length}")
     keep = spec.retention.keep(length)
@@ -137,6 +140,7 @@ def _check(spec: LayerSpec, record: Record, snapshot: Snapshot) -> None:
         raise SnapshotMismatch(f"dense rows from {dense.first} on, {due} pages are sealed")
     if not len(sealed) and due > keep // spec.page:
         raise SnapshotMismatch(f"no sealed pages, {due} are due at {length}")
-    first = sealed.first * spec.page if len(sealed) else dense.first
-    if first > keep:
-        raise SnapshotMismatch(f"rows from {first} on, those from {keep} on are needed")
+    if record.first_stored > keep:
+        raise SnapshotMismatch(
+            f"rows from {record.first_stored} on, those from {keep} on are needed"
+        )

@@ -22,16 +22,18 @@ from kvant.codecs import CODECS
 from kvant.contracts import Codec, Frame, Retention
 from kvant.errors import SpecError
 from kvant.frames import FRAMES
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
+from kvant.recipes import (
+    DTYPES,
+    CacheSpec,
+    GroupSpec,
+    LayerSpec,
+    Recipe,
+    RecurrentSpec,
+    SharedSpec,
+)
 from kvant.retention import RETENTIONS
 from kvant.spec.formats import nearest
 
-DTYPES = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "float64": torch.float64,
-}
 KINDS: dict[str, type[Recipe]] = {
     "attention": LayerSpec,
     "recurrent": RecurrentSpec,

@@ -15,21 +15,34 @@ from reprlib import repr as short
 from typing import Any
 
 from kvant.errors import SpecError
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
+from kvant.recipes import (
+    DTYPES,
+    CacheSpec,
+    GroupSpec,
+    LayerSpec,
+    Recipe,
+    RecurrentSpec,
+    SharedSpec,
+)
 from kvant.retention import All, Window
 from kvant.spec.formats import MAX_LAYERS, Choice, Format, parse_format
 from kvant.spec.headers import KINDS, dumps, loads
 from kvant.spec.options import MAX_NUMBER, OPTIONS, check_choice, check_room, parse_options
 
-AS_THEY_ARE = ("tail", "start", "page", "slack", "prefill", "step", "capacity")
+FIELDS = {name: name for name in ("tail", "page", "slack", "prefill", "step", "capacity")}
+FIELDS["start"] = "dense_until"  # option: field of a LayerSpec
 LEAST = dict.fromkeys(
     ("page", "step", "capacity", "chunk", "value_dim", "window", "max_checkpoints"), 1
 )  # others may be 0; that pages are multiples of 64 is asked of text only
 Layers = tuple[Recipe, ...]
 
 
-def as_spec(spec: str | LayerSpec | CacheSpec, num_layers: int) -> CacheSpec:
+def as_spec(spec: str | LayerSpec | CacheSpec, num_layers: int | None) -> CacheSpec:
     """A spec of `num_layers` layers; a LayerSpec serves all of them as it is."""
+    if isinstance(spec, CacheSpec) and num_layers is None:
+        return checked(spec)
+    if num_layers is None:
+        raise SpecError("num_layers is needed: only a CacheSpec says how many layers there are")
     if isinstance(spec, str):
         return parse(spec, num_layers)
     if isinstance(spec, LayerSpec):
@@ -72,7 +85,7 @@ def recipe(form: Format, options: Mapping[str, Any], choice: Choice, layer: int)
     sinks = options.get("sinks", 0)
     retention = Window(options["window"], sinks) if "window" in options else All(sinks)
     layer_spec = LayerSpec(keys, values, retention, dtype=form.dtype)
-    return replace(layer_spec, **{name: options[name] for name in AS_THEY_ARE if name in options})
+    return replace(layer_spec, **{FIELDS[n]: options[n] for n in FIELDS if n in options})
 
 
 def checked(spec: CacheSpec) -> CacheSpec:
@@ -85,8 +98,12 @@ def checked(spec: CacheSpec) -> CacheSpec:
 
 
 def check_layer(layer: LayerSpec, where: str, before: Layers) -> None:
-    check_numbers(layer, where, "page tail slack start step capacity chunk value_dim")
+    check_numbers(layer, where, "page tail slack dense_until step capacity chunk value_dim")
     check_numbers(layer.retention, f"{where}.retention", "window sinks")
+    if layer.dtype is not None and layer.dtype not in DTYPES.values():
+        raise SpecError(
+            f"{where}.dtype is {layer.dtype}; allowed: {', '.join(DTYPES)}; nearest: float32"
+        )
 
 
 def check_recurrent(layer: RecurrentSpec, where: str, before: Layers) -> None:

@@ -1,0 +1,57 @@
+"""What is alive in an arena, as an immutable value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvant.contracts import Arena, Fields
+
+
+@dataclass(frozen=True)
+class Span:
+    """The units [first, stop) of an arena.
+
+    Appending writes behind `stop` or into another arena, so an older span still reads what it
+    read. That is how an append is undone.
+    """
+
+    arena: Arena
+    first: int = 0
+    stop: int = 0
+
+    @classmethod
+    def adopted(cls, arena: Arena, first: int, units: Fields, stop: int) -> Span:
+        """Units in a new arena, which takes what it would have grown to."""
+        arena.adopt(first, units, stop)
+        return cls(arena, first, stop)
+
+    def __len__(self) -> int:
+        return self.stop - self.first
+
+    @property
+    def nbytes_used(self) -> int:
+        return len(self) * self.arena.unit_nbytes
+
+    def tensors(self) -> Fields:
+        return self.arena.tensors(self.first, self.stop)
+
+    def extended(self, units: Fields, count: int) -> Span:
+        self.arena.allocate(self.first, self.stop, self.stop + count)
+        self.arena.write(self.stop, units)
+        return Span(self.arena, self.first, self.stop + count)
+
+    def cut(self, first: int, stop: int) -> Span:
+        """The part inside [first, stop); empty where they do not meet."""
+        first = min(max(first, self.first), self.stop)
+        return Span(self.arena, first, max(first, min(stop, self.stop)))
+
+    def settled(self) -> Span:
+        return Span(self.arena.release(self.first, self.stop), self.first, self.stop)
+
+    def shared(self) -> Span:
+        return Span(self.arena.share(self.first, self.stop), self.first, self.stop)
+
+    def selected(self, index: Tensor) -> Span:
+        return Span(self.arena.select(index, self.first, self.stop), self.first, self.stop)

@@ -1,0 +1,62 @@
+"""Rows at the door of an attention layer, and rows on the way through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvant.contracts import Fields, Order
+from kvant.recipes import DTYPES, LayerSpec
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Dense rows of columns [first, ...), {side: [B, H, n, D]}."""
+
+    tensors: Fields
+    first: int
+
+    def behind(self, first: int) -> Rows:
+        """Those from column `first` on."""
+        skip = max(0, first - self.first)
+        return Rows({name: tensor[:, :, skip:] for name, tensor in self.tensors.items()}, first)
+
+
+def check_order(order: str) -> None:
+    if order not in ("BHTD", "BTHD"):
+        raise ValueError(f"order {order!r}: 'BHTD' or 'BTHD' is needed")
+
+
+def incoming(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order) -> Fields:
+    """The tensors of an append as {side: [B, H, T, D]}, or a ValueError."""
+    check_order(order)
+    if (values is None) != (spec.value_dim is not None):
+        raise ValueError("values come with the keys, unless the spec's value_dim finds them there")
+    rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
+    for name, tensor in rows.items():
+        _check(name, tensor, order)
+    if spec.value_dim is not None and spec.value_dim > keys.shape[3]:
+        raise ValueError(f"values of {spec.value_dim} channels inside keys of {keys.shape[3]}")
+    if values is not None and (keys.shape[:3], keys.device) != (values.shape[:3], values.device):
+        raise ValueError(
+            f"keys {list(keys.shape)} on {keys.device} and values {list(values.shape)} on "
+            f"{values.device} differ in more than their last dimension and dtype"
+        )
+    ordered = {k: t.transpose(1, 2) if order == "BTHD" else t for k, t in rows.items()}
+    return {k: t.detach().to(spec.dtype or t.dtype) for k, t in ordered.items()}
+
+
+def _check(name: str, tensor: Tensor, order: Order) -> None:
+    if tensor.ndim != 4:
+        raise ValueError(f"{name} of shape {list(tensor.shape)}: {order} needs 4 dimensions")
+    heads = tensor.shape[1 if order == "BHTD" else 2]
+    if 0 in (tensor.shape[0], heads, tensor.shape[3]):
+        raise ValueError(f"{name} of shape {list(tensor.shape)}: only T may be 0")
+    if not stores(tensor.dtype):
+        raise ValueError(f"{name} of {tensor.dtype}: one of {', '.join(DTYPES)} is needed")
+
+
+def stores(dtype: torch.dtype) -> bool:
+    return dtype in DTYPES.values()

@@ -1,0 +1,89 @@
+"""Random recipes, random chunks, rewinds within slack: every query against the rule itself."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from kvant import LayerSpec, attend
+from kvant.arenas import Tiled
+from kvant.codecs import Affine, Codebook, Raw
+from kvant.frames import Rotation
+from kvant.layers import Attention
+from kvant.retention import All, Window
+from laws import oracle
+
+CODECS = (Raw(), Affine(8, 16), Affine(3, 16), Affine(4, 16, Rotation(5)), Codebook(4), Codebook(2))
+DIM = 16
+
+codecs = st.sampled_from(CODECS)
+sinks = st.integers(0, 5)
+recipes = st.builds(
+    LayerSpec,
+    keys=codecs,
+    values=codecs,
+    retention=st.one_of(st.builds(All, sinks), st.builds(Window, st.integers(1, 40), sinks)),
+    page=st.sampled_from([4, 8, 16]),
+    tail=st.one_of(st.none(), st.integers(0, 30)),
+    slack=st.integers(0, 12),
+    dense_until=st.integers(0, 40),
+    prefill=st.sampled_from(["dense", "stored"]),
+    step=st.sampled_from([1, 8, 256]),
+    capacity=st.sampled_from([None, 400]),
+    chunk=st.sampled_from([None, None, 16]),
+)
+steps = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(0, 12)), min_size=1, max_size=8
+)  # tokens to append, then how far to go back
+paddings = st.sampled_from([[0], [0, 3], [2, 17]])
+
+
+def life(spec: LayerSpec, script: list[tuple[int, int]], start: list[int], tiled: bool) -> None:
+    state = Attention(spec, Tiled(4, 4) if tiled else None)
+    shape = (len(start), 2, sum(count for count, _ in script), DIM)
+    fresh = torch.randn(2, *shape)
+    rows: list[Tensor] = [torch.empty(len(start), 2, 0, DIM)] * 2
+    place = 0
+    for count, back in script:
+        new = fresh[:, :, :, place : place + count]
+        place += count
+        q = torch.randn(len(start), 4, count, DIM)
+        length = state.length
+        view = state.append(new[0], new[1], start=None if length else start)
+        rows = [torch.cat([old, more], 2) for old, more in zip(rows, new, strict=True)]
+        own_from = length if spec.prefill == "dense" and count > 1 else state.length
+        check(spec, rows, start, q, attend(q, view), own_from)
+        check(spec, rows, start, q[:, :, -1:], attend(q[:, :, -1:], state.view()), state.length)
+        state.rewind(state.length - min(back, spec.slack, state.length))
+        rows = [row[:, :, : state.length] for row in rows]
+
+
+def check(
+    spec: LayerSpec, rows: list[Tensor], start: list[int], q: Tensor, got: Tensor, own_from: int
+) -> None:
+    length = rows[0].shape[2]
+    for i in range(q.shape[2]):
+        query = length - q.shape[2] + i
+        seen = oracle.seen(spec, *rows, start, query, own_from)
+        expected = oracle.attention(q[:, :, i : i + 1], *seen)
+        assert (got[:, :, i : i + 1].double() - expected).abs().max() < 1e-5, f"query {query}"
+
+
+@given(spec=recipes, script=steps, start=paddings, tiled=st.booleans())
+@settings(max_examples=60)
+def test_random_lives(
+    spec: LayerSpec, script: list[tuple[int, int]], start: list[int], tiled: bool
+) -> None:
+    life(spec, script, start, tiled)
+
+
+@pytest.mark.laws
+@given(spec=recipes, script=steps, start=paddings, tiled=st.booleans())
+@settings(max_examples=1500)
+def test_many_random_lives(
+    spec: LayerSpec, script: list[tuple[int, int]], start: list[int], tiled: bool
+) -> None:
+    life(spec, script, start, tiled)

@@ -46,7 +46,7 @@ def life(spec: LayerSpec, script: list[tuple[int, int]], start: list[int], tiled
     shape = (len(start), 2, sum(count for count, _ in script), DIM)
     fresh = torch.randn(2, *shape)
     rows: list[Tensor] = [torch.empty(len(start), 2, 0, DIM)] * 2
-    place = 0
+    place = furthest = 0
     for count, back in script:
         new = fresh[:, :, :, place : place + count]
         place += count
@@ -57,8 +57,11 @@ def life(spec: LayerSpec, script: list[tuple[int, int]], start: list[int], tiled
         own_from = length if spec.prefill == "dense" and count > 1 else state.length
         check(spec, rows, start, q, attend(q, view), own_from)
         check(spec, rows, start, q[:, :, -1:], attend(q[:, :, -1:], state.view()), state.length)
-        state.rewind(state.length - min(back, spec.slack, state.length))
+        furthest = max(furthest, state.length)
+        to = max(state.length - back, furthest - spec.slack, 0)
+        state.rewind(min(to, state.length))  # slack counts from the furthest length
         rows = [row[:, :, : state.length] for row in rows]
+        assert state.tally.rewinds_decoded == 0
 
 
 def check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -406,3 +407,43 @@ def test_layers_with_different_windows_have_masks_of_their_own() -> None:
     assert means[0] == [10.0, 10.5, 11.0, 11.5]
     assert means[1] == [19.0, 20.0, 21.0, 22.0]
     assert means[2] == [19.5, 20.5, 21.5, 22.5]
+
+
+def test_a_fork_with_a_capacity_takes_no_more_than_the_cache() -> None:
+    """Pages of which none was due were once all taken by the copy."""
+    cache = Cache(1, "affine8,capacity=100000")
+    forward(cache, 1)
+    assert cache.fork().nbytes == cache.nbytes
+
+
+@pytest.mark.parametrize("sinks", [0, 63, 64, 200])
+def test_a_window_does_not_move_for_every_token_however_many_sinks(sinks: int) -> None:
+    cache = Cache(1, f"raw,window=256,sinks={sinks}")
+    forward(cache, 600)
+    places = []
+    for _ in range(128):
+        forward(cache, 1)
+        rows = cache.exposed().tensors["0/keys.dense"]
+        places.append(rows.untyped_storage().data_ptr())
+    moves = sum(a != b for a, b in pairwise(places))
+    assert moves <= 128 // 32 + 1
+
+
+def test_sequences_are_chosen_by_number_and_not_by_truth() -> None:
+    cache = Cache(1, "raw")
+    forward(cache, 3, batch=2)
+    for index in (torch.tensor([True, False]), torch.tensor([0.0, 1.0])):
+        with pytest.raises(ValueError, match="of a batch of 2"):
+            cache.select(index)
+
+
+@pytest.mark.parametrize("start", [2, [0.5], [[1]], torch.tensor([True])], ids=str)
+def test_a_start_that_is_no_list_of_columns_is_refused(start: object) -> None:
+    cache = Cache(1, "raw")
+    with pytest.raises(ValueError, match="one whole number a sequence"):
+        cache[0].append(torch.zeros(1, 1, 3, 8), torch.zeros(1, 1, 3, 8), start=start)
+
+
+def test_a_prefill_that_is_none_is_refused() -> None:
+    with pytest.raises(ValueError, match="'dense' or 'stored' is needed"):
+        Cache(1, "raw")[0].append(*torch.zeros(2, 1, 1, 3, 8), prefill="Stored")

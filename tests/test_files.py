@@ -343,7 +343,7 @@ TENSORS: dict[str, Callable[[dict], Any]] = {
     "one too many": put("1/other", torch.zeros(1)),
     "one of nobody": put("7/start", torch.zeros(1)),
     "a start that is negative": put("0/start", torch.tensor([-5])),
-    "a start behind the length": put("0/start", torch.tensor([151])),
+    "a start beyond counting": put("0/start", torch.tensor([1 << 60])),
     "another batch": put("0/start", torch.tensor([0, 0])),
     "integers for dense rows": lambda t: t.update({"0/keys.dense": t["0/keys.dense"].int()}),
     "fewer dense rows": lambda t: t.update({"0/keys.dense": t["0/keys.dense"][:, :, 1:].clone()}),
@@ -430,3 +430,75 @@ def test_an_older_file_is_replaced(tmp_path: Path) -> None:
     save(filled("affine8", 20), tmp_path / "a.kv")
     assert load(tmp_path / "a.kv").length == 20
     assert [path.name for path in tmp_path.iterdir()] == ["a.kv"]
+
+
+def test_dense_rows_that_begin_behind_the_sealed_pages_are_refused(tmp_path: Path) -> None:
+    """Between the two nothing is stored; a rewind read whatever memory held there."""
+    cache = Cache(1, "affine8,window=64,tail=128,slack=256")
+    for _ in range(10):
+        cache[0].append(*torch.randn(2, 1, 1, 100, 8))
+    save(cache, tmp_path / "good")
+    first = cache.exposed().numbers["0/dense_first"]
+
+    def cut(parts: dict) -> None:
+        for name in ("0/keys.dense", "0/values.dense"):
+            parts[name] = parts[name][:, :, 896 - first :].clone()
+
+    forged(
+        (tmp_path / "good").read_bytes(),
+        tmp_path / "bad",
+        lambda entry: entry["numbers"].update({"0/dense_first": 896}),
+        cut,
+    )
+    with pytest.raises(CacheFileError, match="dense rows from 896 on, sealed pages up to"):
+        load(tmp_path / "bad")
+
+
+def test_pages_that_are_due_but_missing_are_refused(tmp_path: Path) -> None:
+    save(filled("affine8", 200, 1), tmp_path / "good")
+
+    def drop(parts: dict) -> None:
+        for name in [name for name in parts if name.endswith((".codes", ".scale", ".bias"))]:
+            parts[name] = parts[name][:, :, :0].clone()
+
+    forged((tmp_path / "good").read_bytes(), tmp_path / "bad", tensors=drop)
+    with pytest.raises(CacheFileError, match="no sealed pages, 3 are due"):
+        load(tmp_path / "bad")
+
+
+def test_a_frame_of_another_width_is_refused(tmp_path: Path) -> None:
+    """It loaded once, and failed at the first attention."""
+    save(filled("affine8", 70, 1), tmp_path / "good")
+    frame = {"name": "diagonal", "scale": [[1.0, 2.0]]}
+
+    def scale(entry: dict) -> None:
+        entry["spec"]["layers"][0]["keys"]["frame"] = frame
+
+    forged((tmp_path / "good").read_bytes(), tmp_path / "bad", scale)
+    with pytest.raises(CacheFileError):
+        load(tmp_path / "bad")
+
+
+def test_rows_without_tokens_are_refused(tmp_path: Path) -> None:
+    save(filled("raw", 5, 1), tmp_path / "good")
+    forged(
+        (tmp_path / "good").read_bytes(),
+        tmp_path / "bad",
+        lambda entry: entry["numbers"].update({f"{i}/length": 0 for i in range(3)}),
+    )
+    with pytest.raises(CacheFileError, match="rows, but no tokens"):
+        load(tmp_path / "bad")
+
+
+def test_a_batch_that_is_still_within_its_padding_comes_back(tmp_path: Path) -> None:
+    """A file of a padded batch in mid-prefill was once written and never read."""
+    cache = Cache(1, "raw")
+    cache[0].append(*torch.randn(2, 2, 1, 4, 8), start=[0, 10])
+    save(cache, tmp_path / "early")
+    same(cache.snapshot(), load(tmp_path / "early").snapshot())
+
+
+def test_a_file_has_the_permissions_of_any_new_file(tmp_path: Path) -> None:
+    (tmp_path / "plain").touch()
+    save(filled("raw", 5), tmp_path / "cache")
+    assert (tmp_path / "cache").stat().st_mode == (tmp_path / "plain").stat().st_mode

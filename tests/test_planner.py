@@ -237,3 +237,11 @@ def test_a_configuration_with_nonsense_is_refused(heads: object) -> None:
 def test_a_plan_in_words() -> None:
     text = str(plan(QWEN3_1_7B, "raw,step=1", context=40960))
     assert text == "4.38 GiB for 1 x 40960 tokens, 114688 bytes a token"
+
+
+def test_a_window_that_grew_by_a_long_chunk_takes_what_was_planned() -> None:
+    cache = Cache(1, "raw,window=130,page=128,slack=1")
+    for count in (1, 1, 200, 65):
+        cache[0].append(*torch.zeros(2, 1, 1, count, 16))
+    shape = Shape(1, 1, 16, 16, torch.float32)
+    assert cache.nbytes == plan(shape, cache.spec, context=267).nbytes

@@ -149,9 +149,11 @@ def test_queries_that_are_not_rotated_as_their_keys_are(text: str) -> None:
 
 def test_a_recurrence_kept_in_sixteen_bits() -> None:
     state = Recurrent(RecurrentSpec())
-    kept = state.append(1, {"x": torch.ones(1).bfloat16()})["x"]
+    state.append(1, {"x": torch.ones(1).bfloat16()})
+    kept = state.read()["x"]
     for _ in range(100):
-        kept = state.append(1, {"x": kept + 0.001})["x"]
+        state.append(1, {"x": kept + 0.001})
+        kept = state.read()["x"]
     assert abs(kept.item() - 1.1) < 1e-4
 
 

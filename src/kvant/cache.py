@@ -141,8 +141,9 @@ class Cache:
     def select(self, index: Sequence[int] | Tensor) -> None:
         """Keep these sequences of the batch, in this order, with repeats if there are any."""
         states = self._settled()
-        chosen = torch.as_tensor(index, dtype=torch.int64).cpu()
-        fits = chosen.ndim == 1 and all(0 <= i < self.batch for i in chosen.tolist())
+        chosen = torch.as_tensor(index).cpu()
+        whole = chosen.ndim == 1 and chosen.dtype != torch.bool and not chosen.is_floating_point()
+        fits = whole and all(0 <= i < self.batch for i in chosen.tolist())
         if not fits or (self.batch and not len(chosen)):
             raise ValueError(f"sequences {chosen.tolist()} of a batch of {self.batch}")
         states.select(chosen)

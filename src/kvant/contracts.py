@@ -133,6 +133,12 @@ class Mask:
     sinks: int = 0
     chunk: int | None = None  # a query sees its own block of `chunk` positions only
 
+    def __post_init__(self) -> None:
+        for name, least in (("window", 1), ("sinks", 0), ("chunk", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name}={value} of a mask: {least} or more is needed")
+
 
 class Tiles(Protocol):
     """How the bytes of a sealed page lie in memory. Only an arena and a backend know of it."""

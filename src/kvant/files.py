@@ -86,8 +86,11 @@ def _apart(tensors: Fields) -> dict[str, torch.Tensor]:
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any]) -> None:
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # the writer replaces the file by one that only its owner may read
     try:
         save_file(tensors, path, metadata={ENTRY: json.dumps(header)})
+        path.chmod(mode)
     except SafetensorError as error:
         raise OSError(f"{path}: {error}") from error
     with path.open("r+b") as file:

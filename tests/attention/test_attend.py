@@ -13,6 +13,7 @@ from kvant import LayerSpec, Mask, UnsupportedView, attend, explain
 from kvant.attention import reference
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.contracts import View
+from kvant.frames import Diagonal
 from kvant.layers import Attention
 from kvant.retention import All
 from laws import oracle
@@ -410,3 +411,51 @@ def test_sink_logits_that_do_not_fit_are_refused() -> None:
     _, view = filled("raw")
     with pytest.raises(ValueError, match=r"\[3\] for 2 heads"):
         attend(torch.zeros(2, 2, 1, 16), view, sink_logits=torch.zeros(3))
+
+
+def test_sink_logits_of_minus_infinity_are_no_sinks() -> None:
+    """On a row that sees nothing they once gave NaN."""
+    _, view = filled("raw")
+    q = torch.randn(2, 4, 3, 16)
+    none = torch.full((4,), float("-inf"))
+    assert torch.equal(attend(q, view, sink_logits=none), attend(q, view))
+    hidden = torch.zeros(3, 5, dtype=torch.bool)
+    out, lse = attend(q, view, mask=hidden, sink_logits=none, return_lse=True)
+    assert (out == 0).all()
+    assert (lse == float("-inf")).all()
+    out, lse = attend(q, view, mask=hidden, sink_logits=torch.zeros(4), return_lse=True)
+    assert (out == 0).all()
+    assert (lse == 0).all()
+
+
+def test_a_mask_of_doubles_serves_queries_of_singles() -> None:
+    _, view = filled("raw")
+    q, mask = torch.randn(2, 4, 3, 16), torch.randn(3, 20)
+    assert torch.equal(attend(q, view, mask=mask.double()), attend(q, view, mask=mask))
+
+
+def test_half_precision_queries_do_not_overflow_in_a_frame() -> None:
+    codec = Affine(8, 16, Diagonal(((1e-3,) * 16,)))
+    state = Attention(LayerSpec(codec, codec, All()))
+    view = state.append(*torch.randn(2, 1, 1, 9, 16).half())
+    out = attend(torch.full((1, 1, 1, 16), 100.0).half(), view)
+    assert out.isfinite().all()
+
+
+def test_sinks_that_a_rewind_left_behind_are_not_seen() -> None:
+    state = Attention(layer("raw,sinks=6"))
+    for value in (1.0, 100.0):
+        state.append(torch.zeros(1, 1, 3, 8), torch.full((1, 1, 3, 8), value))
+    state.rewind(3)
+    out = attend(torch.zeros(1, 1, 1, 8), state.view(), mask=Mask(causal=False))
+    assert (out == 1).all()
+    same = Attention(layer("raw,sinks=6"))
+    same.append(torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 8))
+    one, other = state.snapshot(), same.snapshot()
+    assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+
+
+@pytest.mark.parametrize("rule", [{"window": 0}, {"chunk": 0}, {"sinks": -1}], ids=str)
+def test_a_mask_that_makes_no_sense_is_refused(rule: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="or more is needed"):
+        Mask(**rule)

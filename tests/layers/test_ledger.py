@@ -211,3 +211,31 @@ def test_a_state_of_its_own_commits_at_once() -> None:
     state.append(1, {"x": torch.zeros(1)})
     state.rollback()
     assert state.length == 1
+
+
+def test_layers_with_different_batches_are_not_committed() -> None:
+    cache = Cache(2, "raw")
+    cache[0].append(rows(0, 3, batch=1), rows(0, 3, batch=1))
+    with pytest.raises(ValueError, match=r"batches of \[1, 3\]"):
+        cache[1].append(rows(0, 3, batch=3), rows(0, 3, batch=3))
+    assert (cache.length, cache.batch) == (0, 0)
+    forward(cache, 4)
+    assert (cache.length, cache.batch) == (4, 1)
+
+
+def test_layers_of_different_lengths_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", logger="kvant")
+    cache = Cache(2, "raw")
+    put(cache[0], 5)
+    put(cache[1], 1)
+    assert "different numbers of tokens: [1, 5]" in caplog.text
+    assert [state.length for state in cache] == [5, 1]
+
+
+def test_an_undone_chunk_gives_its_room_back() -> None:
+    cache = Cache(2, "affine8,window=100")
+    forward(cache, 70)
+    before = cache.nbytes
+    put(cache[0], 3000)
+    assert cache.trim(0) == 0
+    assert cache.nbytes <= before + cache[0].nbytes // 2 + 70 * 64

@@ -35,16 +35,19 @@ def told(layer: Recurrent) -> float:
 def test_sixteen_bits_are_kept_in_thirty_two(dtype: torch.dtype) -> None:
     """A recurrence kept in bfloat16 drifts: the rounding of every token adds up."""
     layer = Recurrent(RecurrentSpec())
-    kept = layer.append(1, {"x": torch.ones(1, 2, dtype=dtype)})
+    layer.append(1, {"x": torch.ones(1, 2, dtype=dtype)})
+    kept = layer.read()
     for _ in range(2000):
-        kept = layer.append(1, {"x": kept["x"] + 0.001})
+        layer.append(1, {"x": kept["x"] + 0.001})
+        kept = layer.read()
     assert kept["x"].dtype == torch.float32
     assert abs(kept["x"][0, 0].item() - 3.0) < 1e-3
 
 
 def test_integers_and_doubles_stay_what_they_are() -> None:
     layer = Recurrent(RecurrentSpec())
-    kept = layer.append(1, {"n": torch.tensor([7]), "d": torch.tensor([1.0]).double()})
+    layer.append(1, {"n": torch.tensor([7]), "d": torch.tensor([1.0]).double()})
+    kept = layer.read()
     assert (kept["n"].dtype, kept["d"].dtype) == (torch.int64, torch.float64)
 
 
@@ -212,3 +215,35 @@ def test_what_was_made_in_inference_mode_goes_on_outside() -> None:
         each[0].append(1, state_at(2))
         each.rewind(1)
         assert told(each[0]) == 1
+
+
+def test_what_a_model_does_to_a_state_in_place_reaches_neither_the_layer_nor_a_checkpoint() -> None:
+    """A forward that died after updating its state in place once spoiled the committed one."""
+    cache = Cache(None, CacheSpec((RecurrentSpec(), RecurrentSpec())))
+    for layer in cache:
+        layer.append(1, {"h": torch.ones(1, 2)})
+    cache.checkpoint()
+    given = torch.full((1, 2), 5.0)
+    for layer in cache:
+        layer.append(1, {"h": given})
+    given.mul_(3)
+    cache[0].append(1, {"h": cache[0].read()["h"].mul_(10)})  # and dies
+    assert cache[1].read()["h"].tolist() == [[5.0, 5.0]]
+    assert cache.trim(0) == 0
+    assert cache[0].read()["h"].tolist() == [[5.0, 5.0]]
+    cache.rewind(1)
+    cache[0].read()["h"].zero_()
+    assert cache[0].read()["h"].tolist() == [[1.0, 1.0]]
+
+
+def test_a_state_without_a_batch_is_refused() -> None:
+    layer = Recurrent(RecurrentSpec())
+    with pytest.raises(ValueError, match="batch"):
+        layer.append(1, {"h": torch.tensor(1.0)})
+    assert layer.length == 0
+
+
+def test_checkpoints_of_other_shapes_than_the_state_are_refused() -> None:
+    tensors = {"now.h": torch.zeros(1, 3), "at0.h": torch.zeros(2, 3)}
+    with pytest.raises(SnapshotMismatch, match="other shapes"):
+        Recurrent(RecurrentSpec()).restore(Snapshot(tensors, {"now": 2, "at0": 1}))

@@ -55,6 +55,8 @@ class Growth:
     bound: int | None = None  # what steady use never passes
 
     def slots(self, need: int) -> int:
+        if need == 0:
+            return 0
         rounded = -(-need // self.step) * self.step if self.at_once is None else self.at_once
         return rounded if self.bound is None else max(need, min(rounded, self.bound))
 
@@ -107,9 +109,10 @@ class Buffer:
         if live <= first:  # nothing to keep: units may begin anywhere
             self.base = first
         bound = self.growth.bound
-        if bound is not None and stop - self.base > bound:  # units were let go: close the gap
-            slots = max(self.growth.slots(stop - first), min(self.taken, bound))
-            self._move(first, live, slots, base=first)
+        if bound is not None and stop - self.base > max(
+            bound, self.taken
+        ):  # close the gap in front
+            self._move(first, live, max(bound, self.growth.slots(stop - first)), base=first)
         need = stop - self.base
         if need > self.reserved:  # grow where the units are
             self._move(first, live, self.growth.slots(need), base=self.base)

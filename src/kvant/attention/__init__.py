@@ -28,6 +28,7 @@ class Explanation:
         return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.refused])
 
 
+@torch.no_grad()
 def attend(
     q: Tensor,
     view: View,
@@ -42,12 +43,15 @@ def attend(
     """Attention of `q` [B, heads, T, D], the newest T columns, over a view: [B, heads, T, Dv].
 
     An explicit `mask` tensor (booleans, True = seen, or numbers to add) replaces the view's rule;
-    its last dimension is aligned to the newest column, what lies before it is not seen.
+    its last dimension is aligned to the newest column; what lies before it, or was let go, is not
+    seen. No gradients are recorded.
     """
     _check(q, view, mask, sink_logits)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     rule = view.mask if mask is None else _four_dimensions(mask)
-    framed = view.keys.codec.frame.queries(q)
+    # A frame may enlarge a query beyond what its 16 bits hold, and rounding would cost bits.
+    wide = q if q.dtype == torch.float64 else q.float()
+    framed = view.keys.codec.frame.queries(wide)
     request = Request(framed, scale, rule, softcap, sink_logits)
     chosen = _choose(view, request, backend)
     out, lse = chosen.attend(request, view)

@@ -66,7 +66,7 @@ class _Softmax:
         if mask is not None:
             hidden = ~mask if mask.dtype == torch.bool else mask == float("-inf")
             if mask.dtype != torch.bool:
-                scores = scores + mask
+                scores = scores + mask.to(scores.dtype)
             scores = scores.masked_fill(hidden, float("-inf"))
             values, stain = _stained(values, ~hidden)
         old = self.top[..., t0:t1]
@@ -86,8 +86,9 @@ class _Softmax:
             heads, group = self.top.shape[1:3]
             sink = sink_logits.to(self.top.dtype).view(1, heads, group, 1)
             top = torch.maximum(self.top, sink)
-            fade = torch.exp(self.top - top)
-            self.total = self.total * fade + torch.exp(sink - top)
+            finite = top.masked_fill(top == float("-inf"), 0.0)
+            fade = torch.exp(self.top - finite)
+            self.total = self.total * fade + torch.exp(sink - finite)
             self.out, self.top = self.out * fade.unsqueeze(-1), top
         seen = self.total != 0
         out = self.out / torch.where(seen, self.total, 1.0).unsqueeze(-1)

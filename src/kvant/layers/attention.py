@@ -98,6 +98,8 @@ class Attention:
         view stays valid until the next append. In a cache, rows whose forward never reached the
         other layers are taken back first.
         """
+        if prefill not in (None, "dense", "stored"):
+            raise ValueError(f"prefill {prefill!r}: 'dense' or 'stored' is needed")
         rows = incoming(self.spec, keys, values, order)
         self.ledger.opening(self)
         before = self._ready(rows, start)
@@ -184,6 +186,7 @@ class Attention:
 
     def rollback(self) -> None:
         self._record = self._committed
+        self.commit()  # the chunk that is undone may have taken room
 
     def snapshot(self) -> Snapshot:
         return self.exposed().copied()
@@ -218,7 +221,7 @@ class Attention:
     def _ready(self, rows: Fields, start: Sequence[int] | Tensor | None) -> Record:
         """The record to append to; one without tokens takes any shape."""
         geometry, old = Geometry.of(rows), self._record
-        given = None if start is None else tuple(int(s) for s in start)
+        given = None if start is None else _padding(start)
         if old is not None and old.length:
             if old.memory.geometry != geometry:
                 raise ValueError(f"rows of {geometry} for a layer of {old.memory.geometry}")
@@ -250,3 +253,10 @@ class Attention:
         if stop <= self.spec.retention.sinks and max(record.memory.start) == 0:
             return {name: tensor[:, :, start:stop] for name, tensor in sinks.items()}
         raise ValueError(f"rows [{start}, {stop}): the layer holds [{held.first}, {self.length})")
+
+
+def _padding(start: Sequence[int] | Tensor) -> tuple[int, ...]:
+    columns = torch.as_tensor(start)
+    if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
+        raise ValueError(f"start {start}: one whole number a sequence is needed")
+    return tuple(columns.tolist())

@@ -109,6 +109,9 @@ class Group:
         try:
             for name, part in self.parts.items():
                 part.restore(Snapshot(tensors[name], numbers[name]))
+            batches = sorted({leaf.batch for leaf in self.leaves()} - {0})
+            if len(batches) > 1:
+                raise SnapshotMismatch(f"layers with batches of {batches}")
         except Exception:
             self.rollback()
             raise

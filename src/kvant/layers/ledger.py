@@ -40,10 +40,18 @@ class Together:
 
     def closing(self, state: LayerState) -> None:
         self.ahead.append(state)
-        if len(self.ahead) == len(self.states):
-            for other in self.states:
-                other.commit()
-            self.ahead = []
+        if len(self.ahead) < len(self.states):
+            return
+        batches = sorted({other.batch for other in self.states} - {0})
+        if len(batches) > 1:
+            self._undo()
+            raise ValueError(f"layers with batches of {batches}: a forward needs one; it is undone")
+        lengths = sorted({other.length for other in self.states})
+        if len(lengths) > 1:
+            log.warning("layers hold different numbers of tokens: %s", lengths)
+        for other in self.states:
+            other.commit()
+        self.ahead = []
 
     def rollback(self) -> None:
         """Take back what a forward that never reached every layer has appended."""
@@ -55,6 +63,9 @@ class Together:
             len(self.states),
         )
         self.abandoned += 1
+        self._undo()
+
+    def _undo(self) -> None:
         for state in self.ahead:
             state.rollback()
         self.ahead = []

@@ -1,8 +1,8 @@
 """A layer that remembers fixed-shape tensors: recurrences and short convolutions.
 
 It can go back only to a checkpoint, or to nothing. Floating point states are kept in float32
-whatever they come in: rounding them at every token would add up. A checkpoint is a copy: models are
-known to update the state that they are given in place.
+whatever they come in: rounding them at every token would add up. What is handed in or out is a
+copy: models are known to update the state that they are given in place.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Recurrent:
 
     @property
     def batch(self) -> int:
-        return next((tensor.shape[0] for tensor in self.read().values()), 0)
+        return next((tensor.shape[0] for tensor in self._past.now.state.values()), 0)
 
     @property
     def held(self) -> int:
@@ -83,22 +83,24 @@ class Recurrent:
     def nbytes_used(self) -> int:
         return self.nbytes
 
-    def append(self, count: int, state: Fields) -> Fields:
-        """The state after `count` more tokens; it is copied. What is stored is returned."""
+    def append(self, count: int, state: Fields) -> None:
+        """The state after `count` more tokens; it is copied."""
         if count < 0:
             raise ValueError(f"append of {count} tokens: 0 or more")
+        if any(tensor.ndim == 0 for tensor in state.values()):
+            raise ValueError(f"state {_shapes(state)}: [batch, ...] is needed")
         self.ledger.opening(self)
-        if self.length and _shapes(state) != _shapes(self.read()):
-            raise ValueError(f"state {_shapes(state)} for a layer of {_shapes(self.read())}")
+        old = _shapes(self._past.now.state)
+        if self.length and _shapes(state) != old:
+            raise ValueError(f"state {_shapes(state)} for a layer of {old}")
         now = Moment(self.length + count, {name: _kept(tensor) for name, tensor in state.items()})
         self._past = replace(self._past, now=now)
         self.tally.appends += 1
         self.ledger.closing(self)
-        return now.state
 
     def read(self) -> Fields:
-        """The state now, by name."""
-        return self._past.now.state
+        """A copy of the state now, by name."""
+        return self._past.now.copied().state
 
     def reachable(self, to: int) -> int:
         if to >= self.length:
@@ -140,6 +142,8 @@ class Recurrent:
             moment, _, name = key.partition(".")
             if moment not in states or not name:
                 raise SnapshotMismatch(f"unknown tensor {key}")
+            if tensor.ndim == 0:
+                raise SnapshotMismatch(f"{key} is a single number: [batch, ...] is needed")
             states[moment][name] = _kept(tensor)
         count = len(states) - 1
         order = ["now", *(f"at{i}" for i in range(count))]
@@ -148,6 +152,8 @@ class Recurrent:
         now, *kept = (Moment(snapshot.numbers[key], states[key]) for key in order)
         at = [moment.length for moment in kept]
         ordered = sorted(set(at)) == at and min(at, default=0) >= 0
+        if any(_shapes(moment.state) != _shapes(now.state) for moment in kept if moment.length):
+            raise SnapshotMismatch("checkpoints of other shapes than the state")
         if not ordered or now.length < max(at, default=0):
             raise SnapshotMismatch(f"a state at {now.length}, checkpoints at {at}: not in order")
         self._past = Past(now, tuple(kept))

@@ -41,8 +41,11 @@ class Schedule:
         if tail is not None:
             bounds.append(spec.slack + max(tail + spec.page, spec.dense_until))
         if window is not None:
-            # One page of room spares moving the window for every token; the sinks come out of it.
-            room = spec.page if spec.seals else max(1, spec.page - spec.retention.sinks)
+            # Room spares moving the window for every token. The sinks, which lie apart, come out of
+            # it, so that all rows together stay below window + slack + page; but never all of it.
+            room = spec.page
+            if not spec.seals:
+                room = max(spec.page // 2, spec.page - spec.retention.sinks, 1)
             bounds.append(window + spec.slack + room)
         return min(bounds, default=None)
 

@@ -14,6 +14,7 @@ from kvant.layers.rows import stores
 from kvant.recipes import LayerSpec
 
 NUMBERS = ("length", "dense_first", "sealed_first")
+MAX_START = 1 << 53  # no overflow where positions are counted
 
 
 def exposed(record: Record | None) -> Snapshot:
@@ -48,11 +49,13 @@ def restored(
         raise SnapshotMismatch(f"numbers {sorted(snapshot.numbers)}: {list(NUMBERS)} are needed")
     length, dense_first, sealed_first = (snapshot.numbers[name] for name in NUMBERS)
     if length == 0:
+        if snapshot.tensors or any((dense_first, sealed_first)):
+            raise SnapshotMismatch("rows, but no tokens")
         return None
     geometry = _geometry(spec, snapshot)
     start = tuple(int(s) for s in _tensor(snapshot, "start", (geometry.batch,)))
-    if not 0 <= min(start) <= max(start) <= length:
-        raise SnapshotMismatch(f"start {list(start)} with {length} tokens")
+    if not 0 <= min(start) <= max(start) <= MAX_START:
+        raise SnapshotMismatch(f"start {list(start)}: 0 to {MAX_START} is needed")
     record = Record.fresh(spec, geometry, tiles, tally, start)
     for name, sinks in record.memory.sinks.items():
         sinks.copy_(_tensor(snapshot, f"{name}.sinks", tuple(sinks.shape), sinks.dtype))
@@ -65,7 +68,7 @@ def restored(
 
 def _geometry(spec: LayerSpec, snapshot: Snapshot) -> Geometry:
     rows = {}
-    for name in spec.sides:
+    for name, codec in spec.sides.items():
         tensor = snapshot.tensors.get(f"{name}.dense")
         if tensor is None or tensor.ndim != 4 or not stores(tensor.dtype):
             raise SnapshotMismatch(f"{name}.dense is missing or no [B, H, T, D] of floats")
@@ -73,6 +76,7 @@ def _geometry(spec: LayerSpec, snapshot: Snapshot) -> Geometry:
             raise SnapshotMismatch(f"{name}.dense is {list(tensor.shape)}: only T may be 0")
         if spec.dtype not in (None, tensor.dtype):
             raise SnapshotMismatch(f"{name}.dense is {tensor.dtype}, the spec says {spec.dtype}")
+        codec.frame.rows(tensor[:, :, :0])  # refuses a frame of another width
         rows[name] = tensor
     return Geometry.of(rows)
 
@@ -138,6 +142,10 @@ def _check(record: Record, snapshot: Snapshot) -> None:
     keep = spec.retention.keep(length)
     if spec.seals and (dense.first > max(due, keep // spec.page) * spec.page):
         raise SnapshotMismatch(f"dense rows from {dense.first} on, {due} pages are sealed")
+    if len(sealed) and dense.first > sealed.stop * spec.page:
+        raise SnapshotMismatch(
+            f"dense rows from {dense.first} on, sealed pages up to {sealed.stop}"
+        )
     if not len(sealed) and due > keep // spec.page:
         raise SnapshotMismatch(f"no sealed pages, {due} are due at {length}")
     if record.first_stored > keep:

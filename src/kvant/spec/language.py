@@ -112,8 +112,10 @@ def check_recurrent(layer: RecurrentSpec, where: str, before: Layers) -> None:
 
 def check_parts(layer: GroupSpec, where: str, before: Layers) -> None:
     names = [name for name, _ in layer.parts]
-    if not names or len(set(names)) < len(names):
-        raise SpecError(f"{where}.parts is {short(names)}; allowed: names that all differ")
+    if not names or len(set(names)) < len(names) or any("/" in name for name in names):
+        raise SpecError(
+            f"{where}.parts is {short(names)}; allowed: names that all differ, without a slash"
+        )
     for name, part in layer.parts:
         CHECKS[type(part)](part, f"{where}.{short(name)}", before)
 

@@ -85,7 +85,7 @@ def main(
         for way, one in runs.items():
             figures = one.figures()
             ratio = base / figures["median_us"]
-            rows.append({"rows": length, "growth": way, **figures, "times_faster": ratio})
+            rows.append({"rows": length, "growth": way, **figures, "ratio": ratio})
     facts = {"kv_cache": kv_cache, "heads": heads, "dim": dim, "dtype": "bfloat16"}
     show("append", rows, facts)
 

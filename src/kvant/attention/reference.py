@@ -15,8 +15,8 @@ from torch import Tensor
 from kvant.attention.mask import Block, allowed, relation
 from kvant.contracts import Codec, Fields, Request, Side, View
 
-ROWS = 4 << 20  # values of opened rows at a time, keys or values (16 MiB in float32)
-SCORES = 8 << 20  # scores at a time
+ROWS = 1 << 20  # values of opened rows at a time, 4 MiB: what a processor's cache still holds
+SCORES = 2 << 20  # scores at a time
 
 
 class Reference:

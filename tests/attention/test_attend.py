@@ -459,3 +459,14 @@ def test_sinks_that_a_rewind_left_behind_are_not_seen() -> None:
 def test_a_mask_that_makes_no_sense_is_refused(rule: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="or more is needed"):
         Mask(**rule)
+
+
+def test_queries_that_need_a_page_before_the_view_are_refused() -> None:
+    """All of them read the same dense rows; the oldest alone sees one page more."""
+    state = Attention(layer("affine8,window=100"))
+    put(state, 611)
+    view = put(state, 1)
+    assert view.first_page == 8
+    attend(torch.zeros(1, 1, 1, 8), view)
+    with pytest.raises(ValueError, match="rows that the oldest of them sees"):
+        attend(torch.zeros(1, 1, 10, 8), view)

@@ -76,9 +76,11 @@ def test_relation_never_contradicts_what_is_allowed(text: str, start: list[int] 
     due = view.page_table.shape[1] * 64
     places = [Block("sealed", a, a + 64) for a in range(0, due, 64)]
     places += [Block("dense", a, min(a + 40, 200)) for a in range(view.dense_from, 200, 40)]
+    places += [Block("dense", a, a + 3) for a in range(max(view.dense_from, 60), 110)]
     found = set()
-    for mask, block, q0 in itertools.product(MASKS, places, range(0, 200, 23)):
-        for q1 in (q0 + 1, min(q0 + 30, 200)):
+    masks = [*MASKS, Mask(chunk=16), Mask(causal=False, chunk=16)]
+    for mask, block, q0 in itertools.product(masks, places, [*range(0, 200, 23), 70, 85, 100]):
+        for q1 in (q0 + 1, min(q0 + 8, 200), min(q0 + 30, 200)):
             how = relation(view, mask, q0, q1, block)
             exact = allowed(view, mask, q0, q1, block)
             assert how != "none" or not exact.any(), (mask, q0, q1, block)

@@ -10,7 +10,7 @@ from kvant.recipes import Prefill
 from laws import oracle
 from laws.cases import Case
 
-CHUNKS = (70, 1, 1, 130, 1, 63, 1, 2, 90)
+CHUNKS = (63, 1, 7, 1, 130, 1, 63, 1, 2, 90)  # with single tokens that end a page
 CASES = [
     Case(*case, torch.float32)
     for case in (

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvant.cache import Cache
-from kvant.contracts import Fields, Snapshot, Tiles
+from kvant.contracts import Snapshot, Tiles
 from kvant.errors import CacheError, CacheFileError
 from kvant.spec import from_json, to_json
 
@@ -43,7 +43,7 @@ def save(cache: Cache, path: str | os.PathLike[str]) -> None:
         "spec": json.loads(to_json(cache.spec)),
         "numbers": dict(exposed.numbers),
     }
-    tensors = _apart(exposed.tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in exposed.tensors.items()}
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         _write(tensors, beside, header)
@@ -71,18 +71,6 @@ def load(
     except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
     return cache
-
-
-def _apart(tensors: Fields) -> dict[str, torch.Tensor]:
-    """Contiguous, and no two in the same memory: safetensors refuses those."""
-    places: set[int] = set()
-    apart = {}
-    for name, tensor in tensors.items():
-        whole = tensor.contiguous()
-        place = whole.untyped_storage().data_ptr()
-        apart[name] = whole.clone() if place in places else whole
-        places.add(place)
-    return apart
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any]) -> None:

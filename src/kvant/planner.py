@@ -38,8 +38,7 @@ class Plan:
 
     def largest_context(self, budget: int) -> int | None:
         """The longest context that takes at most `budget` bytes; None where none takes more."""
-        capacity = _capacity(self.spec)
-        low, high = 0, 1 + (FOREVER if capacity is None else capacity)
+        low, high = 0, 1 + _most(self.spec)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self._total(middle) <= budget else (low, middle)
@@ -68,13 +67,12 @@ def plan(
     """
     shape = model if isinstance(model, Shape) else Shape.of(model)
     full = as_spec(spec, shape.num_layers)
-    capacity = _capacity(full)
-    most = FOREVER if capacity is None else capacity
+    most = _most(full)
     context = min(8192, most) if context is None else context
     if context < 0 or sequences < 1:
         raise ValueError(f"context {context} and {sequences} sequences: >= 0 and >= 1 are needed")
     if context > most:
-        raise CapacityError(f"context {context} with capacity={capacity}: plan for what fits")
+        raise CapacityError(f"context {context} with capacity={most}: plan for what fits")
     layers = tuple(_nbytes(recipe, shape, sequences, context) for recipe in full.layers)
     return Plan(shape, full, context, sequences, layers)
 
@@ -104,9 +102,10 @@ def _token(recipe: Recipe, shape: Shape) -> float:
     return geometry.dense(recipe).unit_nbytes
 
 
-def _capacity(spec: CacheSpec) -> int | None:
+def _most(spec: CacheSpec) -> int:
+    """The longest context that no capacity forbids."""
     limits = [r.capacity for r in spec.layers if isinstance(r, LayerSpec)]
-    return min((limit for limit in limits if limit is not None), default=None)
+    return min((limit for limit in limits if limit is not None), default=FOREVER)
 
 
 def _least(need: int, bound: int | None) -> int:

@@ -35,6 +35,10 @@ class Memory:
     def schedule(self) -> Schedule:
         return Schedule(self.spec)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.sinks.values())
+
 
 @dataclass(frozen=True)
 class Record:
@@ -63,13 +67,11 @@ class Record:
 
     @property
     def nbytes(self) -> int:
-        sinks = sum(tensor.nbytes for tensor in self.memory.sinks.values())
-        return self.dense.arena.nbytes + self.sealed.arena.nbytes + sinks
+        return self.dense.arena.nbytes + self.sealed.arena.nbytes + self.memory.nbytes
 
     @property
     def nbytes_used(self) -> int:
-        sinks = sum(tensor.nbytes for tensor in self.memory.sinks.values())
-        return self.dense.nbytes_used + self.sealed.nbytes_used + sinks
+        return self.dense.nbytes_used + self.sealed.nbytes_used + self.memory.nbytes
 
     @property
     def first_stored(self) -> int:

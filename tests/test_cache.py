@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -447,3 +449,25 @@ def test_a_start_that_is_no_list_of_columns_is_refused(start: object) -> None:
 def test_a_prefill_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="'dense' or 'stored' is needed"):
         Cache(1, "raw")[0].append(*torch.zeros(2, 1, 1, 3, 8), prefill="Stored")
+
+
+def test_memory_goes_with_the_last_user() -> None:
+    """Without waiting for the collector of cycles: the next cache may need the room."""
+    cache = Cache(2, "affine8")
+    rows = torch.zeros(1, 1, 8, 64)
+    for state in cache:
+        state.append(rows, rows)
+    kept = weakref.ref(cache[0])
+    gc.disable()
+    try:
+        del cache, state
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_a_layer_outlives_its_cache() -> None:
+    layer = Cache(2, "raw")[0]
+    layer.append(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
+    layer.rollback()  # nothing is pending: it has committed alone
+    assert layer.length == 3

@@ -7,6 +7,7 @@ again, the forward that brought it there died: its rows are taken back first.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
 
 from kvant.contracts import LayerState
@@ -24,6 +25,28 @@ class Alone:
         state.commit()
 
 
+class Member:
+    """What a state holds of a ledger: not so much that a cache would outlive its last user.
+
+    Where the cache is gone, a state that is still held is one of its own.
+    """
+
+    def __init__(self, ledger: Together) -> None:
+        self._ledger = weakref.ref(ledger)
+
+    def opening(self, state: LayerState) -> None:
+        ledger = self._ledger()
+        if ledger is not None:
+            ledger.opening(state)
+
+    def closing(self, state: LayerState) -> None:
+        ledger = self._ledger()
+        if ledger is None:
+            state.commit()
+        else:
+            ledger.closing(state)
+
+
 class Together:
     """The ledger of a cache: appends are committed when every state has one."""
 
@@ -32,7 +55,7 @@ class Together:
         self.ahead: list[LayerState] = []
         self.abandoned = 0
         for state in self.states:
-            state.ledger = self
+            state.ledger = Member(self)
 
     def opening(self, state: LayerState) -> None:
         if any(other is state for other in self.ahead):

@@ -10,8 +10,20 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kvant import Cache, CacheSpec, CapacityError, RewindError, SpecError, attend
-from kvant.layers import Attention
+from kvant import (
+    Cache,
+    CacheSpec,
+    CapacityError,
+    EmptySpec,
+    LayerSpec,
+    RewindError,
+    SpecError,
+    attend,
+    parse,
+)
+from kvant.codecs import Raw
+from kvant.layers import Attention, build
+from kvant.retention import All
 from layers.tagged import forward, layer, put, rows, same, told
 
 SPECS = ("raw", "raw,step=1", "affine8", "affine4", "raw,sinks=3", "affine8,sinks=3")
@@ -471,3 +483,19 @@ def test_a_layer_outlives_its_cache() -> None:
     layer.append(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
     layer.rollback()  # nothing is pending: it has committed alone
     assert layer.length == 3
+
+
+def test_a_layer_that_remembers_nothing_holds_nobody_up() -> None:
+    one = LayerSpec(Raw(), Raw(), All())
+    cache = Cache(spec=CacheSpec((one, EmptySpec(), one)))
+    for index in (0, 2):
+        cache[index].append(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
+    assert (len(cache), cache.length, len(list(cache))) == (3, 3, 2)
+    with pytest.raises(ValueError, match="layer 1 remembers nothing"):
+        cache[1]
+
+
+def test_a_cache_takes_a_state_that_exists() -> None:
+    spec = parse("raw", 2)
+    state = build(spec.layers[1])
+    assert Cache(spec=spec, states={1: state})[1] is state

@@ -14,7 +14,7 @@ from kvant.errors import (
 )
 from kvant.files import load, save
 from kvant.planner import Plan, plan
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
+from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.shapes import Shape
 from kvant.spec import parse
 
@@ -26,6 +26,7 @@ __all__ = [
     "CacheFileError",
     "CacheSpec",
     "CapacityError",
+    "EmptySpec",
     "GroupSpec",
     "LayerSpec",
     "Mask",

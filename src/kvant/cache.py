@@ -7,7 +7,7 @@ another is the same state, listed twice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from kvant.contracts import LayerState, Snapshot, Tiles
 from kvant.errors import RewindError
 from kvant.layers import Group, Together, build, check_reach
-from kvant.recipes import CacheSpec, LayerSpec, SharedSpec
+from kvant.recipes import CacheSpec, EmptySpec, LayerSpec, SharedSpec
 from kvant.spec import as_spec
 
 
@@ -29,30 +29,43 @@ class Cache:
         spec: str | LayerSpec | CacheSpec = "raw",
         *,
         tiles: Tiles | None = None,
+        states: Mapping[int, LayerState] | None = None,
     ) -> None:
-        """`spec` is a string of the spec language, one recipe for all layers, or one a layer."""
-        full = as_spec(spec, num_layers)
-        own = [(str(i), r) for i, r in enumerate(full.layers) if not isinstance(r, SharedSpec)]
-        self._hold(full, tiles, Group({name: build(recipe, tiles) for name, recipe in own}))
+        """`spec` is a string of the spec language, one recipe for all layers, or one a layer.
+
+        `states` are memories that exist already, by layer; the others are built from the spec.
+        """
+        full, given = as_spec(spec, num_layers), states or {}
+        own = {
+            str(index): given[index] if index in given else build(recipe, tiles)
+            for index, recipe in enumerate(full.layers)
+            if not isinstance(recipe, SharedSpec | EmptySpec)
+        }
+        self._hold(full, tiles, Group(own))
 
     def _hold(self, spec: CacheSpec, tiles: Tiles | None, states: Group) -> None:
         self.spec = spec
         self.tiles = tiles
         self._states = states  # by the number of the layer that has one of its own
-        self._ledger = Together(states.leaves())
-        self.layers: list[LayerState] = []
+        self._ledger = Together(states.leaves(), states.followers())
+        self.layers: dict[int, LayerState] = {}  # those that remember something
         for index, recipe in enumerate(spec.layers):
-            source = recipe.layer if isinstance(recipe, SharedSpec) else index
-            self.layers.append(states[str(index)] if source == index else self.layers[source])
+            if isinstance(recipe, SharedSpec):
+                self.layers[index] = self.layers[recipe.layer]
+            elif not isinstance(recipe, EmptySpec):
+                self.layers[index] = states[str(index)]
 
     def __getitem__(self, layer: int) -> LayerState:
-        return self.layers[layer]
+        index = range(len(self))[layer]
+        if index not in self.layers:
+            raise ValueError(f"layer {index} remembers nothing: the spec gives it no memory")
+        return self.layers[index]
 
     def __len__(self) -> int:
-        return len(self.layers)
+        return len(self.spec.layers)
 
     def __iter__(self) -> Iterator[LayerState]:
-        return iter(self.layers)
+        return iter(self.layers.values())
 
     def __repr__(self) -> str:
         return f"Cache({len(self)} layers, length {self.length}, {self.nbytes} bytes)"
@@ -100,7 +113,7 @@ class Cache:
         """Go back to length `to`; every layer, or an error and none."""
         states = self._settled()
         if not 0 <= to <= self.length or states.reachable(to) != to:
-            for index, state in enumerate(self.layers):
+            for index, state in self.layers.items():
                 check_reach(state, to, f"layer {index}: ")
             raise RewindError(f"length {to}: {states.reachable(to)} is the longest all can reach")
         states.rewind(to)

@@ -312,6 +312,9 @@ class LayerState(Protocol):
     def leaves(self) -> list[LayerState]:
         """The states that are appended to: this one, or its parts."""
 
+    def followers(self) -> list[Follower]:
+        """The states that a host changes in place, here or among the parts."""
+
     @property
     def length(self) -> int:
         """Tokens seen."""
@@ -368,3 +371,12 @@ class LayerState(Protocol):
     def select(self, index: Tensor) -> None: ...
     def reset(self) -> None: ...
     def clear(self) -> None: ...
+
+
+class Follower(LayerState, Protocol):
+    """A state that a host changes in place, so that nobody appends to it.
+
+    It is told how far the others have come; a `rollback` means that it is nowhere any more.
+    """
+
+    def follow(self, length: int) -> None: ...

@@ -9,7 +9,7 @@ import torch
 
 from kvant.errors import CapacityError, SpecError
 from kvant.layers.geometry import Geometry
-from kvant.recipes import CacheSpec, LayerSpec, Recipe, SharedSpec
+from kvant.recipes import CacheSpec, EmptySpec, LayerSpec, Recipe, SharedSpec
 from kvant.shapes import Shape
 from kvant.sizes import format_size
 from kvant.spec import as_spec
@@ -79,7 +79,7 @@ def plan(
 
 def _nbytes(recipe: Recipe, shape: Shape, sequences: int, context: int) -> int:
     """Bytes that one layer has taken once it has seen `context` tokens."""
-    if isinstance(recipe, SharedSpec) or context == 0:
+    if isinstance(recipe, SharedSpec | EmptySpec) or context == 0:
         return 0
     if not isinstance(recipe, LayerSpec):
         raise SpecError("only attention layers can be planned: a recurrent state has its own shape")

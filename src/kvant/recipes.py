@@ -79,7 +79,12 @@ class SharedSpec:
     layer: int
 
 
-Recipe = LayerSpec | RecurrentSpec | GroupSpec | SharedSpec
+@dataclass(frozen=True)
+class EmptySpec:
+    """A layer that remembers nothing here: it has no memory, or its host keeps it."""
+
+
+Recipe = LayerSpec | RecurrentSpec | GroupSpec | SharedSpec | EmptySpec
 
 
 @dataclass(frozen=True)

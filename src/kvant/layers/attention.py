@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvant.contracts import (
     Fields,
+    Follower,
     LayerState,
     Ledger,
     Order,
@@ -48,6 +49,9 @@ class Attention:
 
     def leaves(self) -> list[LayerState]:
         return [self]
+
+    def followers(self) -> list[Follower]:
+        return []
 
     @property
     def length(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvant.contracts import LayerState, Ledger, Snapshot, Tally
+from kvant.contracts import Follower, LayerState, Ledger, Snapshot, Tally
 from kvant.errors import SnapshotMismatch
 from kvant.layers.ledger import Together
 from kvant.layers.reach import agreed, check_reach
@@ -22,13 +22,16 @@ class Group:
 
     def __init__(self, parts: Mapping[str, LayerState]) -> None:
         self.parts = dict(parts)
-        self.ledger: Ledger = Together(self.leaves())
+        self.ledger: Ledger = Together(self.leaves(), self.followers())
 
     def __getitem__(self, name: str) -> LayerState:
         return self.parts[name]
 
     def leaves(self) -> list[LayerState]:
         return [leaf for part in self.parts.values() for leaf in part.leaves()]
+
+    def followers(self) -> list[Follower]:
+        return [other for part in self.parts.values() for other in part.followers()]
 
     @property
     def length(self) -> int:

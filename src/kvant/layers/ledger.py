@@ -10,7 +10,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 
-from kvant.contracts import LayerState
+from kvant.contracts import Follower, LayerState
 
 log = logging.getLogger("kvant")
 
@@ -50,8 +50,9 @@ class Member:
 class Together:
     """The ledger of a cache: appends are committed when every state has one."""
 
-    def __init__(self, states: Sequence[LayerState]) -> None:
+    def __init__(self, states: Sequence[LayerState], followers: Sequence[Follower] = ()) -> None:
         self.states = tuple(states)
+        self.followers = tuple(followers)
         self.ahead: list[LayerState] = []
         self.abandoned = 0
         for state in self.states:
@@ -74,6 +75,8 @@ class Together:
             log.warning("layers hold different numbers of tokens: %s", lengths)
         for other in self.states:
             other.commit()
+        for follower in self.followers:
+            follower.follow(lengths[0])
         self.ahead = []
 
     def rollback(self) -> None:
@@ -92,3 +95,5 @@ class Together:
         for state in self.ahead:
             state.rollback()
         self.ahead = []
+        for follower in self.followers:
+            follower.rollback()

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvant.contracts import Fields, LayerState, Ledger, Snapshot, Tally
+from kvant.contracts import Fields, Follower, LayerState, Ledger, Snapshot, Tally
 from kvant.errors import SnapshotMismatch
 from kvant.layers.ledger import Alone
 from kvant.layers.reach import check_reach
@@ -52,6 +52,9 @@ class Recurrent:
 
     def leaves(self) -> list[LayerState]:
         return [self]
+
+    def followers(self) -> list[Follower]:
+        return []
 
     @property
     def length(self) -> int:

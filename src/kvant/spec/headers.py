@@ -25,6 +25,7 @@ from kvant.frames import FRAMES
 from kvant.recipes import (
     DTYPES,
     CacheSpec,
+    EmptySpec,
     GroupSpec,
     LayerSpec,
     Recipe,
@@ -39,6 +40,7 @@ KINDS: dict[str, type[Recipe]] = {
     "recurrent": RecurrentSpec,
     "group": GroupSpec,
     "shared": SharedSpec,
+    "empty": EmptySpec,
 }
 PARTS = {name: KINDS[name] for name in ("attention", "recurrent")}
 # What a field of this type may hold: the key that names it in JSON, and all that it can name.

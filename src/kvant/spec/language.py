@@ -18,6 +18,7 @@ from kvant.errors import SpecError
 from kvant.recipes import (
     DTYPES,
     CacheSpec,
+    EmptySpec,
     GroupSpec,
     LayerSpec,
     Recipe,
@@ -121,11 +122,15 @@ def check_parts(layer: GroupSpec, where: str, before: Layers) -> None:
 
 
 def check_shared(layer: SharedSpec, where: str, before: Layers) -> None:
-    if not 0 <= layer.layer < len(before):
+    if not 0 <= layer.layer < len(before) or isinstance(before[layer.layer], EmptySpec):
         near = min(max(layer.layer, 0), len(before) - 1) if before else "a recipe of its own"
         raise SpecError(
             f"{where}.layer is {short(layer.layer)}; allowed: layers before it; nearest: {near}"
         )
+
+
+def check_empty(layer: EmptySpec, where: str, before: Layers) -> None:
+    """Nothing is said, so nothing is wrong."""
 
 
 def check_numbers(holder: object, where: str, names: str) -> None:
@@ -144,6 +149,7 @@ CHECKS: dict[type, Callable[[Any, str, Layers], None]] = {
     RecurrentSpec: check_recurrent,
     GroupSpec: check_parts,
     SharedSpec: check_shared,
+    EmptySpec: check_empty,
 }
 
 

@@ -1,5 +1,9 @@
 """kvant: the KV cache of a language model as a component of its own."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from kvant.attention import attend, explain
 from kvant.cache import Cache
 from kvant.contracts import Mask
@@ -17,6 +21,9 @@ from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.shapes import Shape
 from kvant.spec import parse
+
+if TYPE_CHECKING:
+    from kvant.hf import attach, cache_for, detach
 
 __version__ = "0.1.0"
 
@@ -38,10 +45,22 @@ __all__ = [
     "SnapshotMismatch",
     "SpecError",
     "UnsupportedView",
+    "attach",
     "attend",
+    "cache_for",
+    "detach",
     "explain",
     "load",
     "parse",
     "plan",
     "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs transformers is imported when it is asked for."""
+    if name in ("attach", "cache_for", "detach"):
+        from kvant import hf
+
+        return getattr(hf, name)
+    raise AttributeError(f"module 'kvant' has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvant.contracts import LayerState, Snapshot, Tiles
+from kvant.contracts import Follower, LayerState, Snapshot, Tiles
 from kvant.errors import RewindError
 from kvant.layers import Group, Together, build, check_reach
 from kvant.recipes import CacheSpec, EmptySpec, LayerSpec, SharedSpec
@@ -69,6 +69,11 @@ class Cache:
 
     def __repr__(self) -> str:
         return f"Cache({len(self)} layers, length {self.length}, {self.nbytes} bytes)"
+
+    @property
+    def followers(self) -> list[Follower]:
+        """The states that a host changes in place."""
+        return self._states.followers()
 
     @property
     def length(self) -> int:

@@ -7,11 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvant.attention.reference import Reference, open_pages
+from kvant.attention.opening import dense_rows, open_pages, with_sinks
+from kvant.attention.reference import Reference
 from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, View
 from kvant.errors import UnsupportedView
 
-__all__ = ["BACKENDS", "Explanation", "attend", "explain", "open_pages", "seal"]
+__all__ = [
+    "BACKENDS",
+    "Explanation",
+    "attend",
+    "dense_rows",
+    "explain",
+    "open_pages",
+    "seal",
+    "with_sinks",
+]
 
 BACKENDS: list[Backend] = [Reference()]  # in order of preference; the last serves everything
 

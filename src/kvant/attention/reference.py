@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.mask import Block, allowed, relation
+from kvant.attention.opening import open_pages
 from kvant.contracts import Codec, Fields, Request, Side, View
 
 ROWS = 1 << 20  # values of opened rows at a time, 4 MiB: what a processor's cache still holds
@@ -173,12 +174,3 @@ def _rows(view: View, side: Side, block: Block) -> Tensor:
         return side.dense.narrow(2, block.start - view.dense_from, block.stop - block.start)
     first = block.start // view.page - view.first_page
     return open_pages(view, side, first, first + (block.stop - block.start) // view.page)
-
-
-def open_pages(view: View, side: Side, first: int, stop: int) -> Tensor:
-    """Sealed pages [first, stop) of the table, opened: [B, H, rows, D]."""
-    slots = view.page_table[:, first:stop]
-    fields = {name: tensor[slots] for name, tensor in side.sealed.items()}
-    if view.tiles is not None:
-        fields = {name: view.tiles.unpack(tensor) for name, tensor in fields.items()}
-    return side.codec.open(fields).transpose(1, 2).flatten(2, 3)

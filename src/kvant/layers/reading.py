@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvant.arenas import Span
-from kvant.attention import open_pages
+from kvant.attention import open_pages, with_sinks
 from kvant.contracts import Fields, Side, View
 from kvant.layers.record import Record
 from kvant.layers.rows import Rows
@@ -90,15 +90,8 @@ def _with_sinks(record: Record, rows: Fields, first: int) -> Fields:
     count = memory.spec.retention.sinks
     if count == 0 or first >= max(memory.start) + count:
         return rows
-    num = rows["keys"].shape[2]
-    column = torch.arange(first, first + num, device=memory.start_tensor.device)
-    position = column - memory.start_tensor[:, None]
-    inside = ((position >= 0) & (position < count))[:, None, :, None]
-    index = position.clamp(0, count - 1)[:, None, :, None]
-    return {
-        name: torch.where(inside, memory.sinks[name].gather(2, index.expand_as(row)), row)
-        for name, row in rows.items()
-    }
+    start = memory.start_tensor
+    return {n: with_sinks(row, memory.sinks[n], start, first) for n, row in rows.items()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,97 @@
+"""A model whose plain `generate` uses a cache of ours: changes to this one model, all undone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import Cache as TransformersCache
+
+from kvant.hf.attention import NAMES
+from kvant.hf.build import cache_for
+from kvant.hf.detect import host_layers
+from kvant.hf.latents import folding, folds
+from kvant.recipes import CacheSpec, LayerSpec
+
+PREPARE = "_prepare_cache_for_generation"
+MARK = "_kvant_attachment"
+
+
+@dataclass
+class Attachment:
+    """What was changed in a model, to undo it."""
+
+    spec: str | LayerSpec | CacheSpec
+    implementations: list[tuple[Any, str]] = field(default_factory=list)  # by configuration
+    folded: list[Any] = field(default_factory=list)  # modules with an `expand_kv` of ours
+
+
+def attach(model: PreTrainedModel, spec: str | LayerSpec | CacheSpec = "raw") -> None:
+    """Let `model.generate(...)` use a cache with this spec, until `detach`."""
+    if MARK in model.__dict__:
+        detach(model)
+    cache_for(model, spec)  # a spec that does not fit is refused now
+    attachment = Attachment(spec)
+    model.__dict__[MARK] = attachment
+    model.__dict__[PREPARE] = MethodType(_prepare, model)
+    if any(layer.attends for layer in host_layers(model)):
+        _switch(model, attachment)
+    for module in model.modules():
+        if callable(getattr(module, "expand_kv", None)) and folds(module):
+            module.__dict__["expand_kv"] = folding(module)
+            attachment.folded.append(module)
+
+
+def detach(model: PreTrainedModel) -> None:
+    """Undo `attach`."""
+    attachment: Attachment | None = model.__dict__.pop(MARK, None)
+    if attachment is None:
+        raise ValueError(f"{type(model).__name__} is not attached to kvant")
+    del model.__dict__[PREPARE]
+    for module in attachment.folded:
+        del module.__dict__["expand_kv"]
+    for config, name in attachment.implementations:
+        config._attn_implementation_internal = name
+
+
+def _switch(model: PreTrainedModel, attachment: Attachment) -> None:
+    """Use our attention where the model takes a name for it."""
+    known = set()
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or id(module.config) in known:
+            continue
+        known.add(id(module.config))
+        name = module.config._attn_implementation
+        if name in NAMES and module._can_set_attn_implementation():
+            attachment.implementations.append((module.config, name))
+            module.config._attn_implementation_internal = NAMES[name]
+
+
+def _prepare(
+    self: Any,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """In place of the host's method: what `generate` prepares is a cache of ours."""
+    name = "cache_params" if "mamba" in type(self).__name__.lower() else "past_key_values"
+    given: TransformersCache | None = model_kwargs.get(name)
+    if given is None and generation_config.use_cache is not False:
+        asked = generation_config.cache_implementation
+        if asked not in (None, self.generation_config.cache_implementation):
+            raise ValueError(
+                f"cache_implementation={asked!r} of a model that kvant is attached to: leave it "
+                "out, or kvant.detach(model) first"
+            )
+        attachment: Attachment = self.__dict__[MARK]
+        mask: Tensor | None = model_kwargs.get("attention_mask")
+        cache = cache_for(self, attachment.spec, attention_mask=mask)
+        if generation_config.is_assistant:
+            cache.activate_past_recording()
+        model_kwargs[name] = cache
+        return
+    getattr(type(self), PREPARE)(self, generation_config, model_kwargs, *args, **kwargs)

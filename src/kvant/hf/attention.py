@@ -1,0 +1,92 @@
+"""Attention and masks under a name of our own, registered with the host beside its own names.
+
+What SDPA cannot express goes through here: learned sinks, soft caps, chunks with padding, and no
+mask at all. For tensors that are no handles the host's own implementation runs, and gives what it
+always gave: so a name says which one stands behind it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+from kvant.hf.handles import source_of
+from kvant.hf.lazies import dense
+from kvant.hf.masks import LazyMask, lazily
+from kvant.hf.reading import Question
+
+Forward = Callable[..., tuple[Tensor, Tensor | None]]
+UNKNOWN = ("indices", "block_indices")  # of sparse attention: leaving them out would be wrong
+
+
+def eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """The attention that a model's own file defines."""
+    found: Forward = sys.modules[type(module).__module__].eager_attention_forward
+    return found(module, *args, **kwargs)
+
+
+def over(host: Forward) -> Forward:
+    """Attention on the pages for handles, and the host's for everything else."""
+
+    def forward(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        for name in UNKNOWN:
+            if kwargs.get(name) is not None:
+                raise NotImplementedError(f"{name}: kvant's attention knows no sparse selection")
+        source = source_of(key, value)
+        if source is not None and not dropout and not kwargs.get("output_attentions"):
+            question = Question(
+                _biased(attention_mask, kwargs.get("position_bias")),
+                scaling,
+                causal=_causal(module, kwargs.get("is_causal")),
+                softcap=kwargs.get("softcap"),
+                sink_logits=kwargs.get("s_aux"),
+            )
+            out = source.attend(query, question)
+            if out is not None:
+                return out.transpose(1, 2).contiguous(), None
+        why = "attention of the host's"
+        mask = attention_mask.original() if type(attention_mask) is LazyMask else attention_mask
+        rows = dense(key, why), dense(value, why)
+        return host(module, query, *rows, mask, dropout=dropout, scaling=scaling, **kwargs)
+
+    return forward
+
+
+def _causal(module: nn.Module, told: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True)) if told is None else told
+
+
+def _biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """A bias on positions is a mask of numbers; the host's own mask lies on top of it."""
+    if bias is None:
+        return mask
+    hidden = dense(mask, "a bias on positions")
+    if hidden is None:
+        return bias
+    return (
+        bias.masked_fill(~hidden, float("-inf"))
+        if hidden.dtype.is_floating_point is False
+        else bias + hidden
+    )
+
+
+NAMES = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}  # the host's name: ours over it
+AttentionInterface.register(NAMES["sdpa"], over(sdpa_attention_forward))
+AttentionInterface.register(NAMES["eager"], over(eager))
+AttentionMaskInterface.register(NAMES["sdpa"], lazily(sdpa_mask))
+AttentionMaskInterface.register(NAMES["eager"], lazily(eager_mask))

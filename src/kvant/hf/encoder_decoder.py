@@ -1,0 +1,41 @@
+"""The two caches of an encoder-decoder: its own rows, and the encoder's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.cache_utils import EncoderDecoderCache
+
+from kvant.hf.cache import HostCache
+from kvant.hf.explanation import Explanation
+
+
+class PairedCache(EncoderDecoderCache):
+    """Both are ours; the second is written once and read by every later token."""
+
+    self_attention_cache: HostCache
+    cross_attention_cache: HostCache
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """The host asks for its own class before it crops or selects: ours can do both."""
+
+    def fork(self) -> PairedCache:
+        twin = PairedCache(self.self_attention_cache.fork(), self.cross_attention_cache.fork())
+        twin.is_updated = dict(self.is_updated)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PairedCache:
+        return self.fork()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "self": self.self_attention_cache.stats(),
+            "cross": self.cross_attention_cache.stats(),
+        }
+
+    def explain(self) -> Explanation:
+        own, cross = self.self_attention_cache.explain(), self.cross_attention_cache.explain()
+        return Explanation(
+            tuple(f"own rows: {line}" for line in own.lines)
+            + tuple(f"rows of the encoder: {line}" for line in cross.lines)
+        )

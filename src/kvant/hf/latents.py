@@ -1,0 +1,127 @@
+"""Multi-head latent attention: rows are stored compressed, and read without unfolding them.
+
+The host unfolds all cached latents into keys and values at every step (`expand_kv`). As that is
+linear, queries can be folded instead: q . (W c) = (W^T q) . c. A layer takes part only where its
+`expand_kv` is seen to compute just that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvant.attention import dense_rows
+from kvant.hf.handles import Handle, pair
+from kvant.hf.reading import Question, Reading, SideName
+
+Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class LatentReading(Reading):
+    """Latents stand where the host expects keys, rotated channels where it expects values."""
+
+    def shape(self, side: SideName) -> tuple[int, ...]:
+        batch, heads, _, dim = self.view.keys.dense.shape
+        rank = self.view.value_dim
+        return (batch, heads, self.shown, rank if side == "keys" else dim - rank)
+
+    def attend(self, q: Tensor, question: Question) -> Tensor | None:
+        """They are no keys and no values yet."""
+        return None
+
+    def on_latents(self, q: Tensor, question: Question) -> Tensor | None:
+        return super().attend(q, question)
+
+    def rows(self, side: SideName, why: str) -> Tensor:
+        self.check_dense(why)
+        rows = dense_rows(self.view, self.view.keys, self.view.columns - self.shown)
+        rank = self.view.value_dim
+        part = rows[..., :rank] if side == "keys" else rows[..., rank:]
+        return part.to(self.dtype).contiguous()
+
+
+@dataclass(eq=False)
+class Unfolded:
+    """What `expand_kv` would give for a reading: a `Source` of keys and values."""
+
+    reading: LatentReading
+    module: Any
+    expand: Expand
+    latents: Handle
+    rotated: Handle
+
+    def shape(self, side: SideName) -> tuple[int, ...]:
+        module = self.module
+        batch, _, shown, _ = self.latents.shape
+        dim = module.v_head_dim
+        if side == "keys":
+            dim = module.qk_nope_head_dim + self.rotated.shape[-1]
+        return (batch, _heads(module), shown, dim)
+
+    def attend(self, q: Tensor, question: Question) -> Tensor | None:
+        module, plain = self.module, self.module.qk_nope_head_dim
+        to_keys, to_values = _weights(module)
+        folded = torch.cat([q[..., :plain] @ to_keys, q[..., plain:]], -1)
+        scale = q.shape[-1] ** -0.5 if question.scale is None else question.scale
+        out = self.reading.on_latents(folded, replace(question, scale=scale))
+        return None if out is None else out @ to_values.transpose(-1, -2)
+
+    def rows(self, side: SideName, why: str) -> Tensor:
+        keys, values = self.expand(self.latents.dense(why), self.rotated.dense(why))
+        return keys if side == "keys" else values
+
+
+def folding(module: nn.Module) -> Expand:
+    """The `expand_kv` of a module, but for handles: those stay folded."""
+    expand: Expand = module.expand_kv  # type: ignore[assignment]
+
+    def expand_kv(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+        if type(latents) is not Handle or type(rotated) is not Handle:
+            return expand(latents, rotated)
+        assert isinstance(latents.source, LatentReading)
+        source = Unfolded(latents.source, module, expand, latents, rotated)
+        return pair(source, latents.dtype, latents.device)
+
+    return expand_kv
+
+
+@torch.no_grad()
+def folds(module: Any) -> bool:
+    """Is unfolding what we take it for? Asked with a few random rows, in float32."""
+    try:
+        to_keys, to_values = _weights(module)
+        like, seed = to_keys, torch.Generator().manual_seed(0)
+        latents = torch.randn(2, 1, 3, module.kv_lora_rank, generator=seed).to(like)
+        rotated = torch.randn(2, 1, 3, module.qk_rope_head_dim, generator=seed).to(like)
+        keys, values = module.expand_kv(latents, rotated)
+        expected = torch.cat(
+            [latents @ to_keys.transpose(-1, -2), rotated.expand(-1, keys.shape[1], -1, -1)], -1
+        )
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return _close(keys, expected) and _close(values, latents @ to_values.transpose(-1, -2))
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    tolerance = 1e-4 if one.dtype == torch.float32 else 0.05
+    return one.shape == other.shape and torch.allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def _heads(module: Any) -> int:
+    rows = module.kv_b_proj.weight.shape[0]
+    return int(rows // (module.qk_nope_head_dim + module.v_head_dim))
+
+
+def _weights(module: Any) -> tuple[Tensor, Tensor]:
+    """What unfolds keys and values: [heads, nope, rank] and [heads, v, rank]."""
+    if module.kv_b_proj.bias is not None:
+        raise AttributeError("a bias does not fold")
+    plain = module.qk_nope_head_dim
+    weight: Tensor = module.kv_b_proj.weight.view(
+        _heads(module), plain + module.v_head_dim, module.kv_lora_rank
+    )
+    return weight[:, :plain], weight[:, plain:]

@@ -1,0 +1,55 @@
+"""Tensors without storage: they know their shape, and an operation that touches them makes them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+
+class Lazy(torch.Tensor):
+    """A tensor that is made on its first use by an operation that nobody answers for it."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    _real: Tensor | None
+
+    @classmethod
+    def shaped(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        """An instance without attributes: the caller gives it those that `make` needs."""
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._real = None
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        name = str(func)
+        real = tree_map_only(Lazy, lambda lazy: lazy.dense(name), (tuple(args), dict(kwargs or {})))
+        return func(*real[0], **real[1])
+
+    def dense(self, why: str) -> Tensor:
+        """The tensor itself; `why` names who needs it."""
+        if self._real is None:
+            self._real = self.make(why)
+        return self._real
+
+    @abstractmethod
+    def make(self, why: str) -> Tensor: ...
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype}, {self.device})"
+
+
+def dense(tensor: Tensor | None, why: str) -> Tensor | None:
+    """A tensor that any code may take."""
+    return tensor.dense(why) if isinstance(tensor, Lazy) else tensor

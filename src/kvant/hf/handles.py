@@ -1,7 +1,8 @@
 """Keys and values without storage, as a host's model sees them.
 
 The host's own `scaled_dot_product_attention` on a pair of handles becomes attention on the pages;
-any other operation makes the dense rows once. So every model is right, and most are fused.
+any other operation makes the dense rows once. So every model is right, and most are fused. Where
+the host repeats heads for grouped queries, a handle goes along: it repeats nothing, but says so.
 """
 
 from __future__ import annotations
@@ -16,20 +17,34 @@ from torch.nn import functional
 from kvant.hf.lazies import Lazy
 from kvant.hf.reading import Question, SideName, Source
 
+ALL = slice(None)
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class Handle(Lazy):
-    """One side of a source."""
+    """One side of a source, [B, H * times, n, D], or [B, H, times, n, D] on the way there."""
 
     source: Source
     side: SideName
+    times: int
 
     @classmethod
-    def of(cls, source: Source, side: SideName, dtype: torch.dtype, device: torch.device) -> Handle:
-        made: Handle = cls.shaped(source.shape(side), dtype, device)
-        made.source, made.side = source, side
+    def of(
+        cls,
+        source: Source,
+        side: SideName,
+        dtype: torch.dtype,
+        device: torch.device,
+        shape: Sequence[int] | None = None,
+        times: int = 1,
+    ) -> Handle:
+        made: Handle = cls.shaped(shape or source.shape(side), dtype, device)
+        made.source, made.side, made.times = source, side, times
         return made
+
+    def laid(self, shape: Sequence[int], times: int) -> Handle:
+        """The same rows in another shape."""
+        return Handle.of(self.source, self.side, self.dtype, self.device, shape, times)
 
     @classmethod
     def __torch_function__(
@@ -39,15 +54,19 @@ class Handle(Lazy):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        out: Tensor | None = None
         if func is functional.scaled_dot_product_attention:
             out = _intercepted(**dict(zip(ARGUMENTS, args, strict=False)), **(kwargs or {}))
-            if out is not None:
-                return out
+        elif func in REPEATING and type(args[0]) is Handle and not kwargs:
+            out = REPEATING[func](*args)
+        if out is not None:
+            return out
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     def make(self, why: str) -> Tensor:
-        return self.source.rows(self.side, why)
+        rows = self.source.rows(self.side, why)
+        return rows if self.times == 1 else rows.repeat_interleave(self.times, 1).view(self.shape)
 
 
 def pair(source: Source, dtype: torch.dtype, device: torch.device) -> tuple[Handle, Handle]:
@@ -60,7 +79,8 @@ def source_of(key: Any, value: Any) -> Source | None:
     """Where keys and values come from, if they are the two sides of one source."""
     if type(key) is not Handle or type(value) is not Handle or key.source is not value.source:
         return None
-    return key.source if (key.side, value.side) == ("keys", "values") else None
+    alike = key.times == value.times and key.ndim == value.ndim == 4
+    return key.source if alike and (key.side, value.side) == ("keys", "values") else None
 
 
 def _intercepted(
@@ -79,3 +99,36 @@ def _intercepted(
     if source is None or dropout_p or (is_causal and query.shape[2] != key.shape[2]):
         return None
     return source.attend(query, Question(attn_mask, scale, causal=is_causal))
+
+
+def _with_axis(handle: Handle, index: Any) -> Handle | None:
+    """`x[:, :, None, :, :]`"""
+    if handle.ndim != 4 or index != (ALL, ALL, None, ALL, ALL):
+        return None
+    batch, heads, rows, dim = handle.shape
+    return handle.laid((batch, heads, 1, rows, dim), handle.times) if handle.times == 1 else None
+
+
+def _expanded(handle: Handle, *shape: int) -> Handle | None:
+    """`x.expand(batch, heads, times, rows, dim)`"""
+    if handle.ndim != 5 or handle.times != 1 or len(shape) != 5:
+        return None
+    batch, heads, _, rows, dim = handle.shape
+    times = shape[2]
+    fits = shape == (batch, heads, times, rows, dim) and times > 0
+    return handle.laid(shape, times) if fits else None
+
+
+def _reshaped(handle: Handle, *shape: int) -> Handle | None:
+    """`x.reshape(batch, heads * times, rows, dim)`"""
+    if handle.ndim != 5 or len(shape) != 4:
+        return None
+    batch, heads, times, rows, dim = handle.shape
+    return handle.laid(shape, times) if shape == (batch, heads * times, rows, dim) else None
+
+
+REPEATING: Mapping[Any, Callable[..., Handle | None]] = {
+    Tensor.__getitem__: _with_axis,
+    Tensor.expand: _expanded,
+    Tensor.reshape: _reshaped,
+}

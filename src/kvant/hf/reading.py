@@ -20,6 +20,7 @@ from kvant.hf.lazies import dense
 from kvant.hf.masks import LazyMask
 from kvant.hf.notes import Notes
 
+KNOWN = "_kvant_padding"  # what is remembered of a mask, on it
 SideName = Literal["keys", "values"]
 
 
@@ -115,10 +116,27 @@ class Reading:
             plain = causal or self.count == 1
             rule = view.mask if plain else Mask(causal=False)
             return (view, rule) if plain or view.mask == Mask() else None
-        if self.count == 1 and mask.dtype == torch.bool and bool(mask.all()):
-            return view, view.mask
+        padding = self.told(mask)
+        if padding is not None:
+            return self.padded(padding), view.mask
         self.notes.masks += 1
         return view, mask if self.refusal is None else self.narrowed(mask)
+
+    def told(self, mask: Tensor) -> list[int] | None:
+        """The padding, where a mask for one query says no more than that."""
+        batch, heads, count, columns = mask.shape
+        if (heads, count, mask.dtype) != (1, 1, torch.bool) or self.view.mask.chunk is not None:
+            return None
+        known: list[int] | None = getattr(mask, KNOWN, None)
+        if known is None:
+            hidden = columns - mask.sum((1, 2, 3))
+            left = bool((mask[:, 0, 0].to(torch.int8).argmax(-1) == hidden).all())
+            known = [int(n) for n in hidden] if left else []
+            setattr(mask, KNOWN, known)  # the host hands the same mask to every layer
+        if not known or (any(known) and self.view.keys.sinks.shape[2]):
+            return None
+        before = self.view.columns - columns
+        return [n and n + before for n in known] * (self.view.start.shape[0] // batch)
 
     def padded(self, padding: list[int]) -> View:
         """The view, with the padding that only the mask tells of."""

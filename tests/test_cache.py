@@ -499,3 +499,32 @@ def test_a_cache_takes_a_state_that_exists() -> None:
     spec = parse("raw", 2)
     state = build(spec.layers[1])
     assert Cache(spec=spec, states={1: state})[1] is state
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_a_move_takes_everything_along(text: str) -> None:
+    """Nothing is left behind: the meta device has the shapes, and no bytes to come back for."""
+    cache = grown(text, 200)
+    before = [layer.nbytes for layer in cache]
+    cache.move("meta")
+    assert [layer.nbytes for layer in cache] == before
+    assert {t.device.type for t in cache.exposed().tensors.values()} == {"meta"}
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_a_move_to_where_it_is_changes_nothing(text: str) -> None:
+    cache = grown(text, 200)
+    twin = cache.fork()
+    cache.move("cpu")
+    forward(cache, 3)
+    forward(twin, 3)
+    same(cache.snapshot(), twin.snapshot())
+
+
+def test_a_move_within_a_forward_can_still_be_undone() -> None:
+    cache = grown("affine8", 100)
+    cache[0].append(torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 2, 8))
+    cache[0].move(torch.device("cpu"))
+    assert cache[0].length == 102
+    assert cache.trim(0) == 0  # settles
+    assert [layer.length for layer in cache] == [100, 100]

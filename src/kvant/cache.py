@@ -178,6 +178,10 @@ class Cache:
             raise ValueError(f"reorder with {len(index)} sequences of a batch of {self.batch}")
         self.select(index)
 
+    def move(self, device: torch.device | str) -> None:
+        """Lie in the memory of another device, the same otherwise."""
+        self._settled().move(torch.device(device))
+
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
         self._settled().reset()

@@ -183,6 +183,9 @@ class Arena(Protocol):
     def select(self, index: Tensor, first: int, stop: int) -> Arena:
         """An arena of its own with the sequences `index`."""
 
+    def moved(self, device: torch.device, first: int, stop: int) -> Arena:
+        """An arena of its own with the same units, in the memory of another device."""
+
     def release(self, first: int, stop: int) -> Arena:
         """Only [first, stop) is still needed: this arena, or a smaller one."""
 
@@ -369,6 +372,9 @@ class LayerState(Protocol):
 
     def fork(self) -> LayerState: ...
     def select(self, index: Tensor) -> None: ...
+    def move(self, device: torch.device) -> None:
+        """Lie in the memory of another device, the same otherwise."""
+
     def reset(self) -> None: ...
     def clear(self) -> None: ...
 

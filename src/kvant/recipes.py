@@ -6,6 +6,7 @@ A recipe holds what was asked for; what follows from it is a property. It alloca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -34,25 +35,25 @@ class LayerSpec:
     chunk: int | None = None  # a query sees its own block of so many positions only
     value_dim: int | None = None  # values are the first channels of the keys (MLA)
 
-    @property
+    @cached_property
     def sides(self) -> dict[str, Codec]:
         """The rows a layer stores, by name: values may lie inside the keys."""
         if self.value_dim is not None:
             return {"keys": self.keys}
         return {"keys": self.keys, "values": self.values}
 
-    @property
+    @cached_property
     def seals(self) -> bool:
         """Raw layers stay open for ever: sealed and dense would be the same bytes."""
         return not all(codec.exact for codec in self.sides.values())
 
-    @property
+    @cached_property
     def paging(self) -> Paging:
         deepest = max(codec.tail for codec in self.sides.values())
         tail = deepest if self.tail is None else self.tail
         return Paging(self.page, tail if self.seals else None, self.dense_until)
 
-    @property
+    @cached_property
     def mask(self) -> Mask:
         retention = self.retention
         return Mask(window=retention.window, sinks=retention.sinks, chunk=self.chunk)

@@ -138,6 +138,9 @@ class Buffer:
         picked = {k: t.index_select(0, index) for k, t in self.tensors(first, stop).items()}
         return self._copy(slabs, first, picked, self.taken)
 
+    def moved(self, device: torch.device, first: int, stop: int) -> Buffer:
+        return self._copy(self.slabs, first, self.tensors(first, stop), self.taken, device)
+
     def release(self, first: int, stop: int) -> Buffer:
         """Only [first, stop) is needed: give back what a long chunk took beyond the bound."""
         bound = self.growth.bound
@@ -145,8 +148,15 @@ class Buffer:
             return self
         return self._copy(self.slabs, first, self.tensors(first, stop), bound)
 
-    def _copy(self, slabs: Mapping[str, Slab], first: int, units: Fields, slots: int) -> Buffer:
-        twin = Buffer(slabs, self.growth, self.device)
+    def _copy(
+        self,
+        slabs: Mapping[str, Slab],
+        first: int,
+        units: Fields,
+        slots: int,
+        device: torch.device | None = None,
+    ) -> Buffer:
+        twin = Buffer(slabs, self.growth, device or self.device)
         twin.allocate(first, first, first + slots)
         twin.write(first, units)
         return twin

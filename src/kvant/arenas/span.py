@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvant.contracts import Arena, Fields
@@ -52,6 +53,9 @@ class Span:
 
     def shared(self) -> Span:
         return Span(self.arena.share(self.first, self.stop), self.first, self.stop)
+
+    def moved(self, device: torch.device) -> Span:
+        return Span(self.arena.moved(device, self.first, self.stop), self.first, self.stop)
 
     def selected(self, index: Tensor) -> Span:
         return Span(self.arena.select(index, self.first, self.stop), self.first, self.stop)

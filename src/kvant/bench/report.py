@@ -39,19 +39,35 @@ def machine() -> dict[str, Any]:
     }
 
 
-def show(title: str, rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
-    """Print `rows` as a table and, as the last line, everything as JSON."""
+def progress(text: str) -> None:
+    """Say on a terminal what is done now, in one line; "" wipes it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+
+def show(
+    title: str,
+    rows: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, Any],
+    file: Path | None = None,
+) -> None:
+    """Print `rows` as a table and, as the last line, everything as JSON; that also to `file`."""
     table = Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(*(_text(value) for value in row.values()))
     Console().print(table)
-    print(json.dumps({"bench": title, "machine": machine(), **facts, "rows": rows}))
+    line = json.dumps({"bench": title, "machine": machine(), **facts, "rows": rows})
+    print(line)
+    if file is not None:
+        file.write_text(line + "\n", encoding="utf-8")
 
 
 def _text(value: Any) -> str:
-    return f"{value:,.1f}" if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"  # ratios near 1 need the digits
 
 
 def _processor() -> str:

@@ -52,6 +52,8 @@ class HostCache(TransformersCache):
         self._turn = False
         layers = [host_layer(context, i, one, own.get(i)) for i, one in enumerate(host)]
         super().__init__(layers=layers)
+        followers = context.states.followers
+        self._recurrences = tuple(one for one in followers if isinstance(one, Recurrence))
 
     @property
     def states(self) -> Cache:
@@ -79,7 +81,7 @@ class HostCache(TransformersCache):
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )
-        for follower in self._followers():
+        for follower in self._recurrences:
             follower.check()
         return updated
 
@@ -136,6 +138,7 @@ class HostCache(TransformersCache):
 
     def reset(self) -> None:
         self._move()
+        self.context.begun = False
         self.states.reset()
         for layer in self._foreign():
             layer.reset()
@@ -164,6 +167,18 @@ class HostCache(TransformersCache):
         if self.states.length:
             self.states.checkpoint()
         self._widen(RECORDED)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Let a layer wait in the memory of the processor; small ones stay, unless asked."""
+        if not (only_non_sliding and self.is_sliding[layer_idx]):
+            self._move()
+            self.layers[layer_idx].offload()
+
+    def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Bring a layer back to where its rows are made."""
+        if not (only_non_sliding and self.is_sliding[layer_idx]):
+            self._move()
+            self.layers[layer_idx].prefetch()
 
     def fork(self) -> HostCache:
         """A second cache with the same tokens, independent of this one from now on."""
@@ -220,11 +235,8 @@ class HostCache(TransformersCache):
     def _is_user_defined(self, value: bool) -> None:
         """`generate` marks a cache that it is given: what it holds is the end of a turn."""
         self._turn = value
-        if value and self.states.length and self._followers():
+        if value and self.states.length and self._recurrences:
             self.states.checkpoint()
-
-    def _followers(self) -> list[Recurrence]:
-        return [one for one in self.states.followers if isinstance(one, Recurrence)]
 
     def _foreign(self) -> list[Any]:
         return [layer for layer in self.layers if foreign(layer)]
@@ -236,7 +248,7 @@ class HostCache(TransformersCache):
 
     def _touch(self, layer: int, state: int, count: int) -> None:
         """A recurrent layer is about to change; where nothing else counts tokens, it does."""
-        followers = self._followers()
+        followers = self._recurrences
         for follower in followers:
             follower.check()
         first = followers and self.layers[layer] is followers[0].host and state == 0

@@ -39,6 +39,7 @@ class Context:
     padding: tuple[int, ...] | None = None  # columns of left padding, where they were told
     recording: bool = False  # speculation: a chunk is read as single tokens would be
     cross: bool = False  # the rows of an encoder
+    begun: bool = False  # a forward has brought rows to every layer
     notes: dict[int, Notes] = field(default_factory=dict)
 
     def start(self, batch: int) -> list[int] | None:
@@ -140,9 +141,13 @@ class AttentionLayer(CacheLayerMixin):
     reorder_cache = crop = reset
 
     def offload(self) -> None:
-        raise NotImplementedError("offloading is not supported: rows stay where they were made")
+        """Lie in the memory of the processor until `prefetch`."""
+        self.state.move(torch.device("cpu"))
 
-    prefetch = offload
+    def prefetch(self) -> None:
+        """Be back before the next forward."""
+        if self.is_initialized:
+            self.state.move(self.device)
 
     def _rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Compressed rows and the part with positions lie in one stream, values inside the keys."""
@@ -154,9 +159,10 @@ class AttentionLayer(CacheLayerMixin):
 
     def _check_begun(self, count: int) -> None:
         """A layer that is never appended to would undo every forward of the others."""
-        begun = self.state.length
-        if begun and self.context.states.length == 0 and count != begun:
-            silent = [i for i, s in self.context.states.layers.items() if s.length == 0]
+        begun, context = self.state.length, self.context
+        context.begun = context.begun or context.states.length > 0
+        if begun and count != begun and not context.begun:
+            silent = [i for i, s in context.states.layers.items() if s.length == 0]
             raise CacheError(
                 f"the first forward brought no rows to layers {silent}: if it died, reset the "
                 "cache; if this model never uses them, kvant cannot cache it"

@@ -11,6 +11,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -111,6 +112,11 @@ class Recurrence(Recurrent):
     def select(self, index: Tensor) -> None:
         self._take()
         super().select(index)
+        self._give()
+
+    def move(self, device: torch.device) -> None:
+        self._take()
+        super().move(device)
         self._give()
 
     def reset(self) -> None:

@@ -211,6 +211,11 @@ class Attention:
         """Keep the sequences `index` of the batch, in that order, with repeats if it has any."""
         self._settle(None if self._record is None else self._record.selected(index))
 
+    def move(self, device: torch.device) -> None:
+        now, before = self._record, self._committed
+        self._committed = None if before is None else before.moved(device)
+        self._record = self._committed if now is before or now is None else now.moved(device)
+
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
         self._settle(None if self._record is None else self._record.emptied())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvant.contracts import Follower, LayerState, Ledger, Snapshot, Tally
@@ -125,6 +126,10 @@ class Group:
     def select(self, index: Tensor) -> None:
         for part in self.parts.values():
             part.select(index)
+
+    def move(self, device: torch.device) -> None:
+        for part in self.parts.values():
+            part.move(device)
 
     def reset(self) -> None:
         for part in self.parts.values():

@@ -132,6 +132,18 @@ class Record:
             )
         return Record(memory, self.length, self.dense.selected(index), self.sealed.selected(index))
 
+    def moved(self, device: torch.device) -> Record:
+        """The same in the memory of another device."""
+        old = self.memory
+        with lasting():
+            memory = replace(
+                old,
+                geometry=replace(old.geometry, device=device),
+                start_tensor=old.start_tensor.to(device),
+                sinks={name: tensor.to(device) for name, tensor in old.sinks.items()},
+            )
+        return Record(memory, self.length, self.dense.moved(device), self.sealed.moved(device))
+
     def _end(self, rows: Rows, length: int) -> Span:
         """A span of its own with the rows of a long chunk that stay dense."""
         memory = self.memory

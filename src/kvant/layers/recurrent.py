@@ -175,6 +175,12 @@ class Recurrent:
         kept = tuple(pick(moment) for moment in self._past.checkpoints)
         self._settle(Past(pick(self._past.now), kept))
 
+    def move(self, device: torch.device) -> None:
+        def there(moment: Moment) -> Moment:
+            return Moment(moment.length, {n: t.to(device) for n, t in moment.state.items()})
+
+        self._settle(Past(there(self._past.now), tuple(map(there, self._past.checkpoints))))
+
     def reset(self) -> None:
         """Forget the tokens; the state is small, so its memory goes too."""
         self._settle(Past(NOTHING))

@@ -1,0 +1,189 @@
+"""What one decoded token costs a model of transformers, with its own cache and with ours.
+
+The model has the shape of Qwen3-0.6B and random weights, the rows are random and put into the
+caches directly. The baseline, `dynamic`, is transformers' DynamicCache with SDPA. Each format is
+measured beside a baseline of its own, one token each in turn, so two caches are held at most and
+what else the machine does hits both. `ratio` is the baseline's median over the median of the
+format: above 1, ours is faster. `best_ms` is what the machine can do when nothing disturbs it. One
+token in 64 also seals a page: neither figure shows that, the mean of kvant.bench.append does.
+
+`rest_mib` is what the cache has allocated for the context. `peak_mib` is what decoding needs for a
+moment beside that, weights and rest left out: the highest resident memory of the process while
+each cache decodes its first tokens alone, over what was resident just before. The kernel keeps that
+mark itself (VmHWM of Linux, set back for each cache), so nothing is missed between two samples;
+other systems have no such mark, and there it stays empty.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import statistics
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from kvant.bench.report import progress, run, show
+from kvant.hf import cache_for
+
+SHAPE: dict[str, Any] = {  # of Qwen3-0.6B
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+}
+BASELINE = "dynamic"
+CHUNK = 2048  # rows put into a cache of ours at once
+FIRST = 2  # tokens that each cache decodes alone: they warm up, and show the peak
+
+
+@dataclass
+class Contestant:
+    """A cache with its context, and what each token decoded with it took."""
+
+    name: str
+    cache: Any
+    rest: int
+    peak: int | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    def decode(self, model: Any) -> None:
+        token = torch.ones(1, 1, dtype=torch.int64)
+        begin = time.perf_counter()
+        model(token, past_key_values=self.cache)
+        self.seconds.append(time.perf_counter() - begin)
+
+    def begin(self, model: Any) -> None:
+        """Decode the first tokens, for the peak; their times do not count."""
+        before = mark()
+        for _ in range(FIRST):
+            self.decode(model)
+        self.peak = None if before is None else max(0, resident("VmHWM") - before)
+        self.seconds.clear()
+
+    def figures(self, baseline: Contestant) -> dict[str, Any]:
+        median = statistics.median(self.seconds)
+        return {
+            "cache": self.name,
+            "tokens": len(self.seconds),
+            "median_ms": median * 1e3,
+            "best_ms": min(self.seconds) * 1e3,
+            "ratio": statistics.median(baseline.seconds) / median,
+            "rest_mib": self.rest / 2**20,
+            "peak_mib": None if self.peak is None else self.peak / 2**20,
+        }
+
+
+def build(layers: int) -> Any:
+    """The model, in bf16: allocated once, and filled without the host's slow initialization."""
+    config = Qwen3Config(**SHAPE | {"num_hidden_layers": layers}, attn_implementation="sdpa")
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config)
+    model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are computed
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim == 1:
+                weight.fill_(1.0)  # a norm
+            else:
+                weight.normal_(0.0, 0.02, generator=generator)
+        model(torch.ones(1, 1, dtype=torch.int64))  # memory that the first forward takes for good
+    return model
+
+
+def filled(model: Any, name: str, keys: Tensor, values: Tensor) -> Contestant:
+    """A cache of that name that holds these rows in every layer."""
+    if name == BASELINE:
+        cache = DynamicCache(config=model.config)
+        for layer in cache.layers:
+            layer.update(keys, values)
+        rest = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        return Contestant(name, cache, rest)
+    cache = cache_for(model, name)
+    for begin in range(0, keys.shape[2], CHUNK):
+        part = slice(begin, begin + CHUNK)
+        for state in cache.states:
+            state.append(keys[:, :, part], values[:, :, part])
+    return Contestant(name, cache, cache.states.nbytes)
+
+
+@torch.no_grad()
+def measure(model: Any, name: str, context: int, repeats: int) -> list[Contestant]:
+    """Decode with the baseline and with a format of ours in turn."""
+    config, generator = model.config, torch.Generator().manual_seed(context)
+    shape = (1, config.num_key_value_heads, context, config.head_dim)
+    keys = torch.randn(shape, dtype=torch.bfloat16, generator=generator)
+    values = torch.randn(shape, dtype=torch.bfloat16, generator=generator)
+    pair = [filled(model, one, keys, values) for one in (BASELINE, name)]
+    del keys, values
+    for one in pair:
+        one.begin(model)
+    for _ in range(repeats):
+        for one in pair:
+            one.decode(model)
+    return pair
+
+
+def mark() -> int | None:
+    """Set the peak back to what is resident now; None where a system has no such mark."""
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # or the peak would hide in memory that is free and not given back
+        trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def resident(name: str) -> int:
+    """Bytes, as Linux tells them under that name."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+
+
+def main(
+    contexts: Annotated[str, typer.Option(help="rows already there")] = "16,2048,8192,32768",
+    formats: Annotated[str, typer.Option(help="of the spec language")] = "raw,affine8,affine4",
+    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="tokens a figure")] = 16,
+    layers: Annotated[int, typer.Option(min=1)] = 28,
+    json: Annotated[Path | None, typer.Option(help="also write the JSON line here")] = None,
+) -> None:
+    """The cost of one decoded token, a model of Qwen3-0.6B's shape, bf16, batch 1."""
+    lengths, names = [int(text) for text in contexts.split(",")], formats.split(",")
+    if min(lengths) < 1:
+        raise ValueError(f"contexts {contexts}: 1 row or more")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    progress("building the model")
+    model = build(layers)
+    rows: list[dict[str, Any]] = []
+    for length in lengths:
+        for name in names:
+            progress(f"{length} rows, {name}")
+            pair = measure(model, name, length, repeats)
+            rows += [{"rows": length, **one.figures(pair[0])} for one in pair]
+    progress("")
+    facts = {"model": "Qwen3-0.6B, random", "layers": layers, "dtype": "bfloat16"}
+    show("decode", rows, facts | {"transformers": version("transformers")}, json)
+
+
+if __name__ == "__main__":
+    run(main)

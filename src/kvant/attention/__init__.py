@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,8 +72,17 @@ def attend(
     return (out, lse) if return_lse else out
 
 
-def explain(view: View) -> Explanation:
-    """Which backend would read this view, and why the others would not."""
+@singledispatch
+def explain(view: Any) -> Any:
+    """Which backend would read this view, and why the others would not.
+
+    A host's cache explains itself, layer by layer.
+    """
+    raise TypeError(f"{type(view).__name__} cannot be explained: a view or a host's cache can")
+
+
+@explain.register
+def _(view: View) -> Explanation:
     chosen, refused = _survey(view, None)
     return Explanation(chosen.name, refused)
 

@@ -53,6 +53,8 @@ class HostCache(TransformersCache):
         layers = [host_layer(context, i, one, own.get(i)) for i, one in enumerate(host)]
         super().__init__(layers=layers)
         followers = context.states.followers
+        self._attending = [index for index, one in enumerate(host) if one.attends]
+        self._first = next((index for index, one in enumerate(host) if one.recurs), -1)
         self._recurrences = tuple(one for one in followers if isinstance(one, Recurrence))
 
     @property
@@ -86,14 +88,20 @@ class HostCache(TransformersCache):
         return updated
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        self._touch(layer_idx, state_idx, 1)
+        if (layer_idx, state_idx) == (self._first, 0):
+            if not self._attending:
+                self._count(1)  # if there are more, `update_conv_state` will say so
+            elif layer_idx < self._attending[-1]:
+                for follower in self._recurrences:
+                    follower.touch()
         state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return state
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        self._touch(layer_idx, state_idx, conv_states.shape[-1] - 1)
+        if (layer_idx, state_idx) == (self._first, 0) and not self._attending:
+            self._count(conv_states.shape[-1] - 1)
         state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         return state
 
@@ -246,16 +254,11 @@ class HostCache(TransformersCache):
         if kinds:
             raise CacheError(f"{verb}: {', '.join(kinds)} of transformers cannot take part")
 
-    def _touch(self, layer: int, state: int, count: int) -> None:
-        """A recurrent layer is about to change; where nothing else counts tokens, it does."""
-        followers = self._recurrences
-        for follower in followers:
-            follower.check()
-        first = followers and self.layers[layer] is followers[0].host and state == 0
-        if first and not any(isinstance(one, AttentionLayer) for one in self.layers):
-            length = followers[0].length + count
-            for follower in followers:
-                follower.follow(length)
+    def _count(self, tokens: int) -> None:
+        """Only recurrent layers: nobody is appended to, so they are told how long they are."""
+        length = self.states.length + tokens
+        for follower in self._recurrences:
+            follower.follow(length)
 
     def _select(self, index: Tensor) -> None:
         self._move()

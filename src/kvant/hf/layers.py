@@ -127,7 +127,8 @@ class AttentionLayer(CacheLayerMixin):
         return past + query_length, length - past
 
     def get_max_length(self) -> int:
-        return -1 if self.host.window is None else self.host.window
+        limits = (self.host.window, self.recipe.capacity)
+        return min((limit for limit in limits if limit is not None), default=-1)
 
     def expire(self) -> None:
         """What the host was handed before is not to be read any more."""

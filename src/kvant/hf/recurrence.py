@@ -17,6 +17,7 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from kvant.contracts import Fields, Follower, LayerState, Snapshot
 from kvant.errors import CacheError
+from kvant.layers.reach import check_reach
 from kvant.layers.recurrent import Moment, Past, Recurrent
 from kvant.recipes import RecurrentSpec
 
@@ -30,6 +31,7 @@ class Recurrence(Recurrent):
         super().__init__(spec)
         self.host = host
         self.lost = False
+        self.touched = False  # by a forward that has not come to its end
 
     def leaves(self) -> list[LayerState]:
         return []
@@ -37,7 +39,20 @@ class Recurrence(Recurrent):
     def followers(self) -> list[Follower]:
         return [self]
 
+    @property
+    def astray(self) -> bool:
+        """Is the state none of any length?"""
+        return self.lost or self.touched
+
+    def touch(self) -> None:
+        """A forward begins here; if the one before did not end, it died."""
+        if self.touched:
+            self.rollback()
+        self.check()
+        self.touched = True
+
     def follow(self, length: int) -> None:
+        self.touched = False
         self._past = self._committed = replace(self._past, now=Moment(length, {}))
 
     @property
@@ -55,19 +70,21 @@ class Recurrence(Recurrent):
         return {name: tensor.clone() for name, tensor in self._live().items()}
 
     def reachable(self, to: int) -> int:
-        if not self.lost and to >= self.length - self._recorded():
+        if not self.astray and to >= self.length - self._recorded():
             return min(to, self.length)
         points = (moment.length for moment in self._past.checkpoints)
         return max((length for length in points if length <= to), default=0)
 
     def rewind(self, to: int) -> None:
-        if not self.lost and self.length - self._recorded() <= to:
+        check_reach(self, to)
+        kept = tuple(moment for moment in self._past.checkpoints if moment.length <= to)
+        if not self.astray and self.length - self._recorded() <= to:
             if self.host.record_past:
                 self.host.crop(to - self.length)
-            kept = tuple(moment for moment in self._past.checkpoints if moment.length <= to)
             self._past = self._committed = Past(Moment(to, {}), kept)
             return
-        super().rewind(to)
+        now = kept[-1].copied() if to else Moment(0, {})
+        self._past = self._committed = Past(now, kept)
         self._give()
 
     def checkpoint(self) -> None:
@@ -78,6 +95,7 @@ class Recurrence(Recurrent):
 
     def rollback(self) -> None:
         """A forward died, and what it did to the state cannot be undone."""
+        self.touched = False
         if self.length == 0:
             self.host.reset()
         else:

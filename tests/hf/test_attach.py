@@ -1,0 +1,171 @@
+"""Attaching changes one model and nothing else, and detaching leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
+
+import kvant
+from hf.zoo import build
+from kvant import SpecError
+from kvant.hf import HostCache, versions
+
+FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "falcon", "bloom", "falcon_h1")
+
+
+def tokens(count: int, batch: int = 1) -> Tensor:
+    return torch.randint(3, 128, (batch, count), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def outputs(model: PreTrainedModel) -> list[Tensor]:
+    """Everything that attaching might touch: with and without a cache, padded, and steps."""
+    ids, mask = tokens(12, batch=2), torch.ones(2, 12, dtype=torch.long)
+    padded = mask.clone()
+    padded[0, :4] = 0
+    cache = DynamicCache(config=model.config)
+    return [
+        model(ids, use_cache=False).logits,
+        model(ids, attention_mask=mask, use_cache=False).logits,
+        model(ids, attention_mask=padded, use_cache=False).logits,
+        model(ids, past_key_values=cache).logits,
+        model(ids[:, :1], past_key_values=cache, position_ids=torch.full((2, 1), 12)).logits,
+        model.generate(ids, attention_mask=padded, max_new_tokens=5, do_sample=False),
+    ]
+
+
+def alike(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_another_model_is_untouched_bit_for_bit(name: str) -> None:
+    """Even one that shares the configuration."""
+    model = build(name)
+    other = type(model)(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    other.generation_config = copy.deepcopy(model.generation_config)
+    expected = outputs(other)
+    kvant.attach(model, "affine8")
+    assert alike(outputs(other), expected)
+    assert type(other)._prepare_cache_for_generation is type(model)._prepare_cache_for_generation
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_detaching_leaves_no_trace(name: str) -> None:
+    model = build(name)
+    before, expected = set(model.__dict__), outputs(model)
+    implementation = model.config._attn_implementation
+    kvant.attach(model, "affine4")
+    kvant.detach(model)
+    assert set(model.__dict__) == before
+    assert model.config._attn_implementation == implementation
+    assert not any("expand_kv" in module.__dict__ for module in model.modules())
+    assert alike(outputs(model), expected)
+
+
+def test_the_host_s_own_cache_is_untouched() -> None:
+    """No class of ours takes the place of one of theirs."""
+    assert all("kvant" not in kind.__module__ for kind in DYNAMIC_LAYER_TYPE_MAPPING.values())
+    assert type(DynamicCache(config=build("llama").config).layers[0]).__name__ == "DynamicLayer"
+
+
+def test_importing_kvant_imports_no_transformers() -> None:
+    code = "import kvant, sys; assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def generated(model: PreTrainedModel, **kwargs: object) -> HostCache:
+    kwargs = {"max_new_tokens": 4, "do_sample": False} | kwargs
+    out = model.generate(tokens(6), return_dict_in_generate=True, **kwargs)
+    cache: HostCache = out.past_key_values
+    return cache
+
+
+def test_plain_generate_uses_the_cache() -> None:
+    model = build("llama")
+    kvant.attach(model, "affine8")
+    cache = generated(model)
+    assert isinstance(cache, HostCache)
+    assert cache.stats()["fused"] == 3 * len(cache)  # the first token comes from the prompt
+
+
+def test_attaching_again_replaces_the_spec() -> None:
+    model = build("llama")
+    kvant.attach(model, "affine8")
+    kvant.attach(model, "raw,window=16,sinks=2")
+    assert generated(model).spec.layers[0].retention.window == 16  # type: ignore[union-attr]
+    kvant.detach(model)
+    assert isinstance(generated(model), DynamicCache)
+
+
+def test_a_cache_that_is_given_wins() -> None:
+    model = build("llama")
+    kvant.attach(model, "affine8")
+    mine = DynamicCache(config=model.config)
+    assert generated(model, past_key_values=mine) is mine
+    assert generated(model, use_cache=False) is None
+
+
+def test_another_cache_of_the_host_is_refused() -> None:
+    model = build("llama")
+    kvant.attach(model, "affine8")
+    with pytest.raises(ValueError, match=r"cache_implementation='static'.*detach"):
+        generated(model, cache_implementation="static")
+
+
+def test_a_copy_of_an_attached_model_is_attached_by_itself() -> None:
+    model = build("llama")
+    kvant.attach(model, "affine8")
+    twin = copy.deepcopy(model)
+    kvant.detach(model)
+    assert isinstance(generated(twin), HostCache)
+    assert isinstance(generated(model), DynamicCache)
+
+
+def test_a_spec_that_does_not_fit_is_refused_before_anything_changes() -> None:
+    model = build("llama")
+    before = dict(model.__dict__)
+    with pytest.raises(SpecError):
+        kvant.attach(model, "affine9")
+    assert model.__dict__ == before
+    with pytest.raises(ValueError, match="not attached"):
+        kvant.detach(model)
+
+
+def test_what_has_no_cache_is_refused() -> None:
+    class RwkvForNothing(LlamaForCausalLM): ...  # told by its name, as the host does
+
+    model = RwkvForNothing(build("llama").config)
+    with pytest.raises(SpecError, match="its memory is its own"):
+        kvant.cache_for(model, "raw")
+
+
+@pytest.mark.parametrize("name", ["t5", "bart", "whisper"])
+def test_a_window_on_an_encoder_decoder_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match="cross-attention"):
+        kvant.cache_for(build(name), "affine8,window=64")
+
+
+def test_an_unknown_version_warns_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "version", lambda _: "6.0.0")
+    versions.check_version.cache_clear()
+    try:
+        for _ in range(2):
+            with caplog.at_level(logging.WARNING, logger="kvant"):
+                kvant.cache_for(build("llama"), "raw")
+        assert [record.message for record in caplog.records] == [
+            "transformers 6.0.0 is outside <5.24,>=5.20, which kvant is known to work with"
+        ]
+    finally:
+        versions.check_version.cache_clear()

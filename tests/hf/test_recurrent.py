@@ -1,0 +1,148 @@
+"""Layers that only the host understands: they go along where they can, or say that they cannot."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvant
+from hf.zoo import FAMILIES, build
+from kvant import CacheError, RewindError
+from kvant.hf import HostCache
+
+HYBRIDS = ("falcon_h1", "qwen3_next", "jamba", "nemotron_h")
+STATEFUL = (*HYBRIDS, "mamba2", "mamba")
+
+
+def tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 128, (1, count), generator=torch.Generator().manual_seed(seed))
+
+
+def step(name: str, model: PreTrainedModel, cache: HostCache, ids: Tensor) -> Tensor:
+    """Logits of the last token."""
+    first = cache.get_seq_length()
+    arguments = {FAMILIES[name].cache_argument: cache, "use_cache": True}
+    if FAMILIES[name].cache_argument == "past_key_values":
+        arguments["position_ids"] = torch.arange(first, first + ids.shape[1])[None]
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, **arguments).logits[:, -1]
+    return logits
+
+
+def begun(name: str, count: int = 11) -> tuple[PreTrainedModel, HostCache]:
+    model = build(name)
+    cache = kvant.cache_for(model, "raw")
+    step(name, model, cache, tokens(count))
+    return model, cache
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_tokens_are_counted(name: str) -> None:
+    model, cache = begun(name)
+    step(name, model, cache, tokens(1))
+    assert cache.get_seq_length() == cache.states.length == 12
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_rewind_goes_back_to_a_checkpoint(name: str) -> None:
+    model, cache = begun(name)
+    cache.checkpoint()
+    expected = step(name, model, cache, tokens(1, seed=1))
+    step(name, model, cache, tokens(1, seed=2))
+    cache.rewind(11)
+    assert torch.equal(step(name, model, cache, tokens(1, seed=1)), expected)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_without_a_checkpoint_there_is_no_way_back(name: str) -> None:
+    model, cache = begun(name)
+    step(name, model, cache, tokens(1, seed=1))
+    for move in (lambda: cache.crop(-1), lambda: cache.rewind(11)):
+        with pytest.raises(RewindError, match="checkpoints"):
+            move()
+    assert cache.get_seq_length() == 12
+
+
+def test_a_turn_of_generate_ends_in_a_checkpoint() -> None:
+    model, cache = begun("qwen3_next")
+    ids = torch.cat([tokens(11), tokens(1, seed=1)], 1)
+    model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
+    assert cache.states.reachable(12) == 11
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_fork_is_independent_in_both_directions(name: str) -> None:
+    model, cache = begun(name)
+    twin = copy.deepcopy(cache)
+    expected = step(name, model, cache, tokens(1, seed=1))
+    step(name, model, cache, tokens(1, seed=2))
+    assert torch.equal(step(name, model, twin, tokens(1, seed=1)), expected)
+    assert twin.get_seq_length() == 12
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_file_carries_the_recurrent_state(name: str, tmp_path: Path) -> None:
+    model, cache = begun(name)
+    kvant.save(cache.states, tmp_path / "turn.safetensors")
+    expected = step(name, model, cache, tokens(1, seed=1))
+    loaded = kvant.load(tmp_path / "turn.safetensors")
+    fresh = kvant.cache_for(model, loaded.spec)
+    fresh.restore(loaded.snapshot())
+    assert torch.equal(step(name, model, fresh, tokens(1, seed=1)), expected)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_selection_takes_the_recurrent_state_along(name: str) -> None:
+    model, cache = begun(name)
+    cache.batch_repeat_interleave(2)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_select_indices(torch.tensor([1]))
+    twin = kvant.cache_for(model, "raw")
+    step(name, model, twin, tokens(11))
+    expected = step(name, model, twin, tokens(1, seed=1))
+    assert torch.allclose(step(name, model, cache, tokens(1, seed=1)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_reset_cache_begins_anew(name: str) -> None:
+    model, cache = begun(name)
+    expected = step(name, model, kvant.cache_for(model, "raw"), tokens(5, seed=3))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(step(name, model, cache, tokens(5, seed=3)), expected)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_forward_that_died_leaves_no_wrong_state_behind(
+    name: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a recurrent layer did cannot be undone, so it is not used again before a rewind."""
+    model, cache = begun(name)
+    cache.checkpoint()
+    expected = step(name, model, cache, tokens(1, seed=1))
+    cache.rewind(11)
+    attending = [i for i, layer in enumerate(cache.host) if layer.attends]
+    dying = cache.layers[attending[0 if place == "first" else -1]]
+    with monkeypatch.context() as patch:
+        patch.setattr(dying, "update", None)
+        with pytest.raises(TypeError):
+            step(name, model, cache, tokens(1, seed=2))
+    with pytest.raises(CacheError, match="abandoned"):
+        step(name, model, cache, tokens(1, seed=1))
+    cache.rewind(11)
+    assert torch.equal(step(name, model, cache, tokens(1, seed=1)), expected)
+
+
+def test_what_only_the_host_understands_is_told() -> None:
+    model = build("deepseek_v32")
+    cache = kvant.cache_for(model, "raw")
+    step("deepseek_v32", model, cache, tokens(5))
+    assert "kept by transformers" in str(cache.explain())
+    with pytest.raises(CacheError, match="DynamicIndexedLayer"):
+        cache.snapshot()

@@ -1,0 +1,199 @@
+"""The verbs under the host's names, and what must not be done with what they return."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvant
+from hf.zoo import FAMILIES, build
+from kvant import CacheError, CapacityError, RewindError
+from kvant.hf import HostCache
+
+SPECS = ("raw", "affine8", "turbo4v4", "raw,window=16,sinks=2")
+
+
+def rows(first: int, count: int, batch: int = 1) -> tuple[Tensor, Tensor]:
+    """Keys and values whose value is their position, a thousand more for each sequence."""
+    place = torch.arange(first, first + count, dtype=torch.float32).view(1, 1, -1, 1)
+    keys = (place + 1000 * torch.arange(batch).view(-1, 1, 1, 1)).expand(batch, 2, count, 16)
+    return keys.clone(), -keys
+
+
+def forward(cache: HostCache, count: int, batch: int = 1) -> list[tuple[Tensor, Tensor]]:
+    first = cache.get_seq_length()
+    return [cache.update(*rows(first, count, batch), i) for i in range(len(cache))]
+
+
+def grown(count: int = 20, spec: str = "raw", batch: int = 1, name: str = "llama") -> HostCache:
+    cache = kvant.cache_for(build(name), spec)
+    forward(cache, count, batch)
+    return cache
+
+
+def positions(cache: HostCache, sequence: int = 0, layer: int = 0) -> list[int]:
+    keys, _ = cache.states[layer].read()
+    return [round(x) for x in keys[sequence, 0, :, 0].tolist()]
+
+
+def test_crop_counts_downwards_as_the_host_does() -> None:
+    cache = grown(20)
+    with pytest.raises(ValueError, match=r"crop\(3\): a negative number"):
+        cache.crop(3)
+    cache.crop(0)
+    assert cache.get_seq_length() == 20
+    cache.crop(-3)
+    assert cache.get_seq_length() == 17
+    cache.crop(-100)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_crop_that_one_layer_cannot_do_is_done_by_none() -> None:
+    """The model of this family has sliding layers beside full ones."""
+    cache = grown(100, name="gemma3")
+    with pytest.raises(RewindError, match="layer 0"):
+        cache.crop(-60)
+    assert {layer.length for layer in cache.states} == {100}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_selection_repeats_and_reorders(spec: str) -> None:
+    cache = grown(12, spec, batch=3)
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    cache.batch_repeat_interleave(2)
+    assert [positions(cache, b)[0] // 1000 for b in range(4)] == [2, 2, 0, 0]
+    cache.reorder_cache(torch.tensor([3, 0, 0, 1]))
+    assert [positions(cache, b)[0] // 1000 for b in range(4)] == [0, 2, 2, 2]
+    cache.batch_select_indices(torch.tensor([True, False, False, False]))
+    assert cache.states.batch == 1
+
+
+def test_verbs_on_an_empty_cache_do_nothing() -> None:
+    cache = kvant.cache_for(build("llama"), "affine8")
+    cache.reorder_cache(torch.tensor([0]))
+    cache.batch_repeat_interleave(2)
+    cache.crop(-4)
+    cache.reset()
+    assert (cache.get_seq_length(), cache.layers[0].keys, cache.is_initialized) == (0, None, False)
+
+
+def test_a_reset_cache_takes_another_batch() -> None:
+    cache = grown(12, batch=2)
+    cache.reset()
+    forward(cache, 5, batch=3)
+    assert (cache.get_seq_length(), cache.states.batch) == (5, 3)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_deep_copy_is_a_fork(spec: str) -> None:
+    cache = grown(30, spec)
+    twin = copy.deepcopy(cache)
+    forward(cache, 3)
+    twin.crop(-2)
+    forward(twin, 1)
+    assert (cache.get_seq_length(), twin.get_seq_length()) == (33, 29)
+    assert positions(twin)[-1] == 28
+
+
+def test_mask_sizes_are_those_of_the_keys_that_come_back() -> None:
+    """For every kind of layer: the host sizes its masks before it appends."""
+    for name in ("llama", "mistral", "gemma3", "llama4"):
+        cache = kvant.cache_for(build(name), "raw")
+        for count in (5, 1, 1, 6, 1):
+            sizes = [cache.get_mask_sizes(count, i) for i in range(len(cache))]
+            handed = forward(cache, count)
+            for (length, offset), (keys, values) in zip(sizes, handed, strict=True):
+                assert keys.shape[2] == values.shape[2] == length, name
+                first, last = keys[0, 0, [0, -1], 0].tolist()
+                assert (first, last) == (offset, cache.get_seq_length() - 1), name
+
+
+def test_keys_of_an_earlier_forward_are_not_to_be_read() -> None:
+    cache = grown(8)
+    keys, _ = forward(cache, 1)[0]
+    forward(cache, 1)
+    with pytest.raises(CacheError, match="earlier forward"):
+        keys + 0
+    keys, _ = forward(cache, 1)[0]
+    cache.crop(-1)
+    with pytest.raises(CacheError, match="earlier forward"):
+        keys + 0
+
+
+def test_layers_show_their_keys_and_values() -> None:
+    """Cross-attention and a few models read them from there."""
+    cache = grown(8)
+    layer = cache.layers[1]
+    assert layer.keys.shape == (1, 2, 8, 16)
+    assert torch.equal(layer.values + 0, rows(0, 8)[1])
+
+
+def test_layers_do_not_act_alone() -> None:
+    cache = grown(8)
+    for verb in ("reset", "crop", "reorder_cache"):
+        with pytest.raises((CacheError, TypeError)):
+            getattr(cache.layers[0], verb)()
+
+
+def test_capacity_is_an_error_that_changes_nothing() -> None:
+    cache = kvant.cache_for(build("llama"), "raw,capacity=10")
+    forward(cache, 10)
+    with pytest.raises(CapacityError):
+        forward(cache, 1)
+    assert (cache.get_seq_length(), cache.get_max_length(0)) == (10, 10)
+
+
+def test_a_layer_that_never_gets_rows_is_an_error_and_not_an_empty_memory() -> None:
+    cache = kvant.cache_for(build("llama"), "raw")
+    for layer in range(len(cache) - 1):
+        cache.update(*rows(0, 5), layer)
+    with pytest.raises(CacheError, match=r"no rows to layers \[3\]"):
+        cache.update(*rows(0, 1), 0)
+
+
+def test_a_first_forward_that_died_is_repeated() -> None:
+    cache = kvant.cache_for(build("llama"), "raw")
+    for layer in range(2):
+        cache.update(*rows(0, 5), layer)
+    forward(cache, 5)
+    assert cache.get_seq_length() == 5
+
+
+def test_too_many_layers_are_an_error() -> None:
+    cache = grown(3)
+    with pytest.raises(CacheError, match="rows for layer 4 of a cache for 4"):
+        cache.update(*rows(3, 1), 4)
+
+
+def test_offloaded_layers_come_back() -> None:
+    cache = grown(80, "affine8")
+    cache.offload(1)
+    cache.prefetch(1)
+    forward(cache, 1)
+    assert positions(cache, layer=1)[-1] == 80
+
+
+def test_memory_goes_with_the_cache() -> None:
+    cache = grown(8)
+    kept = weakref.ref(cache.states[0])
+    gc.disable()
+    try:
+        del cache
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_explain_says_what_is_fused_and_what_is_not() -> None:
+    ids = torch.randint(3, 128, (1, 6), generator=torch.Generator().manual_seed(0))
+    for name, words in (("llama", "stored pages by reference"), ("bloom", "dense rows were made")):
+        model = build(name)
+        cache = kvant.cache_for(model, "affine8")
+        assert "not read yet" in str(cache.explain())
+        model.generate(ids, **{FAMILIES[name].cache_argument: cache}, max_new_tokens=3)
+        assert words in str(kvant.explain(cache))

@@ -13,7 +13,7 @@ from torch import Tensor
 import kvant
 from hf.zoo import FAMILIES, build
 from kvant import CacheError, CapacityError, RewindError
-from kvant.hf import HostCache
+from kvant.hf import HostCache, layers
 
 SPECS = ("raw", "affine8", "turbo4v4", "raw,window=16,sinks=2")
 
@@ -197,3 +197,14 @@ def test_explain_says_what_is_fused_and_what_is_not() -> None:
         assert "not read yet" in str(cache.explain())
         model.generate(ids, **{FAMILIES[name].cache_argument: cache}, max_new_tokens=3)
         assert words in str(kvant.explain(cache))
+
+
+def test_gradients_that_would_be_lost_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    layers._warn_of_gradients.cache_clear()
+    cache = kvant.cache_for(build("llama"), "raw")
+    for _ in range(2):
+        for layer in range(4):
+            cache.update(
+                torch.zeros(1, 2, 1, 16, requires_grad=True), torch.zeros(1, 2, 1, 16), layer
+            )
+    assert sum("no gradients" in record.message for record in caplog.records) == 1

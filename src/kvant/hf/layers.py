@@ -6,7 +6,9 @@ of the model's own layer, never of how its rows are stored.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from kvant.hf.recurrence import Recurrence
 from kvant.layers import Attention, Group
 from kvant.recipes import LayerSpec
 
+log = logging.getLogger("kvant")
 NARROW = "a window that the model itself knows nothing of is seen by kvant's attention alone"
 
 
@@ -105,6 +108,8 @@ class AttentionLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized or self.dtype != key_states.dtype:
             self.lazy_initialization(key_states, value_states)
+        if key_states.requires_grad:
+            _warn_of_gradients()
         count, state = key_states.shape[2], self.state
         self._check_begun(count)
         chunk = self.context.recording and count > 1 and state.length > 0
@@ -189,6 +194,11 @@ class AttentionLayer(CacheLayerMixin):
 
     def _pair(self, source: Source) -> tuple[Handle, Handle]:
         return pair(source, self.dtype, self.device)
+
+
+@lru_cache(maxsize=1)
+def _warn_of_gradients() -> None:
+    log.warning("no gradients flow through a cache of kvant: use torch.no_grad() for inference")
 
 
 class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):

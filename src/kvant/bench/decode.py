@@ -7,11 +7,12 @@ what else the machine does hits both. `ratio` is the baseline's median over the 
 format: above 1, ours is faster. `best_ms` is what the machine can do when nothing disturbs it. One
 token in 64 also seals a page: neither figure shows that, the mean of kvant.bench.append does.
 
-`rest_mib` is what the cache has allocated for the context. `peak_mib` is what decoding needs for a
-moment beside that, weights and rest left out: the highest resident memory of the process while
-each cache decodes its first tokens alone, over what was resident just before. The kernel keeps that
-mark itself (VmHWM of Linux, set back for each cache), so nothing is missed between two samples;
-other systems have no such mark, and there it stays empty.
+`rest_mib` is what the cache has allocated for the context. `peak_mib` is what decoding needs beside
+that: the highest resident memory of a process while it decodes as many tokens as are timed, over
+what was resident just before. Each cache has a new process of its own for it, since an allocator
+keeps what earlier work left and hides or adds tens of MiB. The mark is the kernel's own (VmHWM of
+Linux, set back before the first token), so nothing falls between two samples; other systems have no
+such mark, and there it stays empty.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import ctypes
 import gc
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,7 +49,7 @@ SHAPE: dict[str, Any] = {  # of Qwen3-0.6B
 }
 BASELINE = "dynamic"
 CHUNK = 2048  # rows put into a cache of ours at once
-FIRST = 2  # tokens that each cache decodes alone: they warm up, and show the peak
+FIRST = 2  # tokens that each cache decodes before it is timed
 
 
 @dataclass
@@ -56,7 +59,6 @@ class Contestant:
     name: str
     cache: Any
     rest: int
-    peak: int | None = None
     seconds: list[float] = field(default_factory=list)
 
     def decode(self, model: Any) -> None:
@@ -65,15 +67,7 @@ class Contestant:
         model(token, past_key_values=self.cache)
         self.seconds.append(time.perf_counter() - begin)
 
-    def begin(self, model: Any) -> None:
-        """Decode the first tokens, for the peak; their times do not count."""
-        before = mark()
-        for _ in range(FIRST):
-            self.decode(model)
-        self.peak = None if before is None else max(0, resident("VmHWM") - before)
-        self.seconds.clear()
-
-    def figures(self, baseline: Contestant) -> dict[str, Any]:
+    def figures(self, baseline: Contestant, peak: int | None) -> dict[str, Any]:
         median = statistics.median(self.seconds)
         return {
             "cache": self.name,
@@ -82,7 +76,7 @@ class Contestant:
             "best_ms": min(self.seconds) * 1e3,
             "ratio": statistics.median(baseline.seconds) / median,
             "rest_mib": self.rest / 2**20,
-            "peak_mib": None if self.peak is None else self.peak / 2**20,
+            "peak_mib": None if peak is None else peak / 2**20,
         }
 
 
@@ -105,6 +99,14 @@ def build(layers: int) -> Any:
     return model
 
 
+def random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
+    """Keys and values; all layers and all caches get the same."""
+    config, generator = model.config, torch.Generator().manual_seed(context)
+    shape = (1, config.num_key_value_heads, context, config.head_dim)
+    keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, generator=generator)
+    return keys, values
+
+
 def filled(model: Any, name: str, keys: Tensor, values: Tensor) -> Contestant:
     """A cache of that name that holds these rows in every layer."""
     if name == BASELINE:
@@ -122,20 +124,34 @@ def filled(model: Any, name: str, keys: Tensor, values: Tensor) -> Contestant:
 
 
 @torch.no_grad()
-def measure(model: Any, name: str, context: int, repeats: int) -> list[Contestant]:
+def measure(model: Any, name: str, context: int, repeats: int) -> tuple[Contestant, Contestant]:
     """Decode with the baseline and with a format of ours in turn."""
-    config, generator = model.config, torch.Generator().manual_seed(context)
-    shape = (1, config.num_key_value_heads, context, config.head_dim)
-    keys = torch.randn(shape, dtype=torch.bfloat16, generator=generator)
-    values = torch.randn(shape, dtype=torch.bfloat16, generator=generator)
-    pair = [filled(model, one, keys, values) for one in (BASELINE, name)]
-    del keys, values
-    for one in pair:
-        one.begin(model)
+    rows = random_rows(model, context)
+    theirs, ours = (filled(model, one, *rows) for one in (BASELINE, name))
+    del rows
+    for _ in range(FIRST + repeats):
+        theirs.decode(model)
+        ours.decode(model)
+    del theirs.seconds[:FIRST], ours.seconds[:FIRST]
+    return theirs, ours
+
+
+@torch.no_grad()
+def peak(layers: int, name: str, context: int, repeats: int, threads: int) -> int | None:
+    """What decoding needs beside the cache, in bytes, where this process does nothing else."""
+    torch.set_num_threads(threads)
+    model = build(layers)
+    contestant = filled(model, name, *random_rows(model, context))
+    before = mark()
     for _ in range(repeats):
-        for one in pair:
-            one.decode(model)
-    return pair
+        contestant.decode(model)
+    return None if before is None else max(0, resident("VmHWM") - before)
+
+
+def alone(*task: Any) -> int | None:
+    """The peak, in a new process."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(peak, *task).result()
 
 
 def mark() -> int | None:
@@ -146,7 +162,7 @@ def mark() -> int | None:
     except OSError:
         return None
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # or the peak would hide in memory that is free and not given back
+    if trim is not None:  # or decoding would find memory that filling has not given back
         trim(0)
         Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
@@ -162,8 +178,9 @@ def main(
     contexts: Annotated[str, typer.Option(help="rows already there")] = "16,2048,8192,32768",
     formats: Annotated[str, typer.Option(help="of the spec language")] = "raw,affine8,affine4",
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="tokens a figure")] = 16,
+    repeats: Annotated[int, typer.Option(min=1, help="tokens a figure")] = 9,
     layers: Annotated[int, typer.Option(min=1)] = 28,
+    peaks: Annotated[bool, typer.Option(help="a process for each cache, for its peak")] = True,
     json: Annotated[Path | None, typer.Option(help="also write the JSON line here")] = None,
 ) -> None:
     """The cost of one decoded token, a model of Qwen3-0.6B's shape, bf16, batch 1."""
@@ -174,12 +191,18 @@ def main(
         torch.set_num_threads(threads)
     progress("building the model")
     model = build(layers)
+    for name in names:
+        cache_for(model, name)  # what does not fit is refused now
     rows: list[dict[str, Any]] = []
     for length in lengths:
+        needs: dict[str, int | None] = dict.fromkeys((BASELINE, *names))
+        for name in needs if peaks else ():
+            progress(f"{length} rows, {name}: the peak")
+            needs[name] = alone(layers, name, length, repeats, torch.get_num_threads())
         for name in names:
-            progress(f"{length} rows, {name}")
+            progress(f"{length} rows, {name}: the time")
             pair = measure(model, name, length, repeats)
-            rows += [{"rows": length, **one.figures(pair[0])} for one in pair]
+            rows += [{"rows": length, **one.figures(pair[0], needs[one.name])} for one in pair]
     progress("")
     facts = {"model": "Qwen3-0.6B, random", "layers": layers, "dtype": "bfloat16"}
     show("decode", rows, facts | {"transformers": version("transformers")}, json)

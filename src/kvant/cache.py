@@ -65,6 +65,7 @@ class Cache:
         return len(self.spec.layers)
 
     def __iter__(self) -> Iterator[LayerState]:
+        """The states of the layers that remember something; a shared one comes twice."""
         return iter(self.layers.values())
 
     def __repr__(self) -> str:
@@ -181,6 +182,11 @@ class Cache:
     def move(self, device: torch.device | str) -> None:
         """Lie in the memory of another device, the same otherwise."""
         self._settled().move(torch.device(device))
+
+    def widen(self, slack: int) -> None:
+        """From now on, let rewinds of so many tokens be exact."""
+        self._settled().widen(slack)
+        self.spec = self.spec.widened(slack)
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""

@@ -375,14 +375,18 @@ class LayerState(Protocol):
     def move(self, device: torch.device) -> None:
         """Lie in the memory of another device, the same otherwise."""
 
+    def widen(self, slack: int) -> None:
+        """From now on, keep what an exact rewind of so many tokens needs."""
+
     def reset(self) -> None: ...
     def clear(self) -> None: ...
 
 
 class Follower(LayerState, Protocol):
-    """A state that a host changes in place, so that nobody appends to it.
+    """A state that a host changes in place, so that nobody appends to it."""
 
-    It is told how far the others have come; a `rollback` means that it is nowhere any more.
-    """
+    def follow(self, length: int) -> None:
+        """The others have come so far: the state is the one of that length."""
 
-    def follow(self, length: int) -> None: ...
+    def lose(self) -> None:
+        """A forward died: the state is of no length any more, until it goes back or is reset."""

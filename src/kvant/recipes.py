@@ -5,9 +5,10 @@ A recipe holds what was asked for; what follows from it is a property. It alloca
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -36,7 +37,7 @@ class LayerSpec:
     value_dim: int | None = None  # values are the first channels of the keys (MLA)
 
     @cached_property
-    def sides(self) -> dict[str, Codec]:
+    def sides(self) -> Mapping[str, Codec]:
         """The rows a layer stores, by name: values may lie inside the keys."""
         if self.value_dim is not None:
             return {"keys": self.keys}
@@ -93,3 +94,15 @@ class CacheSpec:
     """One recipe a layer."""
 
     layers: tuple[Recipe, ...]
+
+    def widened(self, slack: int) -> CacheSpec:
+        """The same, but rewinds of at least `slack` tokens are exact."""
+        return CacheSpec(tuple(_widened(recipe, slack) for recipe in self.layers))
+
+
+def _widened(recipe: Recipe, slack: int) -> Any:
+    if isinstance(recipe, GroupSpec):
+        return GroupSpec(tuple((name, _widened(part, slack)) for name, part in recipe.parts))
+    if isinstance(recipe, LayerSpec):
+        return replace(recipe, slack=max(recipe.slack, slack))
+    return recipe

@@ -169,3 +169,25 @@ def test_an_unknown_version_warns_once(
         ]
     finally:
         versions.check_version.cache_clear()
+
+
+def test_a_wrong_spec_leaves_the_one_before_in_force() -> None:
+    model = build("llama")
+    kvant.attach(model, "affine8")
+    with pytest.raises(SpecError):
+        kvant.attach(model, "affine9")
+    assert isinstance(generated(model), HostCache)
+
+
+def test_explain_recommends_attaching_where_it_helps_and_only_there() -> None:
+    for name, attached, helps in (
+        ("gpt_oss", False, True),
+        ("gpt_oss", True, False),
+        ("bloom", False, False),
+    ):
+        model = build(name)
+        if attached:
+            kvant.attach(model, "affine8")
+        cache = kvant.cache_for(model, "affine8")
+        model.generate(tokens(6), past_key_values=cache, max_new_tokens=3)
+        assert ("kvant.attach" in str(cache.explain())) == helps, (name, attached)

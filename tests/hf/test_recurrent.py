@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 import kvant
 from hf.zoo import FAMILIES, build
-from kvant import CacheError, RewindError
+from kvant import CacheError, RewindError, SnapshotMismatch
+from kvant.contracts import Snapshot
 from kvant.hf import HostCache
 
 HYBRIDS = ("falcon_h1", "qwen3_next", "jamba", "nemotron_h")
@@ -127,7 +128,7 @@ def test_a_forward_that_died_leaves_no_wrong_state_behind(
     cache.checkpoint()
     expected = step(name, model, cache, tokens(1, seed=1))
     cache.rewind(11)
-    attending = [i for i, layer in enumerate(cache.host) if layer.attends]
+    attending = [i for i, layer in enumerate(cache.described) if layer.attends]
     dying = cache.layers[attending[0 if place == "first" else -1]]
     with monkeypatch.context() as patch:
         patch.setattr(dying, "update", None)
@@ -144,5 +145,41 @@ def test_what_only_the_host_understands_is_told() -> None:
     cache = kvant.cache_for(model, "raw")
     step("deepseek_v32", model, cache, tokens(5))
     assert "kept by transformers" in str(cache.explain())
-    with pytest.raises(CacheError, match="DynamicIndexedLayer"):
+    with pytest.raises(CacheError, match="indexed_attention"):
         cache.snapshot()
+
+
+@pytest.mark.parametrize("verb", ["reorder", "move", "fork", "checkpoint", "snapshot"])
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_no_verb_finds_a_lost_state_again(
+    verb: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, cache = begun("jamba")
+    cache.checkpoint()
+    attending = [i for i, layer in enumerate(cache.described) if layer.attends]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.layers[attending[0 if place == "first" else -1]], "update", None)
+        with pytest.raises(TypeError):
+            step("jamba", model, cache, tokens(1, seed=2))
+    verbs = {
+        "reorder": lambda: cache.reorder_cache(torch.tensor([0])),
+        "move": lambda: cache.states.move("cpu"),
+        "fork": cache.fork,
+        "checkpoint": cache.checkpoint,
+        "snapshot": cache.snapshot,
+    }
+    with pytest.raises(CacheError, match="abandoned"):
+        verbs[verb]()
+    cache.rewind(11)
+    verbs[verb]()
+
+
+def test_a_restore_that_is_refused_changes_nothing() -> None:
+    model, cache = begun("falcon_h1")
+    twin = cache.fork()
+    good = cache.snapshot()
+    bad = Snapshot(good.tensors, {**good.numbers, "0/attention/length": 5})
+    with pytest.raises(SnapshotMismatch):
+        cache.restore(bad)
+    expected = step("falcon_h1", model, twin, tokens(1, seed=1))
+    assert torch.equal(step("falcon_h1", model, cache, tokens(1, seed=1)), expected)

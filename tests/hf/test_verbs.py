@@ -191,7 +191,7 @@ def test_memory_goes_with_the_cache() -> None:
 
 def test_explain_says_what_is_fused_and_what_is_not() -> None:
     ids = torch.randint(3, 128, (1, 6), generator=torch.Generator().manual_seed(0))
-    for name, words in (("llama", "stored pages by reference"), ("bloom", "dense rows were made")):
+    for name, words in (("llama", "stored pages by reference"), ("bloom", "made dense 2 times")):
         model = build(name)
         cache = kvant.cache_for(model, "affine8")
         assert "not read yet" in str(cache.explain())
@@ -208,3 +208,57 @@ def test_gradients_that_would_be_lost_are_told_once(caplog: pytest.LogCaptureFix
                 torch.zeros(1, 2, 1, 16, requires_grad=True), torch.zeros(1, 2, 1, 16), layer
             )
     assert sum("no gradients" in record.message for record in caplog.records) == 1
+
+
+def test_padding_that_was_told_goes_with_its_sequences() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    cache = kvant.cache_for(build("llama"), "raw,sinks=2", attention_mask=mask)
+    forward(cache, 4, batch=4)  # two beams of each
+    assert cache.states[0].view().start.tolist() == [2, 2, 0, 0]
+    cache.reorder_cache(torch.tensor([1, 0, 2, 2]))
+    cache.batch_select_indices(torch.tensor([2, 0]))
+    assert cache.states[0].view().start.tolist() == [0, 2]
+    assert cache.context.padding == (0, 2)
+
+
+def test_another_batch_than_that_of_the_mask_is_refused() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    cache = kvant.cache_for(build("llama"), "raw,sinks=2", attention_mask=mask)
+    with pytest.raises(ValueError, match=r"attention_mask of 2.*give"):
+        forward(cache, 4, batch=3)
+
+
+def test_speculation_keeps_what_was_counted_and_widens_what_is_kept() -> None:
+    cache = grown(100, "affine8", name="gemma3")
+    appends = cache.stats()["appends"]
+    cache.activate_past_recording()
+    assert (cache.stats()["appends"], cache.get_seq_length()) == (appends, 100)
+    assert {recipe.slack for recipe in cache.spec.layers} == {64}
+    forward(cache, 40)
+    cache.crop(-40)
+    assert cache.stats()["rewinds_exact"] == len(cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4", "deepseek_v3", "falcon_h1"])
+def test_a_recipe_for_each_layer_is_fitted_like_a_string(name: str) -> None:
+    model = build(name)
+    by_word = kvant.cache_for(model, "affine8").spec
+    plain = kvant.CacheSpec(kvant.parse("affine8", len(by_word.layers)).layers)
+    assert kvant.cache_for(model, plain).spec == by_word == kvant.cache_for(model, by_word).spec
+
+
+def test_a_window_of_the_model_has_no_sinks() -> None:
+    """They would be seen beyond it."""
+    for spec in ("raw,window=4,sinks=2", "raw,window=100,sinks=2", "raw,sinks=2"):
+        recipe = kvant.cache_for(build("mistral"), spec).spec.layers[0]
+        assert isinstance(recipe, kvant.LayerSpec)
+        assert (recipe.retention.sinks, recipe.retention.window) == (0, 4 if "=4" in spec else 8)
+
+
+def test_shared_layers_go_along_with_every_verb() -> None:
+    cache = grown(5, name="llama")
+    shared = kvant.cache_for(build("gemma3n"), "raw")
+    shared.restore(shared.snapshot())
+    shared.rewind(0)
+    assert "remembers nothing" in str(shared.explain())
+    assert "kept by transformers" not in str(cache.explain())

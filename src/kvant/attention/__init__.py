@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvant.attention.opening import dense_rows, open_pages, with_sinks
+from kvant.attention.opening import dense_rows, framed_rows, open_pages
 from kvant.attention.reference import Reference
 from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, View
 from kvant.errors import UnsupportedView
@@ -20,9 +20,9 @@ __all__ = [
     "attend",
     "dense_rows",
     "explain",
+    "framed_rows",
     "open_pages",
     "seal",
-    "with_sinks",
 ]
 
 BACKENDS: list[Backend] = [Reference()]  # in order of preference; the last serves everything

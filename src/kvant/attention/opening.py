@@ -22,23 +22,28 @@ def open_pages(view: View, side: Side, first: int, stop: int) -> Tensor:
 
 def dense_rows(view: View, side: Side, first: int) -> Tensor:
     """Columns [first, columns) as the newest query sees them, out of their frame."""
-    seam = max(first, view.seam(view.columns - 1))
-    rows = side.dense[:, :, seam - view.dense_from :]
+    rows = framed_rows(view, side, first, view.columns)
+    return side.codec.frame.outputs(rows)
+
+
+def framed_rows(view: View, side: Side, first: int, stop: int) -> Tensor:
+    """Columns [first, stop) as the newest query sees them."""
+    seam = min(max(first, view.seam(view.columns - 1)), stop)
+    rows = side.dense[:, :, max(0, seam - view.dense_from) :][:, :, : stop - seam]
     if first < seam:
         begin, end = first // view.page, -(-seam // view.page)
         pages = open_pages(view, side, begin - view.first_page, end - view.first_page)
         part = pages[:, :, first - begin * view.page : seam - begin * view.page]
         rows = torch.cat([part.to(rows.dtype), rows], 2)
-    if first < view.padding + side.sinks.shape[2]:
-        rows = with_sinks(rows, side.sinks, view.start, first)
-    return side.codec.frame.outputs(rows)
+    sinks = side.sinks.shape[2]
+    if sinks and first < view.padding + sinks:
+        rows = _with_sinks(rows, side.sinks, view.start, first)
+    return rows
 
 
-def with_sinks(rows: Tensor, sinks: Tensor, start: Tensor, first: int) -> Tensor:
+def _with_sinks(rows: Tensor, sinks: Tensor, start: Tensor, first: int) -> Tensor:
     """Rows of columns from `first` on, with the sinks among them: dense where a page is sealed."""
     count = sinks.shape[2]
-    if count == 0:
-        return rows
     column = torch.arange(first, first + rows.shape[2], device=rows.device)
     position = column - start[:, None]
     inside = ((position >= 0) & (position < count))[:, None, :, None]

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvant.hf.attention import NAMES
+from kvant.hf.attention import NAMES, switchable
 from kvant.hf.build import cache_for
-from kvant.hf.detect import host_layers
+from kvant.hf.detect import host_layers, unfolding
 from kvant.hf.latents import folding, folds
 from kvant.recipes import CacheSpec, LayerSpec
 
@@ -31,16 +31,16 @@ class Attachment:
 
 def attach(model: PreTrainedModel, spec: str | LayerSpec | CacheSpec = "raw") -> None:
     """Let `model.generate(...)` use a cache with this spec, until `detach`."""
+    cache_for(model, spec)  # a spec that does not fit is refused before anything changes
     if MARK in model.__dict__:
         detach(model)
-    cache_for(model, spec)  # a spec that does not fit is refused now
     attachment = Attachment(spec)
     model.__dict__[MARK] = attachment
     model.__dict__[PREPARE] = MethodType(_prepare, model)
     if any(layer.attends for layer in host_layers(model)):
         _switch(model, attachment)
-    for module in model.modules():
-        if callable(getattr(module, "expand_kv", None)) and folds(module):
+    for module in unfolding(model):
+        if folds(module):
             module.__dict__["expand_kv"] = folding(module)
             attachment.folded.append(module)
 
@@ -59,15 +59,9 @@ def detach(model: PreTrainedModel) -> None:
 
 def _switch(model: PreTrainedModel, attachment: Attachment) -> None:
     """Use our attention where the model takes a name for it."""
-    known = set()
-    for module in model.modules():
-        if not isinstance(module, PreTrainedModel) or id(module.config) in known:
-            continue
-        known.add(id(module.config))
-        name = module.config._attn_implementation
-        if name in NAMES and module._can_set_attn_implementation():
-            attachment.implementations.append((module.config, name))
-            module.config._attn_implementation_internal = NAMES[name]
+    for config, name in switchable(model):
+        attachment.implementations.append((config, name))
+        config._attn_implementation_internal = NAMES[name]
 
 
 def _prepare(
@@ -78,6 +72,7 @@ def _prepare(
     **kwargs: Any,
 ) -> None:
     """In place of the host's method: what `generate` prepares is a cache of ours."""
+    # The same test as the host's own: some recurrent models call their cache so.
     name = "cache_params" if "mamba" in type(self).__name__.lower() else "past_key_values"
     given: TransformersCache | None = model_kwargs.get(name)
     if given is None and generation_config.use_cache is not False:

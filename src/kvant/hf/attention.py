@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
@@ -46,7 +47,10 @@ def over(host: Forward) -> Forward:
     ) -> tuple[Tensor, Tensor | None]:
         for name in UNKNOWN:
             if kwargs.get(name) is not None:
-                raise NotImplementedError(f"{name}: kvant's attention knows no sparse selection")
+                raise NotImplementedError(
+                    f"{name}: kvant's attention knows no sparse selection; kvant.detach the model, "
+                    "and give generate a cache from kvant.cache_for"
+                )
         source = source_of(key, value)
         if source is not None and not dropout and not kwargs.get("output_attentions"):
             question = Question(
@@ -78,11 +82,18 @@ def _biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     hidden = dense(mask, "a bias on positions")
     if hidden is None:
         return bias
-    return (
-        bias.masked_fill(~hidden, float("-inf"))
-        if hidden.dtype.is_floating_point is False
-        else bias + hidden
-    )
+    return bias.masked_fill(~hidden, -torch.inf) if hidden.dtype == torch.bool else bias + hidden
+
+
+def switchable(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """The configurations of a model, or of its parts, that take a name of ours for attention."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module._can_set_attn_implementation():
+            name = module.config._attn_implementation
+            if name in NAMES:
+                found[id(module.config)] = (module.config, name)
+    return list(found.values())
 
 
 NAMES = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}  # the host's name: ours over it

@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvant.hf.attention import switchable
 from kvant.hf.cache import HostCache
-from kvant.hf.detect import host_layers, recipes, without_windows
+from kvant.hf.detect import check_unwindowed, host_layers, recipes
 from kvant.hf.encoder_decoder import PairedCache
+from kvant.hf.padding import left_padding
 from kvant.hf.versions import check_version
 from kvant.recipes import CacheSpec, LayerSpec
 
@@ -26,20 +28,19 @@ def cache_for(
     check_version()
     layers = host_layers(model)
     full = recipes(layers, spec)
+    attachable = bool(switchable(model))
     if not model.config.is_encoder_decoder:
-        return HostCache(layers, full, padding=_padding(attention_mask))
-    full = without_windows(full)
-    return PairedCache(HostCache(layers, full), HostCache(layers, full, cross=True))
+        padding = None if attention_mask is None else _padding(attention_mask)
+        return HostCache(layers, full, padding=padding, attachable=attachable)
+    check_unwindowed(full)
+    return PairedCache(
+        HostCache(layers, full, attachable=attachable),
+        HostCache(layers, full, cross=True, attachable=attachable),
+    )
 
 
-def _padding(mask: Tensor | None) -> list[int] | None:
-    """Columns of left padding of each sequence."""
-    if mask is None:
-        return None
+def _padding(mask: Tensor) -> list[int] | None:
+    """Columns of left padding; where there are holes, the host's own mask says what is seen."""
     if mask.ndim != 2:
         raise ValueError(f"attention_mask {list(mask.shape)}: [sequences, tokens] is needed")
-    seen = mask.bool().int()
-    start = seen.argmax(-1)
-    if not bool((seen.sum(-1) == mask.shape[1] - start).all()):
-        return None  # holes: the host's own mask says what is seen
-    return [int(s) for s in start]
+    return left_padding(mask.bool())

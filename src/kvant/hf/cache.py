@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -15,15 +14,17 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 from kvant.cache import Cache
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
-from kvant.hf.assembly import foreign, host_layer, memories, widened
+from kvant.hf.assembly import layer_for, memories
+from kvant.hf.context import Context
 from kvant.hf.detect import HostLayer
 from kvant.hf.explanation import Explanation
-from kvant.hf.layers import AttentionLayer, Context
+from kvant.hf.layers import AttentionLayer
 from kvant.hf.notes import Notes
+from kvant.hf.pace import Pace
 from kvant.hf.recurrence import Recurrence
 from kvant.recipes import CacheSpec
 
-RECORDED = 64  # rows: how far a speculation may go back exactly
+RECORDED = 64  # tokens: how far a speculation may go back exactly
 
 
 class HostCache(TransformersCache):
@@ -35,27 +36,28 @@ class HostCache(TransformersCache):
 
     def __init__(
         self,
-        layers: Sequence[HostLayer],
+        described: Sequence[HostLayer],
         spec: CacheSpec,
         *,
         padding: Sequence[int] | None = None,
         cross: bool = False,
+        attachable: bool = False,
     ) -> None:
-        states = Cache(spec=spec, states=memories(layers, spec))
+        states = Cache(spec=spec, states=memories(described, spec))
         told = None if padding is None else tuple(padding)
-        self._hold(tuple(layers), Context(states, told, cross=cross), {})
+        self._hold(tuple(described), Context(states, told, cross, attachable), {})
 
-    def _hold(self, host: tuple[HostLayer, ...], context: Context, own: dict[int, Any]) -> None:
+    def _hold(
+        self, described: tuple[HostLayer, ...], context: Context, own: dict[int, Any]
+    ) -> None:
         """`own` are the layers of the host's classes that exist already."""
-        self.host = host
+        self.described = described
         self.context = context
         self._turn = False
-        layers = [host_layer(context, i, one, own.get(i)) for i, one in enumerate(host)]
-        super().__init__(layers=layers)
         followers = context.states.followers
-        self._attending = [index for index, one in enumerate(host) if one.attends]
-        self._first = next((index for index, one in enumerate(host) if one.recurs), -1)
-        self._recurrences = tuple(one for one in followers if isinstance(one, Recurrence))
+        self._pace = Pace(described, [one for one in followers if isinstance(one, Recurrence)])
+        layers = [layer_for(context, i, one, own.get(i)) for i, one in enumerate(described)]
+        super().__init__(layers=layers)
 
     @property
     def states(self) -> Cache:
@@ -83,25 +85,18 @@ class HostCache(TransformersCache):
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )
-        for follower in self._recurrences:
-            follower.check()
+        self._pace.check()
         return updated
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        if (layer_idx, state_idx) == (self._first, 0):
-            if not self._attending:
-                self._count(1)  # if there are more, `update_conv_state` will say so
-            elif layer_idx < self._attending[-1]:
-                for follower in self._recurrences:
-                    follower.touch()
+        self._pace.asked(layer_idx, state_idx)
         state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return state
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
-        if (layer_idx, state_idx) == (self._first, 0) and not self._attending:
-            self._count(conv_states.shape[-1] - 1)
+        self._pace.passed(layer_idx, state_idx, conv_states.shape[-1])
         state: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         return state
 
@@ -114,7 +109,7 @@ class HostCache(TransformersCache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Layers without keys and values."""
+        """Layers without keys and values; the host knows only its own class that has both."""
         return [
             isinstance(layer, LinearAttentionCacheLayerMixin)
             and not isinstance(layer, CacheLayerMixin)
@@ -129,15 +124,15 @@ class HostCache(TransformersCache):
             raise ValueError(
                 f"crop({tokens_to_remove}): a negative number, of the tokens to remove, is needed"
             )
-        self._move()
+        self._expire()
         self.states.trim(-tokens_to_remove)
-        for layer in self._foreign():
+        for layer in self._foreign().values():
             layer.crop(tokens_to_remove)
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`; every layer, or an error and none."""
-        self._only_ours("rewind")
-        self._move()
+        self._check_ours("rewind")
+        self._expire()
         self.states.rewind(to)
 
     def checkpoint(self) -> None:
@@ -145,25 +140,26 @@ class HostCache(TransformersCache):
         self.states.checkpoint()
 
     def reset(self) -> None:
-        self._move()
+        self._expire()
         self.context.begun = False
         self.states.reset()
-        for layer in self._foreign():
+        for layer in self._foreign().values():
             layer.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
-        for layer in self._foreign():
+        for layer in self._foreign().values():
             layer.reorder_cache(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(indices.nonzero().flatten() if indices.dtype == torch.bool else indices)
-        for layer in self._foreign():
+        self._select(indices.nonzero().flatten() if indices.dtype.itemsize == 1 else indices)
+        for layer in self._foreign().values():
             layer.batch_select_indices(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(torch.arange(self.states.batch).repeat_interleave(repeats))
-        for layer in self._foreign():
+        self._expire()
+        self.states.repeat(repeats)  # told padding needs nothing: `start` repeats it by itself
+        for layer in self._foreign().values():
             layer.batch_repeat_interleave(repeats)
 
     def activate_past_recording(self) -> None:
@@ -174,42 +170,40 @@ class HostCache(TransformersCache):
         self.context.recording = True
         if self.states.length:
             self.states.checkpoint()
-        self._widen(RECORDED)
+        self._expire()
+        self.states.widen(RECORDED)
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Let a layer wait in the memory of the processor; small ones stay, unless asked."""
         if not (only_non_sliding and self.is_sliding[layer_idx]):
-            self._move()
             self.layers[layer_idx].offload()
 
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Bring a layer back to where its rows are made."""
         if not (only_non_sliding and self.is_sliding[layer_idx]):
-            self._move()
             self.layers[layer_idx].prefetch()
 
     def fork(self) -> HostCache:
         """A second cache with the same tokens, independent of this one from now on."""
-        context, states = self.context, self.states.fork()
-        notes = copy.deepcopy(context.notes)
-        own = {i: copy.deepcopy(layer) for i, layer in enumerate(self.layers) if foreign(layer)}
+        notes = copy.deepcopy(self.context.notes)
+        context = replace(self.context, states=self.states.fork(), notes=notes)
         twin = HostCache.__new__(HostCache)
-        twin._hold(self.host, replace(context, states=states, notes=notes), own)
+        twin._hold(self.described, context, copy.deepcopy(self._foreign()))
         for old, new in zip(self.layers, twin.layers, strict=True):
-            if isinstance(old, AttentionLayer) and old.is_initialized:
-                new.dtype, new.device, new.is_initialized = old.dtype, old.device, True
+            if isinstance(new, AttentionLayer):
+                new.like(old)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostCache:
         return self.fork()
 
     def snapshot(self) -> Snapshot:
-        self._only_ours("snapshot")
+        self._check_ours("snapshot")
         return self.states.snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
-        self._only_ours("restore")
-        self._move()
+        self._check_ours("restore")
+        self._expire()
         self.states.restore(snapshot)
 
     # ---- what there is to know
@@ -228,7 +222,7 @@ class HostCache(TransformersCache):
 
     def explain(self) -> Explanation:
         """How each layer is stored, and whether attention is computed on the stored bytes."""
-        return Explanation.of(self.host, self.states, self.context.notes)
+        return Explanation.of(self.described, self.context)
 
     def __repr__(self) -> str:
         return f"HostCache({self.states!r})"
@@ -243,45 +237,34 @@ class HostCache(TransformersCache):
     def _is_user_defined(self, value: bool) -> None:
         """`generate` marks a cache that it is given: what it holds is the end of a turn."""
         self._turn = value
-        if value and self.states.length and self._recurrences:
+        if value and self._pace.recurrences and self.states.length:
             self.states.checkpoint()
 
-    def _foreign(self) -> list[Any]:
-        return [layer for layer in self.layers if foreign(layer)]
+    def _foreign(self) -> dict[int, Any]:
+        """The layers that only the host understands."""
+        return {i: self.layers[i] for i, one in enumerate(self.described) if one.foreign}
 
-    def _only_ours(self, verb: str) -> None:
-        kinds = sorted({type(layer).__name__ for layer in self._foreign()})
-        if kinds:
-            raise CacheError(f"{verb}: {', '.join(kinds)} of transformers cannot take part")
-
-    def _count(self, tokens: int) -> None:
-        """Only recurrent layers: nobody is appended to, so they are told how long they are."""
-        length = self.states.length + tokens
-        for follower in self._recurrences:
-            follower.follow(length)
+    def _check_ours(self, verb: str) -> None:
+        foreign = self._foreign()
+        if foreign:
+            kinds = sorted({self.described[index].type for index in foreign})
+            raise CacheError(
+                f"{verb}: layers {list(foreign)} ({', '.join(kinds)}) live in transformers, "
+                "which knows crop(-n), reset() and deepcopy for them"
+            )
 
     def _select(self, index: Tensor) -> None:
-        self._move()
-        if self.states.batch:
-            self.states.select(index)
-        told = self.context.padding
-        if told is not None:
-            start = self.context.start(max(int(index.max()) + 1, len(told))) or []
+        """The verb says which of the batch; padding that was told is of the batch too."""
+        self._expire()
+        if self.states.batch == 0:
+            return
+        start = self.context.start(self.states.batch)
+        self.states.select(index)
+        if start is not None:
             self.context.padding = tuple(start[i] for i in index.tolist())
 
-    def _move(self) -> None:
-        """What the host holds of the rows is not theirs any more."""
+    def _expire(self) -> None:
+        """What the model was handed is not to be read any more."""
         for layer in self.layers:
             if isinstance(layer, AttentionLayer):
                 layer.expire()
-
-    def _widen(self, slack: int) -> None:
-        """Keep what an exact rewind of `slack` tokens needs from now on."""
-        spec, old = widened(self.spec, slack), self.states
-        if spec == self.spec:
-            return
-        states = Cache(spec=spec, states=memories(self.host, spec, old))
-        if old.length:
-            states.restore(old.exposed())
-        self._move()
-        self.context.states = states

@@ -6,7 +6,7 @@ keep what is not keys and values: recurrences, convolutions, indexers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 
 from kvant.errors import SpecError
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec
-from kvant.retention import All, Window
+from kvant.retention import Window
 from kvant.spec import as_spec
 
 ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
@@ -40,6 +40,11 @@ class HostLayer:
         return self.type in RECURRENT + HYBRID
 
     @property
+    def foreign(self) -> bool:
+        """Does only the host know what it holds?"""
+        return not (self.attends or self.recurs or self.type == "dummy")
+
+    @property
     def window(self) -> int | None:
         """How many positions the model lets a query see; a chunk counts as one."""
         return self.options.get("sliding_window")
@@ -60,7 +65,7 @@ def host_layers(model: PreTrainedModel) -> tuple[HostLayer, ...]:
     unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
     if unknown:
         raise SpecError(f"layers of {', '.join(unknown)}: this transformers cannot cache them")
-    latents = _latents(model)
+    latents = {module.layer_idx: module.kv_lora_rank for module in unfolding(model)}
     layers = [
         HostLayer(kind, extra, latents.get(index))
         for index, (kind, extra) in enumerate(zip(types, options, strict=False))
@@ -77,65 +82,59 @@ def _decoder_layers(config: Any, count: int) -> int:
     return next((number for number in told if number is not None), count)
 
 
-def _latents(model: PreTrainedModel) -> dict[int, int]:
-    """{layer: rank} of those that cache compressed rows and unfold them with `expand_kv`."""
-    return {
-        module.layer_idx: module.kv_lora_rank
-        for module in model.modules()
-        if callable(getattr(module, "expand_kv", None))
-    }
+def unfolding(model: PreTrainedModel) -> Iterator[Any]:
+    """The modules that cache compressed rows and unfold them with `expand_kv`."""
+    return (m for m in model.modules() if callable(getattr(m, "expand_kv", None)))
 
 
 def recipes(layers: tuple[HostLayer, ...], spec: str | LayerSpec | CacheSpec) -> CacheSpec:
     """One recipe a layer: the spec's for those that attend, within what the model lets them see.
 
-    A CacheSpec of all layers is taken as it is: that is what a file holds.
+    A CacheSpec has one recipe for each layer, as a file has, or for each that attends.
     """
+    places = [index for index, layer in enumerate(layers) if layer.attends]
     if isinstance(spec, CacheSpec) and len(spec.layers) == len(layers):
-        return as_spec(spec, len(layers))
-    attending = [layer for layer in layers if layer.attends]
-    if not attending:
-        own: list[Recipe] = []
+        given: dict[int, Recipe] = dict(enumerate(as_spec(spec, len(layers)).layers))
     else:
-        own = list(as_spec(spec, len(attending)).layers)
-    return CacheSpec(tuple(_recipe(layer, own) for layer in layers))
+        own = as_spec(spec, len(places)).layers if places else ()
+        given = dict(zip(places, own, strict=True))
+    return CacheSpec(tuple(_recipe(layer, given.get(i)) for i, layer in enumerate(layers)))
 
 
-def _recipe(layer: HostLayer, own: list[Recipe]) -> Recipe:
-    attention = _attention(layer, own.pop(0)) if layer.attends else None
+def _recipe(layer: HostLayer, given: Recipe | None) -> Recipe:
+    parts = dict(given.parts) if isinstance(given, GroupSpec) else {}
+    attention = _attention(layer, parts.get("attention", given)) if layer.attends else None
+    told = parts.get("recurrence", given)
+    recurrence = told if isinstance(told, RecurrentSpec) else RecurrentSpec()
     if attention is None:
-        return RecurrentSpec() if layer.recurs else EmptySpec()
+        return recurrence if layer.recurs else EmptySpec()
     if layer.recurs:
-        return GroupSpec((("attention", attention), ("recurrence", RecurrentSpec())))
+        return GroupSpec((("attention", attention), ("recurrence", recurrence)))
     return attention
 
 
-def _attention(layer: HostLayer, recipe: Recipe) -> LayerSpec:
+def _attention(layer: HostLayer, recipe: Recipe | None) -> LayerSpec:
     if not isinstance(recipe, LayerSpec):
         raise SpecError(f"{recipe} for a layer of {layer.type}: a LayerSpec is needed")
-    window, policy = layer.window, recipe.retention
-    if window is not None and (policy.window is None or policy.window >= window):
-        recipe = replace(recipe, retention=Window(window))
-    elif window is not None:
-        recipe = replace(recipe, retention=Window(policy.window or window, policy.sinks))
+    window, policy = layer.window, recipe.retention.window
+    if window is not None:  # no sinks: the model would not see them beyond its window
+        recipe = replace(recipe, retention=Window(min(window, policy or window)))
     chunk = window if layer.chunked else None
     return replace(recipe, chunk=chunk, value_dim=layer.latent)
 
 
-def narrowed(layer: HostLayer, recipe: LayerSpec) -> bool:
+def narrows(layer: HostLayer, recipe: LayerSpec) -> bool:
     """Does the recipe let a query see less than the model would?"""
     window = recipe.retention.window
     return window is not None and (layer.window is None or window < layer.window)
 
 
-def without_windows(spec: CacheSpec) -> CacheSpec:
-    """The same formats for the rows of an encoder, which all stay."""
-    layers = []
-    for recipe in spec.layers:
-        if not isinstance(recipe, LayerSpec) or recipe.retention.window is not None:
+def check_unwindowed(spec: CacheSpec) -> None:
+    """An encoder-decoder's cross-attention needs every row of the encoder."""
+    for index, recipe in enumerate(spec.layers):
+        window = recipe.retention.window if isinstance(recipe, LayerSpec) else None
+        if window is not None:
             raise SpecError(
-                "a window on an encoder-decoder: its cross-attention needs every row of the "
-                "encoder, and its decoders are short; leave the window out"
+                f"layer {index}: window={window} on an encoder-decoder, whose cross-attention "
+                "needs every row of the encoder; leave the window out"
             )
-        layers.append(replace(recipe, retention=All()))
-    return CacheSpec(tuple(layers))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from kvant.cache import Cache
+from kvant.hf.context import Context
 from kvant.hf.detect import HostLayer
-from kvant.hf.notes import Notes
 from kvant.recipes import GroupSpec, LayerSpec, Recipe
+from kvant.spec import spelled
 
 
 @dataclass(frozen=True)
@@ -20,12 +19,11 @@ class Explanation:
     lines: tuple[str, ...]
 
     @classmethod
-    def of(
-        cls, layers: Sequence[HostLayer], states: Cache, notes: Mapping[int, Notes]
-    ) -> Explanation:
+    def of(cls, layers: Sequence[HostLayer], context: Context) -> Explanation:
+        recipes = context.states.spec.layers
         told = [
-            f"{layer.type}: {_stored(recipe)}, {_read(states, index, notes.get(index))}"
-            for index, (layer, recipe) in enumerate(zip(layers, states.spec.layers, strict=True))
+            f"{layer.type}: {_stored(layer, recipe)}{_read(context, index)}"
+            for index, (layer, recipe) in enumerate(zip(layers, recipes, strict=True))
         ]
         lines, first = [], 0
         for text, run in groupby(told):
@@ -39,35 +37,32 @@ class Explanation:
         return "\n".join(self.lines)
 
 
-def _stored(recipe: Recipe) -> str:
+def _stored(layer: HostLayer, recipe: Recipe) -> str:
     if isinstance(recipe, GroupSpec):
-        return _stored(dict(recipe.parts)["attention"]) + " beside a state that transformers keeps"
+        attention = _stored(layer, dict(recipe.parts)["attention"])
+        return f"{attention} beside a state that transformers keeps"
     if not isinstance(recipe, LayerSpec):
-        return "kept by transformers"
-    names = [_format(codec) for codec in recipe.sides.values()]
-    window = recipe.retention.window
-    kept = "" if window is None else f", the last {window} rows"
-    kept += f", the first {recipe.retention.sinks}" if recipe.retention.sinks else ""
-    return "/".join(dict.fromkeys(names)) + kept
+        return "kept by transformers" if layer.foreign or layer.recurs else "remembers nothing"
+    kept = "/".join(dict.fromkeys(spelled(codec) for codec in recipe.sides.values()))
+    if recipe.retention.window is not None:
+        kept += f", the last {recipe.retention.window} rows"
+    return kept + (f", the first {recipe.retention.sinks}" if recipe.retention.sinks else "")
 
 
-def _format(codec: object) -> str:
-    bits = getattr(codec, "bits", "")
-    return f"{getattr(codec, 'name', type(codec).__name__)}{bits}"
-
-
-def _read(states: Cache, index: int, notes: Notes | None) -> str:
-    if index not in states.layers or notes is None:
-        return "not read by kvant"
-    if notes.materialized:
-        why = ", ".join(_short(notes.materialized))
-        hint = "" if notes.fused else "; kvant.attach(model) may read the pages instead"
-        return f"dense rows were made for {why}{hint}"
-    attended = states[index].tally.attended
+def _read(context: Context, index: int) -> str:
+    notes = context.notes.get(index)
+    if notes is None:
+        return ""
+    told = []
     if notes.fused:
-        return f"read from the stored pages by {', '.join(sorted(attended))}"
-    return "only its first chunk was read" if notes.prompts else "not read yet"
-
-
-def _short(reasons: Counter[str]) -> list[str]:
-    return [reason.removeprefix("aten.") for reason, _ in reasons.most_common(3)]
+        backends = ", ".join(sorted(context.states[index].tally.attended))
+        told.append(f"read {notes.fused} times from the stored pages by {backends}")
+    if notes.materialized:
+        count = sum(notes.materialized.values())
+        why = ", ".join(name for name, _ in notes.materialized.most_common(3))
+        told.append(f"made dense {count} times for {why}")
+        if context.attachable and not notes.fused:
+            told.append("kvant.attach(model) may read the pages instead")
+    if not told:
+        told.append("not read yet" if notes.prompts == 0 else "only its prompt was read")
+    return "; " + "; ".join(told)

@@ -33,9 +33,6 @@ class LatentReading(Reading):
         """They are no keys and no values yet."""
         return None
 
-    def on_latents(self, q: Tensor, question: Question) -> Tensor | None:
-        return super().attend(q, question)
-
     def rows(self, side: SideName, why: str) -> Tensor:
         self.check_dense(why)
         rows = dense_rows(self.view, self.view.keys, self.view.columns - self.shown)
@@ -53,6 +50,7 @@ class Unfolded:
     expand: Expand
     latents: Handle
     rotated: Handle
+    made: tuple[Tensor, Tensor] | None = None
 
     def shape(self, side: SideName) -> tuple[int, ...]:
         module = self.module
@@ -67,12 +65,13 @@ class Unfolded:
         to_keys, to_values = _weights(module)
         folded = torch.cat([q[..., :plain] @ to_keys, q[..., plain:]], -1)
         scale = q.shape[-1] ** -0.5 if question.scale is None else question.scale
-        out = self.reading.on_latents(folded, replace(question, scale=scale))
+        out = Reading.attend(self.reading, folded, replace(question, scale=scale))
         return None if out is None else out @ to_values.transpose(-1, -2)
 
     def rows(self, side: SideName, why: str) -> Tensor:
-        keys, values = self.expand(self.latents.dense(why), self.rotated.dense(why))
-        return keys if side == "keys" else values
+        if self.made is None:
+            self.made = self.expand(self.latents.dense(why), self.rotated.dense(why))
+        return self.made[0 if side == "keys" else 1]
 
 
 def folding(module: nn.Module) -> Expand:
@@ -92,6 +91,8 @@ def folding(module: nn.Module) -> Expand:
 @torch.no_grad()
 def folds(module: Any) -> bool:
     """Is unfolding what we take it for? Asked with a few random rows, in float32."""
+    if getattr(module.kv_b_proj, "bias", None) is not None:
+        return False
     try:
         to_keys, to_values = _weights(module)
         like, seed = to_keys, torch.Generator().manual_seed(0)
@@ -118,8 +119,6 @@ def _heads(module: Any) -> int:
 
 def _weights(module: Any) -> tuple[Tensor, Tensor]:
     """What unfolds keys and values: [heads, nope, rank] and [heads, v, rank]."""
-    if module.kv_b_proj.bias is not None:
-        raise AttributeError("a bias does not fold")
     plain = module.qk_nope_head_dim
     weight: Tensor = module.kv_b_proj.weight.view(
         _heads(module), plain + module.v_head_dim, module.kv_lora_rank

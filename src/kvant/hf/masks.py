@@ -17,6 +17,7 @@ from transformers.masking_utils import causal_mask_function
 
 from kvant.contracts import Mask
 from kvant.hf.lazies import Lazy
+from kvant.hf.padding import left_padding
 
 HostMask = Callable[..., Tensor | None]  # of the host: the mask of one of its implementations
 LOCAL: Mapping[str, Callable[[int], Mask]] = {  # the host's overlays on a causal mask
@@ -34,7 +35,7 @@ class LazyMask(Lazy):
     @classmethod
     def of(cls, host: HostMask, asked: Mapping[str, Any]) -> LazyMask:
         shape = (asked["batch_size"], 1, asked["q_length"], asked["kv_length"])
-        made: LazyMask = cls.shaped(shape, torch.bool, torch.device(asked["device"]))
+        made: LazyMask = cls.shaped(shape, torch.bool, torch.device(asked.get("device", "cpu")))
         made.host, made.asked = host, asked
         return made
 
@@ -47,24 +48,19 @@ class LazyMask(Lazy):
         """What the host would have made by itself; it may be nothing."""
         return self.host(**self.asked)
 
-    @property
+    @cached_property
     def rule(self) -> Mask | None:
         """None: a pattern that positions alone do not tell."""
-        return pattern(self.asked["mask_function"], self.asked["local_size"])
+        return pattern(self.asked["mask_function"], self.asked.get("local_size"))
 
     @cached_property
     def padding(self) -> list[int] | None:
         """Columns of left padding of each sequence; None where it is not that."""
-        seen: Tensor | None = self.asked["attention_mask"]
-        batch, columns = self.asked["batch_size"], self.asked["q_offset"] + self.asked["q_length"]
+        seen: Tensor | None = self.asked.get("attention_mask")
+        columns = self.asked["q_offset"] + self.asked["q_length"]
         if seen is None:
-            return [0] * batch
-        if seen.ndim != 2 or seen.shape[1] != columns:
-            return None
-        start = seen.to(torch.int8).argmax(-1)
-        if not torch.equal(seen.sum(-1), columns - start):
-            return None
-        return [int(s) for s in start.expand(batch)]
+            return [0] * self.asked["batch_size"]
+        return left_padding(seen) if seen.ndim == 2 and seen.shape[1] == columns else None
 
 
 def pattern(function: Callable[..., Any], local: int | None) -> Mask | None:
@@ -82,36 +78,9 @@ def pattern(function: Callable[..., Any], local: int | None) -> Mask | None:
 def lazily(host: HostMask) -> HostMask:
     """The host's mask function, made lazy where attention may do without the mask."""
 
-    def mask(
-        batch_size: int,
-        q_length: int,
-        kv_length: int,
-        q_offset: int = 0,
-        kv_offset: int = 0,
-        mask_function: Callable[..., Any] = causal_mask_function,
-        attention_mask: Tensor | None = None,
-        local_size: int | None = None,
-        allow_is_causal_skip: bool = True,
-        allow_is_bidirectional_skip: bool = False,
-        device: torch.device | str = "cpu",
-        **kwargs: Any,
-    ) -> Tensor | None:
-        asked = {
-            "batch_size": batch_size,
-            "q_length": q_length,
-            "kv_length": kv_length,
-            "q_offset": q_offset,
-            "kv_offset": kv_offset,
-            "mask_function": mask_function,
-            "attention_mask": attention_mask,
-            "local_size": local_size,
-            "allow_is_causal_skip": allow_is_causal_skip,
-            "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
-            "device": device,
-            **kwargs,
-        }
+    def mask(**asked: Any) -> Tensor | None:
         # Packed sequences, blocks of an image and encoders are the host's own business.
-        if not allow_is_causal_skip or allow_is_bidirectional_skip:
+        if not asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip"):
             return host(**asked)
         return LazyMask.of(host, asked)
 

@@ -9,6 +9,7 @@ module knows no transformer, no format and no mask rule.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -215,6 +216,13 @@ class Attention:
         now, before = self._record, self._committed
         self._committed = None if before is None else before.moved(device)
         self._record = self._committed if now is before or now is None else now.moved(device)
+
+    def widen(self, slack: int) -> None:
+        if slack <= self.spec.slack:
+            return
+        self.spec = replace(self.spec, slack=slack)
+        held = exposed(self._record)
+        self._settle(restored(self.spec, held, self.tiles, self.tally))
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""

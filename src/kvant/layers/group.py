@@ -131,6 +131,10 @@ class Group:
         for part in self.parts.values():
             part.move(device)
 
+    def widen(self, slack: int) -> None:
+        for part in self.parts.values():
+            part.widen(slack)
+
     def reset(self) -> None:
         for part in self.parts.values():
             part.reset()

@@ -96,4 +96,4 @@ class Together:
             state.rollback()
         self.ahead = []
         for follower in self.followers:
-            follower.rollback()
+            follower.lose()

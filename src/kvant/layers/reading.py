@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvant.arenas import Span
-from kvant.attention import open_pages, with_sinks
+from kvant.attention import framed_rows, open_pages
 from kvant.contracts import Fields, Side, View
 from kvant.layers.record import Record
 from kvant.layers.rows import Rows
@@ -74,24 +74,12 @@ def opened(record: Record, first: int, stop: int) -> Fields:
 
 def columns(record: Record, first: int, stop: int) -> Fields:
     """Framed rows of columns [first, stop) as the newest query sees them, sinks included."""
-    spec, dense = record.memory.spec, record.dense_rows()
-    seam = max(dense.first, spec.paging.due(record.length) * spec.page)
-    middle = min(max(first, seam), stop)
-    rows = {name: t[:, :, : stop - middle] for name, t in dense.behind(middle).tensors.items()}
-    if first < middle:
-        sealed = opened(record, first, middle)
-        rows = {n: torch.cat([sealed[n].to(row.dtype), row], 2) for n, row in rows.items()}
-    return _with_sinks(record, rows, first)
-
-
-def _with_sinks(record: Record, rows: Fields, first: int) -> Fields:
-    """Sinks are dense where their page is sealed."""
-    memory = record.memory
-    count = memory.spec.retention.sinks
-    if count == 0 or first >= max(memory.start) + count:
-        return rows
-    start = memory.start_tensor
-    return {n: with_sinks(row, memory.sinks[n], start, first) for n, row in rows.items()}
+    spec, length = record.memory.spec, record.length
+    seam = spec.paging.due(length) * spec.page
+    rows = record.dense_rows().behind(max(record.dense.first, min(seam, length)))
+    view = _view(record, rows, record.sealed.cut(first // spec.page, -(-stop // spec.page)), length)
+    sides = {"keys": view.keys, "values": view.values}
+    return {name: framed_rows(view, sides[name], first, stop) for name in spec.sides}
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,16 @@ class Recurrent:
         return []
 
     @property
+    def _now(self) -> Moment:
+        return self._past.now
+
+    @property
     def length(self) -> int:
-        return self._past.now.length
+        return self._now.length
 
     @property
     def batch(self) -> int:
-        return next((tensor.shape[0] for tensor in self._past.now.state.values()), 0)
+        return next((tensor.shape[0] for tensor in self._now.state.values()), 0)
 
     @property
     def held(self) -> int:
@@ -79,7 +83,7 @@ class Recurrent:
 
     @property
     def nbytes(self) -> int:
-        moments = [self._past.now, *self._past.checkpoints]
+        moments = [self._now, *self._past.checkpoints]
         return sum(tensor.nbytes for moment in moments for tensor in moment.state.values())
 
     @property
@@ -93,7 +97,7 @@ class Recurrent:
         if any(tensor.ndim == 0 for tensor in state.values()):
             raise ValueError(f"state {_shapes(state)}: [batch, ...] is needed")
         self.ledger.opening(self)
-        old = _shapes(self._past.now.state)
+        old = _shapes(self._now.state)
         if self.length and _shapes(state) != old:
             raise ValueError(f"state {_shapes(state)} for a layer of {old}")
         now = Moment(self.length + count, {name: _kept(tensor) for name, tensor in state.items()})
@@ -103,7 +107,7 @@ class Recurrent:
 
     def read(self) -> Fields:
         """A copy of the state now, by name."""
-        return self._past.now.copied().state
+        return self._now.copied().state
 
     def reachable(self, to: int) -> int:
         if to >= self.length:
@@ -120,7 +124,7 @@ class Recurrent:
 
     def checkpoint(self) -> None:
         """Come back to the present length from here on; the oldest checkpoint may go for it."""
-        now, kept = self._past.now, self._past.checkpoints
+        now, kept = self._now, self._past.checkpoints
         if all(moment.length != now.length for moment in kept):
             self._settle(Past(now, (*kept, now.copied())[-self.spec.max_checkpoints :]))
 
@@ -134,7 +138,7 @@ class Recurrent:
         return self.exposed().copied()
 
     def exposed(self) -> Snapshot:
-        moments = {"now": self._past.now}
+        moments = {"now": self._now}
         moments |= {f"at{i}": moment for i, moment in enumerate(self._past.checkpoints)}
         tensors = {f"{k}.{n}": t for k, moment in moments.items() for n, t in moment.state.items()}
         return Snapshot(tensors, {key: moment.length for key, moment in moments.items()})
@@ -164,7 +168,7 @@ class Recurrent:
     def fork(self) -> Recurrent:
         twin = Recurrent(self.spec)
         kept = tuple(moment.copied() for moment in self._past.checkpoints)
-        twin._settle(Past(self._past.now.copied(), kept))
+        twin._settle(Past(self._now.copied(), kept))
         return twin
 
     def select(self, index: Tensor) -> None:
@@ -173,13 +177,16 @@ class Recurrent:
             return Moment(moment.length, picked)
 
         kept = tuple(pick(moment) for moment in self._past.checkpoints)
-        self._settle(Past(pick(self._past.now), kept))
+        self._settle(Past(pick(self._now), kept))
 
     def move(self, device: torch.device) -> None:
         def there(moment: Moment) -> Moment:
             return Moment(moment.length, {n: t.to(device) for n, t in moment.state.items()})
 
-        self._settle(Past(there(self._past.now), tuple(map(there, self._past.checkpoints))))
+        self._settle(Past(there(self._now), tuple(map(there, self._past.checkpoints))))
+
+    def widen(self, slack: int) -> None:
+        """Checkpoints are all there is to go back to."""
 
     def reset(self) -> None:
         """Forget the tokens; the state is small, so its memory goes too."""

@@ -159,6 +159,14 @@ def takes_nothing(codec: Callable[..., object]) -> bool:
     return all(p.default is not p.empty for p in inspect.signature(codec).parameters.values())
 
 
+def spelled(codec: Codec) -> str:
+    """The word for a codec: its family and width, or its disk name."""
+    if isinstance(codec, Affine | Codebook):
+        return f"{'affine' if isinstance(codec, Affine) else 'turbo'}{codec.bits}"
+    names = (name for name, kind in CODECS.items() if kind is type(codec))
+    return next(names, type(codec).__name__)
+
+
 def refuse_not_yet(word: str) -> None:
     if word in NOT_YET:
         raise SpecError(f"{word} {NOT_YET[word]}")

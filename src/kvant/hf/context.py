@@ -1,0 +1,48 @@
+"""What the layers of one host's cache share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvant.cache import Cache
+from kvant.errors import CacheError
+from kvant.hf.notes import Notes
+
+
+@dataclass(eq=False)
+class Context:
+    """The memory behind the layers, and what they were told of the batch."""
+
+    states: Cache
+    padding: tuple[int, ...] | None = None  # columns of left padding, where they were told
+    cross: bool = False  # the rows of an encoder
+    attachable: bool = False  # `attach` would give the model an attention of ours
+    recording: bool = False  # speculation: a chunk is read as single tokens would be
+    begun: bool = False  # a forward has brought rows to every layer
+    notes: dict[int, Notes] = field(default_factory=dict)
+
+    def start(self, batch: int) -> tuple[int, ...] | None:
+        """The padding of each row of a batch; beams repeat their sequence."""
+        if self.padding is None:
+            return None
+        times, rest = divmod(batch, len(self.padding))
+        if rest:
+            raise ValueError(
+                f"rows of {batch} sequences, but an attention_mask of {len(self.padding)}: give "
+                "kvant.cache_for(..., attention_mask=...) the mask of this batch"
+            )
+        return tuple(p for p in self.padding for _ in range(times))
+
+    def check_begun(self, held: int, count: int) -> None:
+        """A layer that is never appended to would undo every forward of the others.
+
+        `held` rows of a layer before `count` more: when a first forward died, its repetition has
+        the same prompt, and is let through.
+        """
+        self.begun = self.begun or self.states.length > 0
+        if held and count != held and not self.begun:
+            silent = [index for index, s in self.states.layers.items() if s.length == 0]
+            raise CacheError(
+                f"the first forward brought no rows to layers {silent}: if it died, reset the "
+                "cache; if this model never uses them, kvant cannot cache it"
+            )

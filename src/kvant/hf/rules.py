@@ -1,0 +1,97 @@
+"""The host's masks, as rules over positions or as they are.
+
+A mask that is a known pattern, or that hides left padding and nothing else, becomes a rule: then
+nothing grows with the context, and the padding is all that the view has to learn.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvant.attention.mask import visible
+from kvant.contracts import Mask, View
+from kvant.errors import CacheError, UnsupportedView
+from kvant.hf.lazies import dense
+from kvant.hf.masks import LazyMask
+from kvant.hf.padding import left_padding
+
+PADDING = "_kvant_padding"  # what was found of a mask, on it: every layer is handed the same one
+
+
+def rule_of(
+    view: View, count: int, mask: Tensor | None, causal: bool, narrow: bool
+) -> tuple[View, Mask | Tensor] | None:
+    """What `count` queries see; None where only dense rows can tell.
+
+    `narrow` says that the view's own window is narrower than anything that the host knows of.
+    """
+    if isinstance(mask, LazyMask):
+        rule, padding = mask.rule, mask.padding
+        if rule is not None and padding is not None:
+            return padded(view, padding), both(view.mask, rule)
+        mask = dense(mask, "a pattern of the host's")
+    if mask is None:
+        if causal or count == 1:
+            return view, view.mask
+        return (view, Mask(causal=False)) if view.mask == Mask() else None
+    padding = _padding_of(view, mask)
+    if padding is not None:
+        return padded(view, padding), view.mask
+    return view, within_window(view, count, mask) if narrow else mask
+
+
+def _padding_of(view: View, mask: Tensor) -> list[int] | None:
+    """The padding, where a mask for one query says no more than that."""
+    batch, heads, count, columns = mask.shape
+    if (heads, count, mask.dtype) != (1, 1, torch.bool) or view.mask.chunk is not None:
+        return None
+    known: list[int] | None = getattr(mask, PADDING, None)
+    if known is None:
+        known = left_padding(mask[:, 0, 0]) or []
+        setattr(mask, PADDING, known)
+    if not known or (any(known) and view.keys.sinks.shape[2]):
+        return None
+    before = view.columns - columns
+    return [n and n + before for n in known] * (view.start.shape[0] // batch)
+
+
+def padded(view: View, padding: list[int]) -> View:
+    """The view, with the padding that only a mask tells of."""
+    most = max(padding, default=0)
+    if most == 0 or view.padding > 0:
+        return view
+    if view.keys.sinks.shape[2]:
+        raise padding_needed()
+    return replace(view, start=torch.tensor(padding, device=view.start.device), padding=most)
+
+
+def padding_needed() -> CacheError:
+    return CacheError(
+        "sinks of a left-padded batch need the padding before the first rows: give "
+        "kvant.cache_for(..., attention_mask=...), or kvant.attach the model"
+    )
+
+
+def within_window(view: View, count: int, mask: Tensor) -> Tensor:
+    """The host's mask, and beside it the window that the host knows nothing of."""
+    if mask.dtype != torch.bool:
+        raise UnsupportedView(
+            f"a mask of {mask.dtype} beside a window that the model does not have itself: "
+            "kvant.attach the model, or leave the window out"
+        )
+    sinks = view.keys.sinks.shape[2]
+    if view.padding == 0 and sinks and not bool(mask[:, :, -1, :sinks].all()):
+        raise padding_needed()
+    k = torch.arange(view.columns - mask.shape[-1], view.columns, device=mask.device)
+    q = torch.arange(view.columns - count, view.columns, device=mask.device)
+    start = view.start.view(-1, 1, 1, 1)
+    return mask & visible(replace(view.mask, causal=False), q[:, None] - start, k - start)
+
+
+def both(own: Mask, host: Mask) -> Mask:
+    """What both rules let through: they are of the same layer, so one of them is the narrower."""
+    windows = [w for w in (own.window, host.window) if w is not None]
+    return replace(own, window=min(windows, default=None), chunk=own.chunk or host.chunk)

@@ -88,6 +88,8 @@ class Buffer:
     def table(self, first: int, stop: int) -> Tensor:
         """The slots of units [first, stop) of every sequence, [B, n]."""
         batch = next((slab.shape[0] for slab in self.slabs.values()), 1)
+        if first == stop:  # rows that never are sealed ask for this at every token
+            return torch.empty(batch, 0, dtype=torch.int64, device=self.device)
         unit = torch.arange(first - self.base, stop - self.base, device=self.device)
         return torch.arange(batch, device=self.device)[:, None] * self.reserved + unit
 

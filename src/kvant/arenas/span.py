@@ -45,11 +45,14 @@ class Span:
 
     def cut(self, first: int, stop: int) -> Span:
         """The part inside [first, stop); empty where they do not meet."""
+        if first <= self.first and self.stop <= stop:
+            return self
         first = min(max(first, self.first), self.stop)
         return Span(self.arena, first, max(first, min(stop, self.stop)))
 
     def settled(self) -> Span:
-        return Span(self.arena.release(self.first, self.stop), self.first, self.stop)
+        arena = self.arena.release(self.first, self.stop)
+        return self if arena is self.arena else Span(arena, self.first, self.stop)
 
     def shared(self) -> Span:
         return Span(self.arena.share(self.first, self.stop), self.first, self.stop)

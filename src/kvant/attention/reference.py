@@ -32,37 +32,45 @@ class Reference:
         return codec.seal(rows)
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor]:
-        q, softmax = _grouped(request, view)
-        first = view.columns - q.shape[3]
-        for block in _blocks(view):
-            pieces = [
-                (t0, t1, how)
-                for t0, t1 in _pieces(q, block.stop - block.start)
+        q = _grouped(request, view)
+        first, heads = view.columns - q.shape[3], q.shape[1]
+        blocks = list(_blocks(view))
+        pieces = _pieces(q, max((block.stop - block.start for block in blocks), default=1))
+        softmaxes = [(t0, t1, _Softmax(q[:, :, :, t0:t1])) for t0, t1 in pieces]
+        for block in blocks:
+            seeing = [
+                (t0, t1, softmax, how)
+                for t0, t1, softmax in softmaxes
                 if (how := relation(view, request.mask, first + t0, first + t1, block)) != "none"
             ]
-            if not pieces:
+            if not seeing:
                 continue
             keys = _rows(view, view.keys, block).to(q.dtype)
             same = view.values is view.keys
             values = keys if same else _rows(view, view.values, block).to(q.dtype)
-            for t0, t1, how in pieces:
+            for t0, t1, softmax, how in seeing:
                 mask = None
                 if how == "some":
                     part = allowed(view, request.mask, first + t0, first + t1, block)
-                    mask = _by_group(part, q.shape[1])
-                softmax.add(t0, t1, _scores(q[:, :, :, t0:t1], keys, request), mask, values)
-        return softmax.result(request.sink_logits)
+                    mask = _by_group(part, heads)
+                softmax.add(_scores(softmax.q, keys, request), mask, values)
+        dim = view.values.dense.shape[3]
+        results = [softmax.result(request.sink_logits, dim) for _, _, softmax in softmaxes]
+        if len(results) == 1:
+            return results[0]
+        return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
 
 
 @dataclass
 class _Softmax:
-    """Running maximum, sum and weighted values of every query: [B, H, group, T, ...]."""
+    """Running maximum, sum and weighted values of some queries: [B, H, group, T, ...]."""
 
-    top: Tensor
-    total: Tensor
-    out: Tensor
+    q: Tensor
+    top: Tensor | None = None
+    total: Tensor | None = None
+    out: Tensor | None = None
 
-    def add(self, t0: int, t1: int, scores: Tensor, mask: Tensor | None, values: Tensor) -> None:
+    def add(self, scores: Tensor, mask: Tensor | None, values: Tensor) -> None:
         stain = None
         if mask is not None:
             hidden = ~mask if mask.dtype == torch.bool else mask == float("-inf")
@@ -70,42 +78,45 @@ class _Softmax:
                 scores = scores + mask.to(scores.dtype)
             scores = scores.masked_fill(hidden, float("-inf"))
             values, stain = _stained(values, ~hidden)
-        old = self.top[..., t0:t1]
-        top = torch.maximum(old, scores.amax(-1))
-        finite = top.masked_fill(top == float("-inf"), 0.0)
-        weights = torch.exp(scores - finite.unsqueeze(-1))
-        fade = torch.exp(old - finite)
-        self.total[..., t0:t1] = self.total[..., t0:t1] * fade + weights.sum(-1)
-        part = _grouped_matmul(weights, values)
+        top = scores.amax(-1, keepdim=True)
+        if self.top is not None:
+            top = torch.maximum(self.top, top)
+        # A query that sees nothing yet has no maximum to be measured from.
+        finite = top if mask is None else top.masked_fill(top == float("-inf"), 0.0)
+        weights = torch.exp(scores - finite)
+        total = weights.sum(-1, keepdim=True)
+        out = _grouped_matmul(weights, values)
         if stain is not None:
-            part = part.masked_fill(stain, float("nan"))
-        self.out[..., t0:t1, :] = self.out[..., t0:t1, :] * fade.unsqueeze(-1) + part
-        self.top[..., t0:t1] = top
-
-    def result(self, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-        if sink_logits is not None:
-            heads, group = self.top.shape[1:3]
-            sink = sink_logits.to(self.top.dtype).view(1, heads, group, 1)
-            top = torch.maximum(self.top, sink)
-            finite = top.masked_fill(top == float("-inf"), 0.0)
+            out = out.masked_fill(stain, float("nan"))
+        if self.top is not None and self.total is not None and self.out is not None:
             fade = torch.exp(self.top - finite)
-            self.total = self.total * fade + torch.exp(sink - finite)
-            self.out, self.top = self.out * fade.unsqueeze(-1), top
-        seen = self.total != 0
-        out = self.out / torch.where(seen, self.total, 1.0).unsqueeze(-1)
-        return out.flatten(1, 2), (self.top + self.total.log()).flatten(1, 2)
+            total, out = self.total * fade + total, self.out * fade + out
+        self.top, self.total, self.out = top, total, out
+
+    def result(self, sink_logits: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
+        """Outputs [B, heads, T, dim] and log-sum-exp."""
+        top, total, out = self.top, self.total, self.out
+        if top is None or total is None or out is None:  # nobody sees anything
+            top = self.q.new_full((*self.q.shape[:-1], 1), float("-inf"))
+            total, out = torch.zeros_like(top), self.q.new_zeros(*self.q.shape[:-1], dim)
+        if sink_logits is not None:
+            heads, group = top.shape[1:3]
+            sink = sink_logits.to(top.dtype).view(1, heads, group, 1, 1)
+            old, top = top, torch.maximum(top, sink)
+            finite = top.masked_fill(top == float("-inf"), 0.0)
+            fade = torch.exp(old - finite)
+            total, out = total * fade + torch.exp(sink - finite), out * fade
+        lse = top + total.log()
+        out = out / torch.where(total == 0, 1.0, total)
+        return out.flatten(1, 2), lse.squeeze(-1).flatten(1, 2)
 
 
-def _grouped(request: Request, view: View) -> tuple[Tensor, _Softmax]:
-    """Queries as [B, H, group, T, D], scaled, and an empty softmax beside them."""
+def _grouped(request: Request, view: View) -> Tensor:
+    """Queries as [B, H, group, T, D], scaled."""
     batch, all_heads, count, dim = request.q.shape
     heads = view.keys.dense.shape[1]
     wide = torch.float64 if request.q.dtype == torch.float64 else torch.float32
-    q = request.q.to(wide).mul(request.scale).view(batch, heads, all_heads // heads, count, dim)
-    lead = q.shape[:-1]
-    top = torch.full(lead, float("-inf"), dtype=wide, device=q.device)
-    out = torch.zeros(*lead, view.values.dense.shape[3], dtype=wide, device=q.device)
-    return q, _Softmax(top, torch.zeros_like(top), out)
+    return request.q.to(wide).mul(request.scale).view(batch, heads, all_heads // heads, count, dim)
 
 
 def _grouped_matmul(x: Tensor, rows: Tensor) -> Tensor:
@@ -163,7 +174,7 @@ def _pieces(q: Tensor, keys: int) -> Iterator[tuple[int, int]]:
     """Queries in pieces whose scores fit the scratch."""
     batch, heads, group, count, _ = q.shape
     step = max(1, SCORES // (batch * heads * group * keys))
-    return ((t, min(t + step, count)) for t in range(0, count, step))
+    return ((t, min(t + step, count)) for t in range(0, max(count, 1), step))
 
 
 def _rows(view: View, side: Side, block: Block) -> Tensor:

@@ -53,17 +53,17 @@ class Together:
     def __init__(self, states: Sequence[LayerState], followers: Sequence[Follower] = ()) -> None:
         self.states = tuple(states)
         self.followers = tuple(followers)
-        self.ahead: list[LayerState] = []
+        self.ahead: dict[int, LayerState] = {}  # by identity
         self.abandoned = 0
         for state in self.states:
             state.ledger = Member(self)
 
     def opening(self, state: LayerState) -> None:
-        if any(other is state for other in self.ahead):
+        if id(state) in self.ahead:
             self.rollback()
 
     def closing(self, state: LayerState) -> None:
-        self.ahead.append(state)
+        self.ahead[id(state)] = state
         if len(self.ahead) < len(self.states):
             return
         batches = sorted({other.batch for other in self.states} - {0})
@@ -77,7 +77,7 @@ class Together:
             other.commit()
         for follower in self.followers:
             follower.follow(lengths[0])
-        self.ahead = []
+        self.ahead = {}
 
     def rollback(self) -> None:
         """Take back what a forward that never reached every layer has appended."""
@@ -92,8 +92,8 @@ class Together:
         self._undo()
 
     def _undo(self) -> None:
-        for state in self.ahead:
+        for state in self.ahead.values():
             state.rollback()
-        self.ahead = []
+        self.ahead = {}
         for follower in self.followers:
             follower.lose()

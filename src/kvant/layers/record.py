@@ -105,6 +105,8 @@ class Record:
         schedule, length = self.memory.schedule, self.length
         dense = self.dense.cut(schedule.first_dense(length), length).settled()
         sealed = self.sealed.cut(schedule.first_page(length), self.sealed.stop).settled()
+        if dense is self.dense and sealed is self.sealed:
+            return self
         return Record(self.memory, length, dense, sealed)
 
     def emptied(self) -> Record:

@@ -20,6 +20,8 @@ class Rows:
 
     def behind(self, first: int) -> Rows:
         """Those from column `first` on."""
+        if first == self.first:
+            return self
         skip = max(0, first - self.first)
         return Rows({name: tensor[:, :, skip:] for name, tensor in self.tensors.items()}, first)
 

@@ -123,7 +123,7 @@ def _grouped_matmul(x: Tensor, rows: Tensor) -> Tensor:
     """[B, H, group, T, n] @ [B, H, n, D]: a group shares its rows, nothing is repeated."""
     batch, heads, group, count, width = x.shape
     out = x.reshape(batch, heads, group * count, width) @ rows
-    return out.view(batch, heads, group, count, -1)
+    return out.view(batch, heads, group, count, rows.shape[3])
 
 
 def _scores(q: Tensor, keys: Tensor, request: Request) -> Tensor:

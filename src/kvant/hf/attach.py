@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvant.hf.attention import NAMES, switchable
 from kvant.hf.build import cache_for
 from kvant.hf.detect import host_layers, unfolding
-from kvant.hf.latents import folding, folds
+from kvant.hf.latents import fold, folds, unfold
 from kvant.recipes import CacheSpec, LayerSpec
 
 PREPARE = "_prepare_cache_for_generation"
@@ -41,7 +41,7 @@ def attach(model: PreTrainedModel, spec: str | LayerSpec | CacheSpec = "raw") ->
         _switch(model, attachment)
     for module in unfolding(model):
         if folds(module):
-            module.__dict__["expand_kv"] = folding(module)
+            fold(module)
             attachment.folded.append(module)
 
 
@@ -52,7 +52,7 @@ def detach(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} is not attached to kvant")
     del model.__dict__[PREPARE]
     for module in attachment.folded:
-        del module.__dict__["expand_kv"]
+        unfold(module)
     for config, name in attachment.implementations:
         config._attn_implementation_internal = name
 

@@ -23,13 +23,16 @@ from kvant.hf.masks import LazyMask, lazily
 from kvant.hf.reading import Question
 
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
+EAGER = "eager_attention_forward"
 UNKNOWN = ("indices", "block_indices")  # of sparse attention: leaving them out would be wrong
 
 
 def eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """The attention that a model's own file defines."""
-    found: Forward = sys.modules[type(module).__module__].eager_attention_forward
-    return found(module, *args, **kwargs)
+    """The attention that a model's own file defines, or that of the class it was made from."""
+    files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
+    found = next(names[EAGER] for names in files if EAGER in names)
+    out: tuple[Tensor, Tensor | None] = found(module, *args, **kwargs)
+    return out
 
 
 def over(host: Forward) -> Forward:
@@ -64,7 +67,7 @@ def over(host: Forward) -> Forward:
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
         why = "attention of the host's"
-        mask = attention_mask.original() if type(attention_mask) is LazyMask else attention_mask
+        mask = attention_mask.original if type(attention_mask) is LazyMask else attention_mask
         rows = dense(key, why), dense(value, why)
         return host(module, query, *rows, mask, dropout=dropout, scaling=scaling, **kwargs)
 

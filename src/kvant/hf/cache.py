@@ -24,7 +24,8 @@ from kvant.hf.pace import Pace
 from kvant.hf.recurrence import Recurrence
 from kvant.recipes import CacheSpec
 
-RECORDED = 64  # tokens: how far a speculation may go back exactly
+RECORDED = 32  # tokens of a draft; a longer one widens the cache again,
+LONGEST = 256  # but a chunk beyond this is another prompt
 
 
 class HostCache(TransformersCache):
@@ -54,6 +55,7 @@ class HostCache(TransformersCache):
         self.described = described
         self.context = context
         self._turn = False
+        self._opening = next((i for i, one in enumerate(described) if one.attends), None)
         followers = context.states.followers
         self._pace = Pace(described, [one for one in followers if isinstance(one, Recurrence)])
         layers = [layer_for(context, i, one, own.get(i)) for i, one in enumerate(described)]
@@ -82,6 +84,8 @@ class HostCache(TransformersCache):
                 f"rows for layer {layer_idx} of a cache for {len(self.layers)}: it was made for "
                 "another model, or its configuration does not tell all layers"
             )
+        if self.context.recording and layer_idx == self._opening and self.states.length:
+            self._widen(min(key_states.shape[2], LONGEST))
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )
@@ -125,9 +129,11 @@ class HostCache(TransformersCache):
                 f"crop({tokens_to_remove}): a negative number, of the tokens to remove, is needed"
             )
         self._expire()
-        self.states.trim(-tokens_to_remove)
-        for layer in self._foreign().values():
-            layer.crop(tokens_to_remove)
+        foreign, to = self._foreign().values(), max(0, self.states.length + tokens_to_remove)
+        if foreign and self.states.reachable(to) == to:
+            for layer in foreign:  # theirs may refuse, ours cannot any more
+                layer.crop(tokens_to_remove)
+        self.states.rewind(to)
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`; every layer, or an error and none."""
@@ -140,8 +146,10 @@ class HostCache(TransformersCache):
         self.states.checkpoint()
 
     def reset(self) -> None:
-        self._expire()
-        self.context.begun = False
+        for layer in self.layers:
+            if isinstance(layer, AttentionLayer):
+                layer.forget()
+        self.context.begun, self.context.padding = False, None
         self.states.reset()
         for layer in self._foreign().values():
             layer.reset()
@@ -165,13 +173,10 @@ class HostCache(TransformersCache):
     def activate_past_recording(self) -> None:
         """Speculation begins: go back exactly, and read a chunk as single tokens would be."""
         super().activate_past_recording()
-        if self.context.recording:
-            return
         self.context.recording = True
         if self.states.length:
             self.states.checkpoint()
-        self._expire()
-        self.states.widen(RECORDED)
+        self._widen(RECORDED)
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Let a layer wait in the memory of the processor; small ones stay, unless asked."""
@@ -262,6 +267,13 @@ class HostCache(TransformersCache):
         self.states.select(index)
         if start is not None:
             self.context.padding = tuple(start[i] for i in index.tolist())
+
+    def _widen(self, slack: int) -> None:
+        """Let all of the next chunk be taken back exactly."""
+        if slack > self.context.slack:
+            self.context.slack = 2 * slack
+            self._expire()
+            self.states.widen(2 * slack)
 
     def _expire(self) -> None:
         """What the model was handed is not to be read any more."""

@@ -17,8 +17,10 @@ class Context:
     padding: tuple[int, ...] | None = None  # columns of left padding, where they were told
     cross: bool = False  # the rows of an encoder
     attachable: bool = False  # `attach` would give the model an attention of ours
+    slack: int = 0  # what a speculation made all layers keep
     recording: bool = False  # speculation: a chunk is read as single tokens would be
     begun: bool = False  # a forward has brought rows to every layer
+    silent: list[int] | None = None  # layers that the last forward before that brought none
     notes: dict[int, Notes] = field(default_factory=dict)
 
     def start(self, batch: int) -> tuple[int, ...] | None:
@@ -37,11 +39,14 @@ class Context:
         """A layer that is never appended to would undo every forward of the others.
 
         `held` rows of a layer before `count` more: when a first forward died, its repetition has
-        the same prompt, and is let through.
+        the same prompt, and is let through, once.
         """
         self.begun = self.begun or self.states.length > 0
-        if held and count != held and not self.begun:
-            silent = [index for index, s in self.states.layers.items() if s.length == 0]
+        if not held or self.begun:
+            return
+        before = self.silent
+        self.silent = silent = [i for i, state in self.states.layers.items() if state.length == 0]
+        if count != held or silent == before:
             raise CacheError(
                 f"the first forward brought no rows to layers {silent}: if it died, reset the "
                 "cache; if this model never uses them, kvant cannot cache it"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -74,26 +75,39 @@ class Unfolded:
         return self.made[0 if side == "keys" else 1]
 
 
-def folding(module: nn.Module) -> Expand:
-    """The `expand_kv` of a module, but for handles: those stay folded."""
-    expand: Expand = module.expand_kv  # type: ignore[assignment]
+def fold(module: Any) -> None:
+    """Let the `expand_kv` of a module leave handles folded."""
+    module.__dict__["expand_kv"] = MethodType(_expand_kv, module)
 
-    def expand_kv(latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        if type(latents) is not Handle or type(rotated) is not Handle:
-            return expand(latents, rotated)
-        assert isinstance(latents.source, LatentReading)
-        source = Unfolded(latents.source, module, expand, latents, rotated)
-        return pair(source, latents.dtype, latents.device)
 
-    return expand_kv
+def unfold(module: Any) -> None:
+    """Undo `fold`."""
+    del module.__dict__["expand_kv"]
+
+
+def _expand_kv(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
+    expand = MethodType(type(module).expand_kv, module)
+    if type(latents) is not Handle or type(rotated) is not Handle or not _plain(module):
+        keys, values = expand(latents, rotated)
+        return keys, values
+    assert isinstance(latents.source, LatentReading)
+    source = Unfolded(latents.source, module, expand, latents, rotated)
+    return pair(source, latents.dtype, latents.device)
+
+
+def _plain(module: Any) -> bool:
+    """Is the projection nothing but its weight? Adapters and hooks say otherwise."""
+    linear = module.kv_b_proj
+    hooked = linear._forward_hooks or linear._forward_pre_hooks
+    return type(linear) is nn.Linear and linear.bias is None and not hooked
 
 
 @torch.no_grad()
 def folds(module: Any) -> bool:
     """Is unfolding what we take it for? Asked with a few random rows, in float32."""
-    if getattr(module.kv_b_proj, "bias", None) is not None:
-        return False
     try:
+        if not _plain(module):
+            return False
         to_keys, to_values = _weights(module)
         like, seed = to_keys, torch.Generator().manual_seed(0)
         latents = torch.randn(2, 1, 3, module.kv_lora_rank, generator=seed).to(like)

@@ -7,6 +7,7 @@ of the model's own layer, never of how its rows are stored.
 from __future__ import annotations
 
 import logging
+import weakref
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -46,7 +47,7 @@ class AttentionLayer(CacheLayerMixin):
         if described.latent is not None:
             self.kind = LatentReading
         self.dtype = torch.float32
-        self._reading: Reading | None = None
+        self._reading: weakref.ref[Reading] | None = None  # whoever reads it keeps it
         super().__init__()
 
     @property
@@ -117,9 +118,14 @@ class AttentionLayer(CacheLayerMixin):
 
     def expire(self) -> None:
         """What the host was handed before is not to be read any more."""
-        if self._reading is not None:
-            self._reading.current = False
+        reading = None if self._reading is None else self._reading()
+        if reading is not None:
+            reading.current = False
         self._reading = None
+
+    def forget(self) -> None:
+        self.expire()
+        self.is_initialized = False
 
     def reset(self, *args: Any) -> NoReturn:
         raise CacheError(
@@ -154,12 +160,14 @@ class AttentionLayer(CacheLayerMixin):
         if self.described.window is not None:
             shown = min(view.columns - count, self.described.window - 1) + count
         stored = stored and self.recipe.seals  # raw rows are the same for every query
-        self._reading = self.kind(view, count, shown, self.dtype, self.notes, self.narrow, stored)
-        return self._reading
+        reading = self.kind(view, count, shown, self.dtype, self.notes, self.narrow, stored)
+        self._reading = weakref.ref(reading)
+        return reading
 
     def _again(self) -> Reading:
         """The rows as the newest token sees them, for one query."""
-        return self._reading or self._read(self.state.view(), 1, stored=False)
+        reading = None if self._reading is None else self._reading()
+        return reading or self._read(self.state.view(), 1, stored=False)
 
     def _pair(self, source: Source) -> tuple[Handle, Handle]:
         return pair(source, self.dtype, self.device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from kvant.contracts import Mask
 from kvant.hf.lazies import Lazy
@@ -35,7 +35,9 @@ class LazyMask(Lazy):
     @classmethod
     def of(cls, host: HostMask, asked: Mapping[str, Any]) -> LazyMask:
         shape = (asked["batch_size"], 1, asked["q_length"], asked["kv_length"])
-        made: LazyMask = cls.shaped(shape, torch.bool, torch.device(asked.get("device", "cpu")))
+        # Models are known to ask a mask for its dtype, and to build beside it.
+        kind = torch.bool if host is sdpa_mask else asked.get("dtype", torch.float32)
+        made: LazyMask = cls.shaped(shape, kind, torch.device(asked.get("device", "cpu")))
         made.host, made.asked = host, asked
         return made
 
@@ -44,6 +46,7 @@ class LazyMask(Lazy):
         assert made is not None  # only a skip gives none
         return made
 
+    @cached_property
     def original(self) -> Tensor | None:
         """What the host would have made by itself; it may be nothing."""
         return self.host(**self.asked)

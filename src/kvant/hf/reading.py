@@ -76,7 +76,7 @@ class Reading:
         if self.count == 1 and q.shape[2] > 1:
             # For one token the host lays the heads of a group out as queries (`pack_gqa`).
             q = q.reshape(q.shape[0], -1, 1, q.shape[3])
-            if mask is not None and mask.shape[1] > 1:
+            if mask is not None and mask.shape[1] * mask.shape[2] > 1:
                 mask = mask.reshape(mask.shape[0], -1, 1, mask.shape[3])
         if not self.fits(q):
             return None

@@ -30,7 +30,7 @@ def rule_of(
     """
     if isinstance(mask, LazyMask):
         rule, padding = mask.rule, mask.padding
-        if rule is not None and padding is not None:
+        if rule is not None and padding is not None and _agree(view, padding):
             return padded(view, padding), both(view.mask, rule)
         mask = dense(mask, "a pattern of the host's")
     if mask is None:
@@ -38,7 +38,7 @@ def rule_of(
             return view, view.mask
         return (view, Mask(causal=False)) if view.mask == Mask() else None
     padding = _padding_of(view, mask)
-    if padding is not None:
+    if padding is not None and _agree(view, padding):
         return padded(view, padding), view.mask
     return view, within_window(view, count, mask) if narrow else mask
 
@@ -48,14 +48,20 @@ def _padding_of(view: View, mask: Tensor) -> list[int] | None:
     batch, heads, count, columns = mask.shape
     if (heads, count, mask.dtype) != (1, 1, torch.bool) or view.mask.chunk is not None:
         return None
-    known: list[int] | None = getattr(mask, PADDING, None)
-    if known is None:
+    version = None if mask.is_inference() else mask._version
+    seen_at, known = getattr(mask, PADDING, (None, []))
+    if seen_at is None or seen_at != version:
         known = left_padding(mask[:, 0, 0]) or []
-        setattr(mask, PADDING, known)
+        setattr(mask, PADDING, (version, known))
     if not known or (any(known) and view.keys.sinks.shape[2]):
         return None
     before = view.columns - columns
     return [n and n + before for n in known] * (view.start.shape[0] // batch)
+
+
+def _agree(view: View, padding: list[int]) -> bool:
+    """Does the mask say what was told before the first rows? If not, the mask is right."""
+    return view.padding == 0 or view.start.tolist() == padding
 
 
 def padded(view: View, padding: list[int]) -> View:
@@ -82,13 +88,14 @@ def within_window(view: View, count: int, mask: Tensor) -> Tensor:
             f"a mask of {mask.dtype} beside a window that the model does not have itself: "
             "kvant.attach the model, or leave the window out"
         )
-    sinks = view.keys.sinks.shape[2]
-    if view.padding == 0 and sinks and not bool(mask[:, :, -1, :sinks].all()):
+    sinks, whole = view.keys.sinks.shape[2], mask.shape[-1] == view.columns
+    if view.padding == 0 and sinks and whole and not bool(mask[:, :, -1, :sinks].all()):
         raise padding_needed()
     k = torch.arange(view.columns - mask.shape[-1], view.columns, device=mask.device)
     q = torch.arange(view.columns - count, view.columns, device=mask.device)
     start = view.start.view(-1, 1, 1, 1)
-    return mask & visible(replace(view.mask, causal=False), q[:, None] - start, k - start)
+    rule = replace(view.mask, causal=False, chunk=None)  # those the host's mask has already
+    return mask & visible(rule, q[:, None] - start, k - start)
 
 
 def both(own: Mask, host: Mask) -> Mask:

@@ -84,7 +84,7 @@ class HostCache(TransformersCache):
                 f"rows for layer {layer_idx} of a cache for {len(self.layers)}: it was made for "
                 "another model, or its configuration does not tell all layers"
             )
-        if self.context.recording and layer_idx == self._opening and self.states.length:
+        if self.context.recording and layer_idx == self._opening:
             self._widen(min(key_states.shape[2], LONGEST))
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs

@@ -82,7 +82,7 @@ def source_of(key: Any, value: Any) -> Source | None:
     if type(key) is not Handle or type(value) is not Handle or key.source is not value.source:
         return None
     alike = key.times == value.times and key.ndim == value.ndim == 4
-    alike = alike and not (key.changed or value.changed)
+    alike = alike and not (key.touched or value.touched)
     return key.source if alike and (key.side, value.side) == ("keys", "values") else None
 
 

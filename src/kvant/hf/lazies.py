@@ -16,13 +16,12 @@ class Lazy(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     _real: Tensor | None
-    changed: bool
 
     @classmethod
     def shaped(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
         """An instance without attributes: the caller gives it those that `make` needs."""
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._real, made.changed = None, False
+        made._real = None
         return made
 
     @classmethod
@@ -34,14 +33,13 @@ class Lazy(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = str(func)
-        if func._schema.is_mutable:  # type: ignore[attr-defined]
-            tree_map_only(Lazy, Lazy.change, (tuple(args), dict(kwargs or {})))
         real = tree_map_only(Lazy, lambda lazy: lazy.dense(name), (tuple(args), dict(kwargs or {})))
         return func(*real[0], **real[1])
 
-    def change(self) -> None:
-        """What is written to it is true of the real tensor alone."""
-        self.changed = True
+    @property
+    def touched(self) -> bool:
+        """Is there a real tensor? Then it may have been written to, and it alone is true."""
+        return self._real is not None
 
     def dense(self, why: str) -> Tensor:
         """The tensor itself; `why` names who needs it."""

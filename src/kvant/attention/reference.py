@@ -69,10 +69,12 @@ class _Softmax:
     top: Tensor | None = None
     total: Tensor | None = None
     out: Tensor | None = None
+    masked: bool = False  # was anything hidden from anybody?
 
     def add(self, scores: Tensor, mask: Tensor | None, values: Tensor) -> None:
         stain = None
         if mask is not None:
+            self.masked = True
             hidden = ~mask if mask.dtype == torch.bool else mask == float("-inf")
             if mask.dtype != torch.bool:
                 scores = scores + mask.to(scores.dtype)
@@ -106,9 +108,10 @@ class _Softmax:
             finite = top.masked_fill(top == float("-inf"), 0.0)
             fade = torch.exp(old - finite)
             total, out = total * fade + torch.exp(sink - finite), out * fade
-        lse = top + total.log()
-        out = out / torch.where(total == 0, 1.0, total)
-        return out.flatten(1, 2), lse.squeeze(-1).flatten(1, 2)
+        lse = (top + total.log()).squeeze(-1).flatten(1, 2)
+        if self.masked or self.top is None:  # some may see nothing
+            total = torch.where(total == 0, 1.0, total)
+        return (out / total).flatten(1, 2), lse
 
 
 def _grouped(request: Request, view: View) -> Tensor:
@@ -182,6 +185,9 @@ def _rows(view: View, side: Side, block: Block) -> Tensor:
     if block.part == "sinks":
         return side.sinks
     if block.part == "dense":
-        return side.dense.narrow(2, block.start - view.dense_from, block.stop - block.start)
+        count = block.stop - block.start
+        if count == side.dense.shape[2]:
+            return side.dense
+        return side.dense.narrow(2, block.start - view.dense_from, count)
     first = block.start // view.page - view.first_page
     return open_pages(view, side, first, first + (block.stop - block.start) // view.page)

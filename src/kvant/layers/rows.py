@@ -46,8 +46,16 @@ def incoming(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order)
             f"keys {list(keys.shape)} on {keys.device} and values {list(values.shape)} on "
             f"{values.device} differ in more than their last dimension and dtype"
         )
-    ordered = {k: t.transpose(1, 2) if order == "BTHD" else t for k, t in rows.items()}
-    return {k: t.detach().to(spec.dtype or t.dtype) for k, t in ordered.items()}
+    if order == "BTHD":
+        rows = {name: tensor.transpose(1, 2) for name, tensor in rows.items()}
+    return {name: _stored(tensor, spec.dtype) for name, tensor in rows.items()}
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Without a graph, in the dtype of the spec; a call that changes nothing still takes time."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if dtype in (None, tensor.dtype) else tensor.to(dtype)
 
 
 def _check(name: str, tensor: Tensor, order: Order) -> None:

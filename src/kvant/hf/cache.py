@@ -135,6 +135,15 @@ class HostCache(TransformersCache):
                 layer.crop(tokens_to_remove)
         self.states.rewind(to)
 
+    @property
+    def length(self) -> int:
+        """Tokens that every layer has seen."""
+        return self.states.length
+
+    def reachable(self, to: int) -> int:
+        """The longest length <= `to` that every layer can go back to."""
+        return self.states.reachable(to)
+
     def rewind(self, to: int) -> None:
         """Go back to length `to`; every layer, or an error and none."""
         self._check_ours("rewind")

@@ -57,7 +57,7 @@ class Handle(Lazy):
         out: Tensor | None = None
         if func is functional.scaled_dot_product_attention:
             out = _intercepted(**dict(zip(ARGUMENTS, args, strict=False)), **(kwargs or {}))
-        elif func in REPEATING and type(args[0]) is Handle and not kwargs:
+        elif func in REPEATING and type(args[0]) is Handle and not kwargs and not args[0].touched:
             out = REPEATING[func](*args)
         if out is not None:
             return out

@@ -80,7 +80,7 @@ class Reading:
                 mask = mask.reshape(mask.shape[0], -1, 1, mask.shape[3])
         if not self.fits(q):
             return None
-        seen = rule_of(self.view, self.count, mask, question.causal, self.narrow)
+        seen = rule_of(self.view, q.shape[2], mask, question.causal, self.narrow)
         if seen is None:
             return None
         view, rule = seen
@@ -106,9 +106,10 @@ class Reading:
         return rows.to(self.dtype).contiguous()
 
     def fits(self, q: Tensor) -> bool:
-        """Are these the queries of the tokens that were appended?"""
+        """Are these the queries of the tokens that were appended, or of the last of them?"""
         batch, heads, _, dim = self.view.keys.dense.shape
-        return q.shape[2] == self.count and q.shape[::3] == (batch, dim) and q.shape[1] % heads == 0
+        tokens = q.shape[2] in (1, self.count)  # a model may need the last one's logits only
+        return tokens and q.shape[::3] == (batch, dim) and q.shape[1] % heads == 0
 
     def check_current(self) -> None:
         if not self.current:

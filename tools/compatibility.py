@@ -1,0 +1,199 @@
+"""Runs every family with every format in every way, and writes docs/compatibility.md.
+
+A few minutes: `python tools/compatibility.py`. If anything is not as it must be, it says so, exits
+with 1 and leaves the page as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+import transformers
+
+ROOT = Path(__file__).resolve().parent.parent
+# The families, what they are compared with and how is what the tests run, pairwise; here it runs
+# whole. Tests are no package, so that pytest may import each file by itself.
+sys.path.insert(0, str(ROOT / "tests"))
+
+from hf.expected import problems, reading  # noqa: E402
+from hf.modes import MODES, played  # noqa: E402
+from hf.parity import TOLERANCE, Cell, compared, every_cell  # noqa: E402
+from hf.zoo import FAMILIES, NAMES  # noqa: E402
+
+PAGE = ROOT / "docs" / "compatibility.md"
+INTRO = """# What works with transformers
+
+Made by `python tools/compatibility.py` (transformers {transformers}, torch {torch}); tests run a
+part of it, chosen so that every two values meet. Each family is a tiny random model in float32
+(`tests/hf/zoo.py`): so nothing here says how good a format is, only that a model computes with it
+what it should.
+
+* **raw**: the largest difference of logits from those of eager attention over the host's own
+  DynamicCache, in units of their standard deviation. Over {{one sequence, two of which one is
+  left-padded}} x {{prompt at once, in two chunks}} x {{stock model, attached}}.
+* **compressed**: the same for affine8, affine4 and turbo4v4, from eager attention over the rows
+  that each query sees by the rule in architecture.md, dense or decoded. The error of the format
+  lies on both sides, so what is left is rounding.
+* **stock** and **attached**: how a decoded token reads its past. *fused*: from the stored pages.
+  *materialized*: rows are made dense for the operation named in the last column.
+  *nothing*: no layer of keys and values is stored by kvant.
+* **modes**: in how many ways of generating the tokens are those that the host's cache gives. The
+  other ones do not work with that cache either: the table at the end has the reasons.
+"""
+
+
+@dataclass
+class Row:
+    """What was found out about a family."""
+
+    name: str
+    error: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    reads: Counter[tuple[str, str]] = field(default_factory=Counter)  # cells, by way and reading
+    reasons: set[str] = field(default_factory=set)
+    refused: dict[str, str] = field(default_factory=dict)  # by mode: why, in the host's words
+    wrong: list[str] = field(default_factory=list)
+
+    def reading(self, way: str) -> str:
+        return ", ".join(sorted(what for one, what in self.reads if one == way))
+
+
+def examined(name: str) -> Row:
+    """One family, in a process of its own."""
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    row = Row(name)
+    for cell in (cell for cell in every_cell() if cell.family == name):
+        _compare(row, cell)
+    for mode in MODES:
+        _play(row, mode)
+    return row
+
+
+def _compare(row: Row, cell: Cell) -> None:
+    try:
+        result = compared(cell)
+    except Exception as error:
+        row.wrong.append(f"{cell}: {type(error).__name__}: {error}")
+        return
+    kind = "raw" if cell.raw else "compressed"
+    row.error[kind] = max(row.error[kind], result.error)
+    row.reads[cell.way, reading(cell)] += 1
+    row.reasons |= result.reasons
+    row.wrong += [f"{cell}: {problem}" for problem in problems(cell, result)]
+    if not result.error < TOLERANCE:
+        row.wrong.append(f"{cell}: an error of {result.error:.1e}")
+
+
+def _play(row: Row, mode: str) -> None:
+    """Tokens must be the host's; where the host's cache fails, ours need not do better."""
+    try:
+        expected = played(mode, row.name, "host")
+    except Exception as error:
+        row.refused[mode] = f"{type(error).__name__}: {error}"
+        return
+    for owner in ("stock", "attached"):
+        try:
+            if not torch.equal(played(mode, row.name, owner), expected):
+                row.wrong.append(f"{row.name}, {mode}, {owner}: other tokens")
+        except Exception as error:
+            row.wrong.append(f"{row.name}, {mode}, {owner}: {type(error).__name__}: {error}")
+
+
+def page(rows: list[Row]) -> Iterator[str]:
+    """The lines of docs/compatibility.md."""
+    yield INTRO.format(transformers=transformers.__version__, torch=torch.__version__)
+    yield from _counts(rows)
+    yield "\n| family | raw | compressed | stock | attached | modes | dense rows are made for |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in rows:
+        errors = (_spelled(row.error[kind]) for kind in ("raw", "compressed"))
+        reads = (row.reading(way) for way in ("stock", "attached"))
+        modes = f"{len(MODES) - len(row.refused)} of {len(MODES)}"
+        reasons = ", ".join(f"`{reason}`" for reason in sorted(row.reasons))
+        yield _line(row.name, *errors, *reads, modes, reasons)
+    yield "\n## What does not work with DynamicCache either\n"
+    yield "| modes | families | the error |"
+    yield "|---|---|---|"
+    yield from _refusals(rows)
+
+
+def _counts(rows: list[Row]) -> Iterator[str]:
+    cells = sum((row.reads for row in rows), Counter())
+    for way in ("stock", "attached"):
+        found = {what: count for (one, what), count in sorted(cells.items()) if one == way}
+        told = ", ".join(f"{count} {what}" for what, count in found.items())
+        yield f"* cells of {way} models: {told}"
+    yield f"* modes: {', '.join(MODES)}"
+    missing: dict[str, list[str]] = defaultdict(list)
+    for row in rows:
+        why = Cell(row.name, "raw", 2, "chunked", "stock").refusal()
+        if why is not None:
+            missing[why].append(row.name)
+    for why, names in missing.items():
+        yield f"* not among them, chunks of a padded batch of {', '.join(names)}: {why}"
+
+
+def _refusals(rows: Iterable[Row]) -> Iterator[str]:
+    """By reason, as most families of a kind share theirs."""
+    found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for row in rows:
+        for mode, why in row.refused.items():
+            told = _short(why.replace(FAMILIES[row.name].model, "this one"))
+            modes, names = found.setdefault(told, ({}, {}))
+            modes[mode] = names[row.name] = None
+    for why, (modes, names) in found.items():
+        yield _line(", ".join(modes), ", ".join(names), why)
+
+
+def _short(text: str) -> str:
+    """The last line of an error: some begin with a whole model."""
+    kind = text.partition(":")[0]
+    last = text.splitlines()[-1].removeprefix(f"{kind}: ")
+    return f"{kind}: {re.split('[.] ?(?=[A-Z])', last)[0][:110]}".replace("|", "/")
+
+
+def _spelled(error: float) -> str:
+    return f"{error:.0e}" if error else "0"
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", default=NAMES, help="only these, and no file")
+    parser.add_argument("--workers", type=int, default=2)
+    told = parser.parse_args()
+    began, rows = time.monotonic(), {}
+    with ProcessPoolExecutor(told.workers, get_context("spawn")) as pool:
+        jobs = [pool.submit(examined, name) for name in told.families]
+        for job in as_completed(jobs):
+            row = job.result()
+            rows[row.name] = row
+            spent = time.monotonic() - began
+            done = f"{len(rows)} of {len(jobs)} families, {spent:.0f} s: {row.name}"
+            print(done, file=sys.stderr, flush=True)
+    ordered = [rows[name] for name in told.families]
+    text = "\n".join(page(ordered)) + "\n"
+    if told.families == NAMES and not any(row.wrong for row in ordered):
+        PAGE.write_text(text, encoding="utf-8")
+    print("\n".join(_counts(ordered)) if told.families == NAMES else text)
+    wrong = [problem for row in ordered for problem in row.wrong]
+    for problem in wrong:
+        print(problem, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

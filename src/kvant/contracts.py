@@ -268,6 +268,7 @@ class Request:
     mask: Mask | Tensor
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [H * group]: learned logits that lead nowhere
+    lse: bool = True  # is log-sum-exp asked for?
 
 
 class Backend(Protocol):
@@ -281,8 +282,8 @@ class Backend(Protocol):
     def seal(self, codec: Codec, rows: Tensor) -> Fields | None:
         """What `codec.seal` would give, or None where this backend does not seal the codec."""
 
-    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor]:
-        """Outputs [B, H * group, T, D] in the frame of the values, and log-sum-exp without D."""
+    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
+        """Outputs [B, H * group, T, D] in the frame of the values; log-sum-exp, without D."""
 
 
 @dataclass(frozen=True)

@@ -64,12 +64,12 @@ def attend(
     # A frame may enlarge a query beyond what its 16 bits hold, and rounding would cost bits.
     wide = q if q.dtype == torch.float64 else q.float()
     framed = view.keys.codec.frame.queries(wide)
-    request = Request(framed, scale, rule, softcap, sink_logits)
+    request = Request(framed, scale, rule, softcap, sink_logits, return_lse)
     chosen = _choose(view, request, backend)
     out, lse = chosen.attend(request, view)
     view.tally.attended[chosen.name] += 1
     out = view.values.codec.frame.outputs(out)[..., : view.value_dim].to(q.dtype)
-    return (out, lse) if return_lse else out
+    return out if lse is None else (out, lse)
 
 
 @singledispatch

@@ -31,7 +31,7 @@ class Reference:
     def seal(self, codec: Codec, rows: Tensor) -> Fields | None:
         return codec.seal(rows)
 
-    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor]:
+    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
         q = _grouped(request, view)
         first, heads = view.columns - q.shape[3], q.shape[1]
         blocks = list(_blocks(view))
@@ -55,10 +55,9 @@ class Reference:
                     mask = _by_group(part, heads)
                 softmax.add(_scores(softmax.q, keys, request), mask, values)
         dim = view.values.dense.shape[3]
-        results = [softmax.result(request.sink_logits, dim) for _, _, softmax in softmaxes]
-        if len(results) == 1:
-            return results[0]
-        return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
+        outs = [softmax.result(request.sink_logits, dim) for _, _, softmax in softmaxes]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+        return out, torch.cat([s.lse() for _, _, s in softmaxes], 2) if request.lse else None
 
 
 @dataclass
@@ -95,10 +94,11 @@ class _Softmax:
             total, out = self.total * fade + total, self.out * fade + out
         self.top, self.total, self.out = top, total, out
 
-    def result(self, sink_logits: Tensor | None, dim: int) -> tuple[Tensor, Tensor]:
-        """Outputs [B, heads, T, dim] and log-sum-exp."""
+    def result(self, sink_logits: Tensor | None, dim: int) -> Tensor:
+        """Outputs [B, heads, T, dim]."""
         top, total, out = self.top, self.total, self.out
         if top is None or total is None or out is None:  # nobody sees anything
+            self.masked = True
             top = self.q.new_full((*self.q.shape[:-1], 1), float("-inf"))
             total, out = torch.zeros_like(top), self.q.new_zeros(*self.q.shape[:-1], dim)
         if sink_logits is not None:
@@ -108,10 +108,15 @@ class _Softmax:
             finite = top.masked_fill(top == float("-inf"), 0.0)
             fade = torch.exp(old - finite)
             total, out = total * fade + torch.exp(sink - finite), out * fade
-        lse = (top + total.log()).squeeze(-1).flatten(1, 2)
-        if self.masked or self.top is None:  # some may see nothing
+        self.top, self.total = top, total
+        if self.masked:  # some may see nothing
             total = torch.where(total == 0, 1.0, total)
-        return (out / total).flatten(1, 2), lse
+        return (out / total).flatten(1, 2)
+
+    def lse(self) -> Tensor:
+        """Log-sum-exp [B, heads, T] of a result."""
+        assert self.top is not None and self.total is not None
+        return (self.top + self.total.log()).squeeze(-1).flatten(1, 2)
 
 
 def _grouped(request: Request, view: View) -> Tensor:

@@ -41,8 +41,10 @@ class Context:
         `held` rows of a layer before `count` more: when a first forward died, its repetition has
         the same prompt, and is let through, once.
         """
-        self.begun = self.begun or self.states.length > 0
-        if not held or self.begun:
+        if self.begun or not held:
+            return
+        self.begun = self.states.length > 0
+        if self.begun:
             return
         before = self.silent
         self.silent = silent = [i for i, state in self.states.layers.items() if state.length == 0]

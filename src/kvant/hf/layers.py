@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvant.contracts import View
+from kvant.contracts import LayerState, View
 from kvant.errors import CacheError
 from kvant.hf.context import Context
 from kvant.hf.detect import HostLayer, narrows
@@ -40,6 +40,7 @@ class AttentionLayer(CacheLayerMixin):
         self.context = context
         self.index = index
         self.described = described
+        self.state = _attention_of(context.states[index])
         self.is_sliding = described.window is not None
         self.notes = context.notes.setdefault(index, Notes())
         self.narrow = narrows(described, self.recipe)
@@ -49,13 +50,6 @@ class AttentionLayer(CacheLayerMixin):
         self.dtype = torch.float32
         self._reading: weakref.ref[Reading] | None = None  # whoever reads it keeps it
         super().__init__()
-
-    @property
-    def state(self) -> Attention:
-        state = self.context.states[self.index]
-        part = state["attention"] if isinstance(state, Group) else state
-        assert isinstance(part, Attention)
-        return part
 
     @property
     def recipe(self) -> LayerSpec:
@@ -171,6 +165,12 @@ class AttentionLayer(CacheLayerMixin):
 
     def _pair(self, source: Source) -> tuple[Handle, Handle]:
         return pair(source, self.dtype, self.device)
+
+
+def _attention_of(state: LayerState) -> Attention:
+    part = state["attention"] if isinstance(state, Group) else state
+    assert isinstance(part, Attention)
+    return part
 
 
 @lru_cache(maxsize=1)

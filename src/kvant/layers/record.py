@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class Memory:
     start_tensor: Tensor
     sinks: dict[str, Tensor]  # {side: [B, H, S, D]}, by position
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         return Schedule(self.spec)
 

@@ -7,6 +7,7 @@ grows with `length` and never falls.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvant.recipes import LayerSpec
 
@@ -32,7 +33,7 @@ class Schedule:
         due = self.spec.paging.due(max(0, length - self.spec.slack))
         return max(due, self.first_page(length)) * self.spec.page
 
-    @property
+    @cached_property
     def dense_bound(self) -> int | None:
         """Dense rows that steady use never passes; None where all rows stay dense."""
         spec, tail = self.spec, self.spec.paging.tail
@@ -49,7 +50,7 @@ class Schedule:
             bounds.append(window + spec.slack + room)
         return min(bounds, default=None)
 
-    @property
+    @cached_property
     def page_bound(self) -> int | None:
         """Sealed pages that steady use never passes; None where all of them stay."""
         window, tail = self.spec.retention.window, self.spec.paging.tail

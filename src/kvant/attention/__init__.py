@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -40,7 +41,6 @@ class Explanation:
         return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.refused])
 
 
-@torch.no_grad()
 def attend(
     q: Tensor,
     view: View,
@@ -59,17 +59,18 @@ def attend(
     seen. No gradients are recorded.
     """
     _check(q, view, mask, sink_logits)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    rule = view.mask if mask is None else _four_dimensions(mask)
-    # A frame may enlarge a query beyond what its 16 bits hold, and rounding would cost bits.
-    wide = q if q.dtype == torch.float64 else q.float()
-    framed = view.keys.codec.frame.queries(wide)
-    request = Request(framed, scale, rule, softcap, sink_logits, return_lse)
-    chosen = _choose(view, request, backend)
-    out, lse = chosen.attend(request, view)
-    view.tally.attended[chosen.name] += 1
-    out = view.values.codec.frame.outputs(out)[..., : view.value_dim].to(q.dtype)
-    return out if lse is None else (out, lse)
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        rule = view.mask if mask is None else _four_dimensions(mask)
+        # A frame may enlarge a query beyond what its 16 bits hold, and rounding would cost bits.
+        wide = q if q.dtype == torch.float64 else q.float()
+        framed = view.keys.codec.frame.queries(wide)
+        request = Request(framed, scale, rule, softcap, sink_logits, return_lse)
+        chosen = _choose(view, request, backend)
+        out, lse = chosen.attend(request, view)
+        view.tally.attended[chosen.name] += 1
+        out = view.values.codec.frame.outputs(out)[..., : view.value_dim].to(q.dtype)
+        return out if lse is None else (out, lse)
 
 
 @singledispatch

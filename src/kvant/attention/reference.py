@@ -35,6 +35,10 @@ class Reference:
         q = _grouped(request, view)
         first, heads = view.columns - q.shape[3], q.shape[1]
         blocks = list(_blocks(view))
+        if len(blocks) == 1 and _plain(request) and _all(view, request, q, blocks[0]):
+            keys, values = self._opened(view, blocks[0], q.dtype)
+            weights = _scores(q, keys, request).softmax(-1)
+            return _grouped_matmul(weights, values).flatten(1, 2), None
         pieces = _pieces(q, max((block.stop - block.start for block in blocks), default=1))
         softmaxes = [(t0, t1, _Softmax(q[:, :, :, t0:t1])) for t0, t1 in pieces]
         for block in blocks:
@@ -45,9 +49,7 @@ class Reference:
             ]
             if not seeing:
                 continue
-            keys = _rows(view, view.keys, block).to(q.dtype)
-            same = view.values is view.keys
-            values = keys if same else _rows(view, view.values, block).to(q.dtype)
+            keys, values = self._opened(view, block, q.dtype)
             for t0, t1, softmax, how in seeing:
                 mask = None
                 if how == "some":
@@ -58,6 +60,24 @@ class Reference:
         outs = [softmax.result(request.sink_logits, dim) for _, _, softmax in softmaxes]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
         return out, torch.cat([s.lse() for _, _, s in softmaxes], 2) if request.lse else None
+
+    def _opened(self, view: View, block: Block, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Keys and values of a block."""
+        keys = _rows(view, view.keys, block).to(dtype)
+        same = view.values is view.keys
+        return keys, keys if same else _rows(view, view.values, block).to(dtype)
+
+
+def _plain(request: Request) -> bool:
+    """Is nothing but the outputs asked for?"""
+    return not request.lse and request.sink_logits is None
+
+
+def _all(view: View, request: Request, q: Tensor, block: Block) -> bool:
+    """Do all queries see all of the block, which is all there is, and does the scratch hold it?"""
+    first, keys = view.columns - q.shape[3], block.stop - block.start
+    small = 0 < q[..., 0].numel() * keys <= SCORES
+    return small and relation(view, request.mask, first, view.columns, block) == "all"
 
 
 @dataclass
@@ -130,7 +150,12 @@ def _grouped(request: Request, view: View) -> Tensor:
 def _grouped_matmul(x: Tensor, rows: Tensor) -> Tensor:
     """[B, H, group, T, n] @ [B, H, n, D]: a group shares its rows, nothing is repeated."""
     batch, heads, group, count, width = x.shape
-    out = x.reshape(batch, heads, group * count, width) @ rows
+    x = x.reshape(batch * heads, group * count, width)
+    out = (
+        torch.bmm(x, rows.flatten(0, 1))
+        if batch == 1
+        else (x.view(batch, heads, group * count, width) @ rows)
+    )
     return out.view(batch, heads, group, count, rows.shape[3])
 
 

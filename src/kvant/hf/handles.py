@@ -18,7 +18,6 @@ from kvant.hf.lazies import Lazy
 from kvant.hf.reading import Question, SideName, Source
 
 ALL = slice(None)
-ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class Handle(Lazy):
@@ -27,6 +26,7 @@ class Handle(Lazy):
     source: Source
     side: SideName
     times: int
+    whole: bool  # four dimensions: not on the way
 
     @classmethod
     def of(
@@ -40,6 +40,7 @@ class Handle(Lazy):
     ) -> Handle:
         made: Handle = cls.shaped(shape or source.shape(side), dtype, device)
         made.source, made.side, made.times = source, side, times
+        made.whole = shape is None or len(shape) == 4
         return made
 
     def laid(self, shape: Sequence[int], times: int) -> Handle:
@@ -56,7 +57,7 @@ class Handle(Lazy):
     ) -> Any:
         out: Tensor | None = None
         if func is functional.scaled_dot_product_attention:
-            out = _intercepted(**dict(zip(ARGUMENTS, args, strict=False)), **(kwargs or {}))
+            out = _intercepted(*args, **(kwargs or {}))
         elif func in REPEATING and type(args[0]) is Handle and not kwargs and not args[0].touched:
             out = REPEATING[func](*args)
         if out is not None:
@@ -81,7 +82,7 @@ def source_of(key: Any, value: Any) -> Source | None:
     """Where keys and values come from, if they are the two sides of one source."""
     if type(key) is not Handle or type(value) is not Handle or key.source is not value.source:
         return None
-    alike = key.times == value.times and key.ndim == value.ndim == 4
+    alike = key.times == value.times and key.whole and value.whole
     alike = alike and not (key.touched or value.touched)
     return key.source if alike and (key.side, value.side) == ("keys", "values") else None
 

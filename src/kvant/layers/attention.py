@@ -237,14 +237,17 @@ class Attention:
 
     def _ready(self, rows: Fields, start: Sequence[int] | Tensor | None) -> Record:
         """The record to append to; one without tokens takes any shape."""
-        geometry, old = Geometry.of(rows), self._record
+        old = self._record
         given = None if start is None else _padding(start)
         if old is not None and old.length:
-            if old.memory.geometry != geometry:
-                raise ValueError(f"rows of {geometry} for a layer of {old.memory.geometry}")
+            if not old.memory.geometry.fits(rows):
+                raise ValueError(
+                    f"rows of {Geometry.of(rows)} for a layer of {old.memory.geometry}"
+                )
             if given not in (None, old.memory.start):
                 raise ValueError(f"start {given} for sequences that began at {old.memory.start}")
             return old
+        geometry = Geometry.of(rows)
         padding = given or (0,) * geometry.batch
         if len(padding) != geometry.batch or min(padding) < 0:
             raise ValueError(f"start {padding}: one number >= 0 for each of {geometry.batch}")

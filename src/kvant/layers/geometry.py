@@ -32,6 +32,14 @@ class Geometry:
         dtypes = {name: tensor.dtype for name, tensor in rows.items()}
         return cls(keys.shape[0], keys.shape[1], dims, dtypes, keys.device)
 
+    def fits(self, rows: Fields) -> bool:
+        """Is this the geometry of these rows? Asked at every token."""
+        keys = rows["keys"]
+        if keys.shape[:2] != (self.batch, self.heads) or keys.device != self.device:
+            return False
+        dims, dtypes = self.dims, self.dtypes
+        return all(t.shape[3] == dims[n] and t.dtype == dtypes[n] for n, t in rows.items())
+
     def __str__(self) -> str:
         parts = [f"{name} {self.dims[name]} wide in {self.dtypes[name]}" for name in self.dims]
         return f"batch {self.batch}, {self.heads} heads, {', '.join(parts)} on {self.device}"

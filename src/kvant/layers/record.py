@@ -157,6 +157,8 @@ class Record:
     def _sealed(self, rows: Rows, length: int) -> Span:
         """The sealed pages with those that `length` makes due."""
         span, spec = self.sealed, self.memory.spec
+        if not spec.seals:
+            return span
         due = spec.paging.due(length)
         begin = max(span.stop, -(-rows.first // spec.page))
         if begin > span.stop:  # a window shorter than the tail lets pages go before they are due
@@ -183,6 +185,8 @@ class Record:
     def _fill_sinks(self, units: Fields) -> None:
         """Copy rows that are sinks to where they stay; what lies behind the length is not read."""
         memory, first = self.memory, self.length
+        if memory.spec.retention.sinks == 0:
+            return
         for name, kept in memory.sinks.items():
             count, new = kept.shape[2], units[name]
             if count == 0 or new.shape[2] == 0 or first >= max(memory.start) + count:

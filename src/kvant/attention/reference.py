@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class Reference:
         return codec.seal(rows)
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
+        _keep_scratch()
         q = _grouped(request, view)
         first, heads = view.columns - q.shape[3], q.shape[1]
         blocks = list(_blocks(view))
@@ -66,6 +68,16 @@ class Reference:
         keys = _rows(view, view.keys, block).to(dtype)
         same = view.values is view.keys
         return keys, keys if same else _rows(view, view.values, block).to(dtype)
+
+
+@lru_cache(maxsize=1)
+def _keep_scratch() -> None:
+    """Let the C library keep what scratch is made of, rather than fetch it from the system anew.
+
+    glibc gives freed memory back beyond twice the largest block that it has seen freed, 32 MiB at
+    most; a few blocks of scratch are more than that at first, and cost a page fault per 4 KiB.
+    """
+    torch.empty(31 << 20, dtype=torch.uint8)
 
 
 def _plain(request: Request) -> bool:

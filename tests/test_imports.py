@@ -20,7 +20,7 @@ RANKS = (
     "layers/ spec/",
     "cache files functional planner sequences shapes",
     "hf/ demo/",
-    "generate/",
+    "generation/",
     "bench/ eval/",
     "cli/",
 )

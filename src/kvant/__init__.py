@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvant.attention import attend, explain
@@ -23,6 +24,7 @@ from kvant.shapes import Shape
 from kvant.spec import parse
 
 if TYPE_CHECKING:
+    from kvant.generation import Step, generate
     from kvant.hf import attach, cache_for, detach
 
 __version__ = "0.1.0"
@@ -44,12 +46,14 @@ __all__ = [
     "SharedSpec",
     "SnapshotMismatch",
     "SpecError",
+    "Step",
     "UnsupportedView",
     "attach",
     "attend",
     "cache_for",
     "detach",
     "explain",
+    "generate",
     "load",
     "parse",
     "plan",
@@ -57,10 +61,12 @@ __all__ = [
 ]
 
 
+LATER = dict.fromkeys(("attach", "cache_for", "detach"), "kvant.hf")
+LATER |= dict.fromkeys(("Step", "generate"), "kvant.generation")
+
+
 def __getattr__(name: str) -> Any:
     """What needs transformers is imported when it is asked for."""
-    if name in ("attach", "cache_for", "detach"):
-        from kvant import hf
-
-        return getattr(hf, name)
+    if name in LATER:
+        return getattr(import_module(LATER[name]), name)
     raise AttributeError(f"module 'kvant' has no attribute {name!r}")

@@ -1,0 +1,7 @@
+"""The library's own loop: streaming generation over a cache of any format."""
+
+from kvant.generation.api import generate
+from kvant.generation.sampling import Sampling
+from kvant.generation.step import Step
+
+__all__ = ["Sampling", "Step", "generate"]

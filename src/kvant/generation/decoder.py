@@ -1,0 +1,121 @@
+"""What the loop asks of a model: logits for new tokens, and a memory that it can rewind.
+
+The loop knows no transformer. A model of transformers, or any callable `model(ids, cache)`, becomes
+a `Decoder` here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvant.errors import CacheError
+from kvant.hf import HostCache, cache_for
+from kvant.recipes import CacheSpec, LayerSpec
+
+Spec = str | LayerSpec | CacheSpec
+Call = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
+
+
+class Memory(Protocol):
+    """A cache of one sequence: `kvant.Cache`, or the one of a host's model."""
+
+    @property
+    def length(self) -> int: ...
+    def reachable(self, to: int) -> int: ...
+    def rewind(self, to: int) -> None: ...
+    def checkpoint(self) -> None: ...
+    def reset(self) -> None: ...
+    def fork(self) -> Memory: ...
+    def stats(self) -> dict[str, Any]: ...
+
+
+class Decoder(Protocol):
+    """A model that continues one sequence."""
+
+    @property
+    def context(self) -> int | None:
+        """The longest sequence that the model knows positions for."""
+
+    @property
+    def end_tokens(self) -> frozenset[int]: ...
+    def memory(self, spec: Spec) -> Memory:
+        """An empty one."""
+
+    def logits(self, ids: list[int], memory: Memory, last: int = 1) -> Tensor:
+        """[last, vocabulary] in float32 for the newest of `ids`, which the memory now holds."""
+
+
+class HostDecoder:
+    """A model of transformers."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        takes = inspect.signature(model.forward).parameters
+        self._cache = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._positions = "position_ids" in takes
+        self._keeps = "logits_to_keep" in takes
+
+    @property
+    def context(self) -> int | None:
+        config = self.model.config.get_text_config(decoder=True)
+        return cast("int | None", getattr(config, "max_position_embeddings", None))
+
+    @property
+    def end_tokens(self) -> frozenset[int]:
+        told = self.model.generation_config.eos_token_id
+        return frozenset(told if isinstance(told, list) else [] if told is None else [told])
+
+    def memory(self, spec: Spec) -> HostCache:
+        cache = cache_for(self.model, spec)
+        if not isinstance(cache, HostCache):
+            raise CacheError(
+                f"{type(self.model).__name__} is an encoder-decoder: the loop continues text, it "
+                "does not translate; use its own generate with kvant.cache_for"
+            )
+        return cache
+
+    @torch.no_grad()
+    def logits(self, ids: list[int], memory: Memory, last: int = 1) -> Tensor:
+        device, first = self.model.device, memory.length
+        arguments: dict[str, Any] = {self._cache: memory, "use_cache": True}
+        if self._positions:
+            place = torch.arange(first, first + len(ids), device=device)
+            arguments["position_ids"] = place[None]
+        if self._keeps:
+            arguments["logits_to_keep"] = last
+        out = self.model(input_ids=torch.tensor([ids], device=device), **arguments)
+        return cast(Tensor, out.logits[0, -last:].float())
+
+
+class CallDecoder:
+    """Any callable that takes ids and a cache and gives logits; its cache is made by its user."""
+
+    context: int | None = None
+    end_tokens: frozenset[int] = frozenset()
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+    def memory(self, spec: Spec) -> Memory:
+        raise TypeError(
+            f"kv_cache={spec!r} for a plain callable, whose layers nobody knows: "
+            "give kv_cache=kvant.Cache(num_layers, spec)"
+        )
+
+    @torch.no_grad()
+    def logits(self, ids: list[int], memory: Memory, last: int = 1) -> Tensor:
+        return self.call(torch.tensor([ids]), memory)[0, -last:].float()
+
+
+def decoder_of(model: PreTrainedModel | Call | Decoder) -> Decoder:
+    if isinstance(model, PreTrainedModel):
+        return HostDecoder(model)
+    if isinstance(model, HostDecoder | CallDecoder):
+        return model
+    return CallDecoder(cast(Call, model))

@@ -1,0 +1,226 @@
+"""From logits to tokens: what is left out, what is drawn, and how likely it is said to be."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvant.generation import Sampling
+from kvant.generation.sampling import Sampler
+
+SHARES = [0.1, 0.5, 0.05, 0.2, 0.15]  # not in order; the likeliest is token 1
+
+
+def logits_of(shares: list[float]) -> Tensor:
+    """Not normalized: a model's never are."""
+    return torch.tensor(shares).log() + 3.0
+
+
+def distribution(shares: list[float], before: list[int] | None = None, **options: Any) -> Tensor:
+    sampler = Sampler(Sampling(**{"temperature": 1.0} | options))
+    return sampler.distribution(logits_of(shares), before or []).exp()
+
+
+def kept(shares: list[float], **options: Any) -> set[int]:
+    """The tokens that may be drawn; what is left of the mass must be spread in proportion."""
+    left = distribution(shares, **options)
+    tokens = set(left.nonzero().flatten().tolist())
+    mass = sum(shares[token] for token in tokens)
+    for token in tokens:
+        assert float(left[token]) == pytest.approx(shares[token] / mass, rel=1e-5)
+    return tokens
+
+
+def drawn(count: int, shares: list[float], **options: Any) -> list[int]:
+    sampler = Sampler(Sampling(**{"temperature": 1.0} | options))
+    return [sampler.draw(logits_of(shares), [])[0] for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 3}, {"top_p": 0.0}, {"min_p": 1.0}, {"seed": 5}], ids=str
+)
+def test_temperature_0_is_the_likeliest_token(options: dict[str, Any]) -> None:
+    assert drawn(5, SHARES, temperature=0.0, **options) == [1] * 5
+
+
+def test_temperature_0_says_how_likely_the_token_is_without_it() -> None:
+    _, logprob = Sampler(Sampling()).draw(logits_of(SHARES), [])
+    assert logprob == pytest.approx(math.log(0.5), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_is_a_power_of_the_shares(temperature: float) -> None:
+    powers = torch.tensor(SHARES, dtype=torch.float64) ** (1 / temperature)
+    expected = powers / powers.sum()
+    torch.testing.assert_close(
+        distribution(SHARES, temperature=temperature), expected, rtol=1e-5, atol=0
+    )
+
+
+def test_a_tiny_temperature_draws_the_likeliest() -> None:
+    assert drawn(20, SHARES, temperature=1e-6, seed=0) == [1] * 20
+
+
+def test_the_same_seed_draws_the_same_tokens() -> None:
+    assert drawn(50, SHARES, seed=7) == drawn(50, SHARES, seed=7)
+    assert drawn(50, SHARES, seed=7) != drawn(50, SHARES, seed=8)
+
+
+def test_no_seed_draws_other_tokens_every_time() -> None:
+    assert drawn(80, SHARES) != drawn(80, SHARES)
+
+
+def test_drawing_leaves_the_random_numbers_of_others_alone() -> None:
+    before = torch.get_rng_state()
+    drawn(5, SHARES, seed=1)
+    drawn(5, SHARES)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "tokens"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 1}, {1}),
+        ({"top_k": 3}, {1, 3, 4}),
+        ({"top_k": 5}, {0, 1, 2, 3, 4}),
+        ({"top_k": 99}, {0, 1, 2, 3, 4}),
+        ({"top_p": 0.0}, {1}),
+        ({"top_p": 0.3}, {1}),
+        ({"top_p": 0.6}, {1, 3}),
+        ({"top_p": 0.8}, {1, 3, 4}),
+        ({"top_p": 0.96}, {0, 1, 2, 3, 4}),
+        ({"top_p": 1.0}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.0}, {0, 1, 2, 3, 4}),
+        ({"min_p": 0.15}, {0, 1, 3, 4}),
+        ({"min_p": 0.35}, {1, 3}),
+        ({"min_p": 1.0}, {1}),
+        # Each on what the one before left: of tokens 1, 3 and 4 the first has 0.5 / 0.85 = 0.59.
+        ({"top_k": 3, "top_p": 0.55}, {1}),
+        ({"top_k": 3, "top_p": 0.8}, {1, 3}),
+        ({"top_p": 0.8, "min_p": 0.35}, {1, 3}),
+    ],
+    ids=str,
+)
+def test_what_is_left_out(options: dict[str, Any], tokens: set[int]) -> None:
+    assert kept(SHARES, **options) == tokens
+    assert set(drawn(60, SHARES, seed=0, **options)) <= tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 1.0},
+        {"min_p": 0.0},
+        {"top_k": 1000},
+    ],
+    ids=str,
+)
+def test_what_leaves_all_leaves_the_least_likely_of_many(options: dict[str, Any]) -> None:
+    """Sums of a thousand small numbers are rounded, and none may fall off the end for that."""
+    logits = torch.linspace(0, -60, 1000)
+    left = Sampler(Sampling(temperature=1.0, **options)).distribution(logits, [])
+    assert left.isfinite().all()
+
+
+def test_top_k_of_equals_leaves_so_many() -> None:
+    assert len(kept([0.25] * 4, top_k=2)) == 2
+
+
+def test_min_p_of_equals_leaves_all() -> None:
+    assert kept([0.25] * 4, min_p=1.0) == {0, 1, 2, 3}
+
+
+def test_temperature_comes_before_what_is_left_out() -> None:
+    """At 0.5 the shares 0.6 and 0.4 are 0.69 and 0.31, so the first has the mass alone."""
+    assert distribution([0.6, 0.4], top_p=0.65, temperature=0.5).tolist() == [1.0, 0.0]
+    assert distribution([0.6, 0.4], top_p=0.65, temperature=1.0)[1] > 0
+
+
+def test_tokens_that_were_there_are_less_likely() -> None:
+    sampling = Sampling(temperature=1.0, repetition_penalty=2.0)
+    logits = torch.tensor([2.0, -1.0, 1.0, 0.0])
+    left = Sampler(sampling).distribution(logits, [0, 1, 0])
+    expected = torch.tensor([1.0, -2.0, 1.0, 0.0]).double().log_softmax(-1)
+    torch.testing.assert_close(left, expected)
+    assert logits.tolist() == [2.0, -1.0, 1.0, 0.0], "the caller's logits are changed"
+
+
+def test_the_penalty_changes_what_temperature_0_takes() -> None:
+    sampler = Sampler(Sampling(repetition_penalty=2.0))
+    logits = torch.tensor([2.0, 1.5])
+    assert sampler.draw(logits, [])[0] == 0
+    assert sampler.draw(logits, [0])[0] == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0, "repetition_penalty": 3.0},
+        {"temperature": 0.7},
+        {"top_k": 2},
+        {"top_p": 0.6},
+        {"min_p": 0.3},
+        {"temperature": 1.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3},
+    ],
+    ids=str,
+)
+def test_logprob_is_that_of_the_distribution_drawn_from(options: dict[str, Any]) -> None:
+    sampler = Sampler(Sampling(**{"temperature": 1.0, "seed": 3} | options))
+    logits, before = logits_of(SHARES), [1, 4]
+    expected = sampler.distribution(logits, before)
+    assert float(expected.exp().sum()) == pytest.approx(1.0)
+    for _ in range(20):
+        token, logprob = sampler.draw(logits, before)
+        assert logprob == pytest.approx(float(expected[token]))
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    """Chi-square with 3 degrees of freedom: more than 16.3 comes once in a thousand."""
+    shares, count = [0.1, 0.2, 0.3, 0.4], 4000
+    tokens = torch.tensor(drawn(count, shares, seed=11))
+    expected = torch.tensor(shares) * count
+    found = tokens.bincount(minlength=4)
+    assert float(((found - expected) ** 2 / expected).sum()) < 16.3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_logits_of_any_type(dtype: torch.dtype) -> None:
+    assert Sampler(Sampling()).draw(logits_of(SHARES).to(dtype), [2])[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("temperature", -0.1, "0 to 1.79769e+308"),
+        ("temperature", float("nan"), "0 to 1.79769e+308"),
+        ("top_p", -0.1, "0 to 1"),
+        ("top_p", 1.1, "0 to 1"),
+        ("top_p", float("nan"), "0 to 1"),
+        ("min_p", -0.1, "0 to 1"),
+        ("min_p", 1.1, "0 to 1"),
+        ("top_k", 0, "1 or more"),
+        ("top_k", -3, "1 or more"),
+        ("repetition_penalty", 0.0, "more than 0"),
+        ("repetition_penalty", -1.0, "more than 0"),
+        ("repetition_penalty", float("nan"), "more than 0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: float, allowed: str) -> None:
+    with pytest.raises(ValueError) as error:
+        Sampling(**{name: value})  # type: ignore[arg-type]
+    assert f"{name}={value}" in str(error.value)
+    assert allowed in str(error.value)
+
+
+@pytest.mark.parametrize("temperature", [1e-310, 1e300])
+def test_extreme_temperatures_stay_numbers(temperature: float) -> None:
+    left = distribution(SHARES, temperature=temperature)
+    expected = [1.0, 0, 0, 0, 0] if temperature < 1 else [0.2] * 5
+    torch.testing.assert_close(left.sort(descending=True).values, torch.tensor(expected).double())
+    with pytest.raises(ValueError, match="temperature=inf"):
+        Sampling(temperature=float("inf"))

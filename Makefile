@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: env check test laws format clean
+.PHONY: demo env check test laws format clean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -15,6 +15,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
+
+demo: env
+	$(BIN)/kvant run --kv-cache affine4 --stats
 
 check: env
 	$(BIN)/ruff format --check .

@@ -1,0 +1,1 @@
+"""The command `kvant`: one file a subcommand."""

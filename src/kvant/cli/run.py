@@ -98,6 +98,9 @@ class _Reading:
         return self
 
     def __exit__(self, *args: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         self._bar.stop()
 
     def show(self, done: int, total: int) -> None:
@@ -132,7 +135,7 @@ def _shown(steps: Iterator[Any], prompt: str, quiet: bool, reading: _Reading) ->
         now = time.perf_counter() - begin
         if said.tokens == 0:
             said.first = now
-            reading.__exit__()
+            reading.stop()
             if not quiet:
                 print(prompt, end="")
         said.text, said.tokens, said.rest = said.text + step.text, said.tokens + 1, now - said.first

@@ -38,7 +38,9 @@ def attach(model: PreTrainedModel, spec: str | LayerSpec | CacheSpec = "raw") ->
     model.__dict__[MARK] = attachment
     model.__dict__[PREPARE] = MethodType(_prepare, model)
     if any(layer.attends for layer in host_layers(model)):
-        _switch(model, attachment)
+        attachment.implementations = switchable(model)
+    for config, name in attachment.implementations:
+        config._attn_implementation_internal = NAMES[name]
     for module in unfolding(model):
         if folds(module):
             fold(module)
@@ -55,13 +57,6 @@ def detach(model: PreTrainedModel) -> None:
         unfold(module)
     for config, name in attachment.implementations:
         config._attn_implementation_internal = name
-
-
-def _switch(model: PreTrainedModel, attachment: Attachment) -> None:
-    """Use our attention where the model takes a name for it."""
-    for config, name in switchable(model):
-        attachment.implementations.append((config, name))
-        config._attn_implementation_internal = NAMES[name]
 
 
 def _prepare(

@@ -155,9 +155,8 @@ class HostCache(TransformersCache):
         self.states.checkpoint()
 
     def reset(self) -> None:
-        for layer in self.layers:
-            if isinstance(layer, AttentionLayer):
-                layer.forget()
+        for layer in self._attending():
+            layer.forget()
         self.context.begun, self.context.padding = False, None
         self.states.reset()
         for layer in self._foreign().values():
@@ -203,9 +202,8 @@ class HostCache(TransformersCache):
         context = replace(self.context, states=self.states.fork(), notes=notes)
         twin = HostCache.__new__(HostCache)
         twin._hold(self.described, context, copy.deepcopy(self._foreign()))
-        for old, new in zip(self.layers, twin.layers, strict=True):
-            if isinstance(new, AttentionLayer):
-                new.like(old)
+        for old, new in zip(self._attending(), twin._attending(), strict=True):
+            new.like(old)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostCache:
@@ -254,6 +252,9 @@ class HostCache(TransformersCache):
         if value and self._pace.recurrences and self.states.length:
             self.states.checkpoint()
 
+    def _attending(self) -> list[AttentionLayer]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+
     def _foreign(self) -> dict[int, Any]:
         """The layers that only the host understands."""
         return {i: self.layers[i] for i, one in enumerate(self.described) if one.foreign}
@@ -286,6 +287,5 @@ class HostCache(TransformersCache):
 
     def _expire(self) -> None:
         """What the model was handed is not to be read any more."""
-        for layer in self.layers:
-            if isinstance(layer, AttentionLayer):
-                layer.expire()
+        for layer in self._attending():
+            layer.expire()

@@ -47,7 +47,7 @@ class Recurrence(Recurrent):
 
     def follow(self, length: int) -> None:
         self.touched = False
-        self._past = self._committed = Past(Moment(length, {}), self._past.checkpoints)
+        self._stand(length, self._past.checkpoints)
 
     def lose(self) -> None:
         self.touched = False
@@ -64,6 +64,11 @@ class Recurrence(Recurrent):
             )
 
     @property
+    def astray(self) -> bool:
+        """Is the state of no length?"""
+        return self.lost or self.touched
+
+    @property
     def _now(self) -> Moment:
         return Moment(self._past.now.length, self._live())
 
@@ -71,8 +76,7 @@ class Recurrence(Recurrent):
         raise TypeError("the host changes this state; nobody appends to it")
 
     def reachable(self, to: int) -> int:
-        astray = self.lost or self.touched
-        if not astray and to >= self.length - self._recorded():
+        if not self.astray and to >= self.length - self._recorded():
             return min(to, self.length)
         points = (moment.length for moment in self._past.checkpoints)
         return max((length for length in points if length <= to), default=0)
@@ -80,10 +84,10 @@ class Recurrence(Recurrent):
     def rewind(self, to: int) -> None:
         check_reach(self, to)
         kept = tuple(moment for moment in self._past.checkpoints if moment.length <= to)
-        if not (self.lost or self.touched) and to >= self.length - self._recorded():
+        if not self.astray and to >= self.length - self._recorded():
             if self.layer.record_past:
                 self.layer.crop(to - self.length)
-            self._past = self._committed = Past(Moment(to, {}), kept)
+            self._stand(to, kept)
             return
         self._settle(Past(kept[-1].copied() if to else NOTHING, kept))
         self.lost = False
@@ -106,7 +110,7 @@ class Recurrence(Recurrent):
         self._check_still()
         twin = Recurrence(self.spec, copy.deepcopy(self.layer))
         kept = tuple(moment.copied() for moment in self._past.checkpoints)
-        twin._past = twin._committed = Past(self._past.now, kept)
+        twin._stand(self.length, kept)
         return twin
 
     def select(self, index: Tensor) -> None:
@@ -132,16 +136,21 @@ class Recurrence(Recurrent):
         layer, live = self.layer, {}
         for kind, attribute in KINDS.items():
             for index, tensor in getattr(layer, attribute).items():
-                if tensor is not None and layer.has_previous_state[index]:
-                    recorded = kind == "conv"  # more than the convolution needs, for a crop
-                    size = layer.conv_kernel_size[index]
-                    live[f"{kind}{index}"] = tensor[..., -size:] if recorded else tensor
+                if tensor is None or not layer.has_previous_state[index]:
+                    continue
+                if kind == "conv":  # without what is recorded for a crop
+                    tensor = tensor[..., -layer.conv_kernel_size[index] :]
+                live[f"{kind}{index}"] = tensor
         return live
 
     def _settle(self, past: Past) -> None:
         self._give(past.now.state)
         self.touched = False
-        self._past = self._committed = Past(Moment(past.now.length, {}), past.checkpoints)
+        self._stand(past.now.length, past.checkpoints)
+
+    def _stand(self, length: int, checkpoints: tuple[Moment, ...]) -> None:
+        """Be at a length whose state is the host's to keep."""
+        self._past = self._committed = Past(Moment(length, {}), checkpoints)
 
     def _give(self, state: Fields) -> None:
         """Let the host's layer have this state and no other."""

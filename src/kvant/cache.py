@@ -8,14 +8,15 @@ another is the same state, listed twice.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvant.contracts import Follower, LayerState, Snapshot, Tiles
-from kvant.errors import RewindError
-from kvant.layers import Group, Together, build, check_reach
+from kvant.errors import CacheError, RewindError
+from kvant.layers import Group, Together, attending, build, check_reach, succeeding, within
 from kvant.recipes import CacheSpec, EmptySpec, LayerSpec, SharedSpec
 from kvant.spec import as_spec
 
@@ -47,6 +48,7 @@ class Cache:
         self.spec = spec
         self.tiles = tiles
         self._states = states  # by the number of the layer that has one of its own
+        self._recodes = 0
         self._ledger = Together(states.leaves(), states.followers())
         self.layers: dict[int, LayerState] = {}  # those that remember something
         for index, recipe in enumerate(spec.layers):
@@ -183,10 +185,41 @@ class Cache:
         """Lie in the memory of another device, the same otherwise."""
         self._settled().move(torch.device(device))
 
+    @contextmanager
+    def speculating(self) -> Iterator[None]:
+        """Within, a chunk may be drafts: it is read as one token after the other would be."""
+        self._ledger.speculating = True
+        try:
+            yield
+        finally:
+            self._ledger.speculating = False
+
     def widen(self, slack: int) -> None:
         """From now on, let rewinds of so many tokens be exact."""
         self._settled().widen(slack)
         self.spec = self.spec.widened(slack)
+
+    def recode(self, spec: str | LayerSpec | CacheSpec) -> None:
+        """Store the same tokens by another spec; every layer, or an error and none.
+
+        A CacheSpec says it of each layer. One recipe for all goes to those that attend, and leaves
+        them what follows from the model (see `within`).
+        """
+        full, states = succeeding(self.spec, self._asked(spec)), self._settled()
+        # All of the new memory is there before any of the old one goes, or an error halfway could
+        # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
+        for name, state in states.parts.items():
+            try:
+                state.recode(full.layers[int(name)])
+            except (CacheError, ValueError) as error:
+                states.rollback()
+                raise type(error)(f"layer {name}: {error}") from error
+            except BaseException:
+                states.rollback()
+                raise
+        states.commit()
+        self.spec = full
+        self._recodes += 1
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
@@ -211,6 +244,7 @@ class Cache:
             "rewinds_exact": tally.rewinds_exact,
             "rewinds_decoded": tally.rewinds_decoded,
             "abandoned": self._ledger.abandoned,
+            "recodes": self._recodes,
             "attended": dict(tally.attended),
             "sealed": dict(tally.sealed),
         }
@@ -219,3 +253,13 @@ class Cache:
         """The states, without what an abandoned forward left in them."""
         self._ledger.rollback()
         return self._states
+
+    def _asked(self, spec: str | LayerSpec | CacheSpec) -> CacheSpec:
+        """One recipe a layer, from one for each or one for all that attend."""
+        if isinstance(spec, CacheSpec) and len(spec.layers) == len(self):
+            return as_spec(spec, len(self))
+        places = attending(self.spec)
+        told = as_spec(spec, len(places) or 1).layers  # read even where it concerns nobody
+        by_layer = dict(enumerate(self.spec.layers)) | dict(zip(places, told, strict=False))
+        full = CacheSpec(tuple(by_layer.values()))
+        return full if isinstance(spec, CacheSpec) else within(self.spec, full)

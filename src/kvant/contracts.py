@@ -243,6 +243,7 @@ class View:
     value_dim: int  # output channels
     tiles: Tiles | None
     tally: Tally
+    begins: int = 0  # columns before it have no rows, even where their page is there
 
     @property
     def page(self) -> int:
@@ -256,7 +257,8 @@ class View:
         """Has the view all rows that a query at this column sees by this rule?"""
         low = 0 if mask.window is None else max(0, query - mask.window + 1)
         seam = max(low, self.seam(query))
-        return seam >= self.dense_from and low >= min(seam, self.first_page * self.page)
+        there = max(self.begins, min(seam, self.first_page * self.page))
+        return seam >= self.dense_from and low >= there
 
 
 @dataclass(frozen=True)
@@ -300,6 +302,10 @@ class Snapshot:
 
 class Ledger(Protocol):
     """Told by a state of each append, so that layers commit together."""
+
+    @property
+    def speculating(self) -> bool:
+        """May a chunk be drafts? Then it is read as one token after the other would be."""
 
     def opening(self, state: LayerState) -> None: ...
     def closing(self, state: LayerState) -> None: ...
@@ -362,7 +368,7 @@ class LayerState(Protocol):
         """Keep the last append: forget how to undo it, let go what it made superfluous."""
 
     def rollback(self) -> None:
-        """Undo the append or the restore since the last commit, exactly."""
+        """Undo the append, the restore or the recode since the last commit, exactly."""
 
     def snapshot(self) -> Snapshot: ...
     def exposed(self) -> Snapshot:
@@ -378,6 +384,9 @@ class LayerState(Protocol):
 
     def widen(self, slack: int) -> None:
         """From now on, keep what an exact rewind of so many tokens needs."""
+
+    def recode(self, recipe: Any) -> None:
+        """Store the same tokens by another recipe of the same kind, or raise and stay."""
 
     def reset(self) -> None: ...
     def clear(self) -> None: ...

@@ -12,23 +12,20 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from kvant.cache import Cache
-from kvant.contracts import Snapshot
 from kvant.errors import CacheError
 from kvant.hf.assembly import layer_for, memories
 from kvant.hf.context import Context
 from kvant.hf.detect import HostLayer
-from kvant.hf.explanation import Explanation
-from kvant.hf.layers import AttentionLayer
-from kvant.hf.notes import Notes
 from kvant.hf.pace import Pace
 from kvant.hf.recurrence import Recurrence
+from kvant.hf.verbs import Verbs
 from kvant.recipes import CacheSpec
 
 RECORDED = 32  # tokens of a draft; a longer one widens the cache again,
 LONGEST = 256  # but a chunk beyond this is another prompt
 
 
-class HostCache(TransformersCache):
+class HostCache(Verbs, TransformersCache):
     """The memory of one batch of sequences, for a model of the host's.
 
     `states` is the cache as the rest of kvant knows it. Layers that only the host understands are
@@ -61,14 +58,6 @@ class HostCache(TransformersCache):
         layers = [layer_for(context, i, one, own.get(i)) for i, one in enumerate(described)]
         super().__init__(layers=layers)
 
-    @property
-    def states(self) -> Cache:
-        return self.context.states
-
-    @property
-    def spec(self) -> CacheSpec:
-        return self.states.spec
-
     # ---- what a model calls
 
     def update(
@@ -85,7 +74,7 @@ class HostCache(TransformersCache):
                 "another model, or its configuration does not tell all layers"
             )
         if self.context.recording and layer_idx == self._opening:
-            self._widen(min(key_states.shape[2], LONGEST))
+            self._record(min(key_states.shape[2], LONGEST))
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )
@@ -135,25 +124,6 @@ class HostCache(TransformersCache):
                 layer.crop(tokens_to_remove)
         self.states.rewind(to)
 
-    @property
-    def length(self) -> int:
-        """Tokens that every layer has seen."""
-        return self.states.length
-
-    def reachable(self, to: int) -> int:
-        """The longest length <= `to` that every layer can go back to."""
-        return self.states.reachable(to)
-
-    def rewind(self, to: int) -> None:
-        """Go back to length `to`; every layer, or an error and none."""
-        self._check_ours("rewind")
-        self._expire()
-        self.states.rewind(to)
-
-    def checkpoint(self) -> None:
-        """Make the present length one that recurrent layers can come back to."""
-        self.states.checkpoint()
-
     def reset(self) -> None:
         for layer in self._attending():
             layer.forget()
@@ -184,7 +154,7 @@ class HostCache(TransformersCache):
         self.context.recording = True
         if self.states.length:
             self.states.checkpoint()
-        self._widen(RECORDED)
+        self._record(RECORDED)
 
     def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Let a layer wait in the memory of the processor; small ones stay, unless asked."""
@@ -209,33 +179,6 @@ class HostCache(TransformersCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> HostCache:
         return self.fork()
 
-    def snapshot(self) -> Snapshot:
-        self._check_ours("snapshot")
-        return self.states.snapshot()
-
-    def restore(self, snapshot: Snapshot) -> None:
-        self._check_ours("restore")
-        self._expire()
-        self.states.restore(snapshot)
-
-    # ---- what there is to know
-
-    def stats(self) -> dict[str, Any]:
-        """What there is and what happened, in numbers."""
-        total = Notes()
-        for notes in self.context.notes.values():
-            total.add(notes)
-        return self.states.stats() | {
-            "fused": total.fused,
-            "prompts": total.prompts,
-            "materialized": sum(total.materialized.values()),
-            "masks": total.masks,
-        }
-
-    def explain(self) -> Explanation:
-        """How each layer is stored, and whether attention is computed on the stored bytes."""
-        return Explanation.of(self.described, self.context)
-
     def __repr__(self) -> str:
         return f"HostCache({self.states!r})"
 
@@ -252,22 +195,6 @@ class HostCache(TransformersCache):
         if value and self._pace.recurrences and self.states.length:
             self.states.checkpoint()
 
-    def _attending(self) -> list[AttentionLayer]:
-        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
-
-    def _foreign(self) -> dict[int, Any]:
-        """The layers that only the host understands."""
-        return {i: self.layers[i] for i, one in enumerate(self.described) if one.foreign}
-
-    def _check_ours(self, verb: str) -> None:
-        foreign = self._foreign()
-        if foreign:
-            kinds = sorted({self.described[index].type for index in foreign})
-            raise CacheError(
-                f"{verb}: layers {list(foreign)} ({', '.join(kinds)}) live in transformers, "
-                "which knows crop(-n), reset() and deepcopy for them"
-            )
-
     def _select(self, index: Tensor) -> None:
         """The verb says which of the batch; padding that was told is of the batch too."""
         self._expire()
@@ -278,14 +205,7 @@ class HostCache(TransformersCache):
         if start is not None:
             self.context.padding = tuple(start[i] for i in index.tolist())
 
-    def _widen(self, slack: int) -> None:
+    def _record(self, count: int) -> None:
         """Let all of the next chunk be taken back exactly."""
-        if slack > self.context.slack:
-            self.context.slack = 2 * slack
-            self._expire()
-            self.states.widen(2 * slack)
-
-    def _expire(self) -> None:
-        """What the model was handed is not to be read any more."""
-        for layer in self._attending():
-            layer.expire()
+        if count > self.context.slack:
+            self.widen(2 * count)

@@ -85,7 +85,7 @@ class AttentionLayer(CacheLayerMixin):
             _warn_of_gradients()
         count, state = key_states.shape[2], self.state
         self.context.check_begun(state.length, count)
-        speculated = self.context.recording and state.length > 0
+        speculated = state.ledger.speculating or (self.context.recording and state.length > 0)
         stored = count > 1 and (speculated or self.recipe.prefill == "stored")
         start = self.context.start(key_states.shape[0]) if state.length == 0 else None
         rows = self._rows(key_states, value_states)

@@ -8,9 +8,21 @@ from kvant.layers.group import Group
 from kvant.layers.ledger import Alone, Together
 from kvant.layers.reach import check_reach
 from kvant.layers.recurrent import Recurrent
+from kvant.layers.succession import attending, succeeding, within
 from kvant.recipes import GroupSpec, LayerSpec, RecurrentSpec
 
-__all__ = ["Alone", "Attention", "Group", "Recurrent", "Together", "build", "check_reach"]
+__all__ = [
+    "Alone",
+    "Attention",
+    "Group",
+    "Recurrent",
+    "Together",
+    "attending",
+    "build",
+    "check_reach",
+    "succeeding",
+    "within",
+]
 
 
 def build(recipe: LayerSpec | RecurrentSpec | GroupSpec, tiles: Tiles | None = None) -> LayerState:

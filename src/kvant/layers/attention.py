@@ -30,6 +30,7 @@ from kvant.layers.geometry import Geometry
 from kvant.layers.ledger import Alone
 from kvant.layers.reach import check_reach
 from kvant.layers.reading import Held, columns, unframed, view_of
+from kvant.layers.recoding import recoded
 from kvant.layers.record import Record
 from kvant.layers.reopening import reopened
 from kvant.layers.rows import check_order, incoming
@@ -47,6 +48,7 @@ class Attention:
         self.tally = Tally()
         self._record: Record | None = None
         self._committed: Record | None = None
+        self._committed_spec = spec
 
     def leaves(self) -> list[LayerState]:
         return [self]
@@ -112,7 +114,8 @@ class Attention:
         self._check_capacity(before.length + count)
         framed = {n: codec.frame.rows(rows[n]) for n, codec in self.spec.sides.items()}
         after, dense = before.extended(framed)
-        own = count > 1 and (prefill or self.spec.prefill) == "dense"
+        rule = "stored" if self.ledger.speculating else prefill or self.spec.prefill
+        own = count > 1 and rule == "dense"
         view = view_of(after, count, before.length if own else after.length, dense)
         self._record = after
         self.tally.appends += 1
@@ -166,7 +169,7 @@ class Attention:
         if to >= self.length or to <= 0 or self._record is None:
             return min(max(to, 0), self.length)
         kept = self._record.memory.schedule.keep(self.length)
-        return self.spec.retention.reachable(to, max(self._record.first_stored, kept))
+        return self.spec.retention.reachable(to, max(self._record.first_given, kept))
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`: exact within `slack`, from decoded rows beyond it."""
@@ -190,7 +193,7 @@ class Attention:
         self._settle(None if self._record is None else self._record.committed())
 
     def rollback(self) -> None:
-        self._record = self._committed
+        self._record, self.spec = self._committed, self._committed_spec
         self.commit()  # the chunk that is undone may have taken room
 
     def snapshot(self) -> Snapshot:
@@ -224,6 +227,11 @@ class Attention:
         held = exposed(self._record)
         self._settle(restored(self.spec, held, self.tiles, self.tally))
 
+    def recode(self, recipe: LayerSpec) -> None:
+        if recipe != self.spec:
+            self._record = recoded(self._record, recipe)
+            self.spec = recipe
+
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
         self._settle(None if self._record is None else self._record.emptied())
@@ -234,6 +242,7 @@ class Attention:
 
     def _settle(self, record: Record | None) -> None:
         self._record = self._committed = record
+        self._committed_spec = self.spec
 
     def _ready(self, rows: Fields, start: Sequence[int] | Tensor | None) -> Record:
         """The record to append to; one without tokens takes any shape."""

@@ -16,6 +16,7 @@ from kvant.contracts import Follower, LayerState, Ledger, Snapshot, Tally
 from kvant.errors import SnapshotMismatch
 from kvant.layers.ledger import Together
 from kvant.layers.reach import agreed, check_reach
+from kvant.recipes import GroupSpec
 
 
 class Group:
@@ -134,6 +135,14 @@ class Group:
     def widen(self, slack: int) -> None:
         for part in self.parts.values():
             part.widen(slack)
+
+    def recode(self, recipe: GroupSpec) -> None:
+        try:
+            for name, part in recipe.parts:
+                self.parts[name].recode(part)
+        except Exception:
+            self.rollback()
+            raise
 
     def reset(self) -> None:
         for part in self.parts.values():

@@ -18,6 +18,8 @@ log = logging.getLogger("kvant")
 class Alone:
     """The ledger of a state that belongs to no cache."""
 
+    speculating = False
+
     def opening(self, state: LayerState) -> None:
         return None
 
@@ -33,6 +35,11 @@ class Member:
 
     def __init__(self, ledger: Together) -> None:
         self._ledger = weakref.ref(ledger)
+
+    @property
+    def speculating(self) -> bool:
+        ledger = self._ledger()
+        return ledger is not None and ledger.speculating
 
     def opening(self, state: LayerState) -> None:
         ledger = self._ledger()
@@ -55,6 +62,7 @@ class Together:
         self.followers = tuple(followers)
         self.ahead: dict[int, LayerState] = {}  # by identity
         self.abandoned = 0
+        self.speculating = False
         for state in self.states:
             state.ledger = Member(self)
 

@@ -51,6 +51,7 @@ def _view(record: Record, rows: Rows, pages: Span, own_from: int) -> View:
         value_dim=spec.value_dim or values.dense.shape[3],
         tiles=memory.tiles,
         tally=memory.tally,
+        begins=memory.begins,
     )
 
 

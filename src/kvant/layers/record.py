@@ -31,6 +31,7 @@ class Memory:
     start: tuple[int, ...]  # columns of left padding
     start_tensor: Tensor
     sinks: dict[str, Tensor]  # {side: [B, H, S, D]}, by position
+    begins: int = 0  # columns before it have no rows, even where a recode made their page
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -79,6 +80,11 @@ class Record:
         """The first column that memory has; its page may be there for later rows only."""
         return self.sealed.first * self.memory.spec.page if len(self.sealed) else self.dense.first
 
+    @property
+    def first_given(self) -> int:
+        """The first column that a row was given for and is still there."""
+        return max(self.first_stored, self.memory.begins)
+
     def dense_rows(self) -> Rows:
         return Rows(self.dense.tensors(), self.dense.first)
 
@@ -90,7 +96,7 @@ class Record:
         """
         count = units["keys"].shape[2]
         length, bound = self.length + count, self.memory.schedule.dense_bound
-        self._fill_sinks(units)
+        self.fill_sinks(units)
         if bound is None or length - self.dense.first <= bound:
             dense = self.dense.extended(units, count)
             rows = Rows(dense.tensors(), dense.first)
@@ -112,7 +118,8 @@ class Record:
 
     def emptied(self) -> Record:
         """No tokens, in the same memory."""
-        return Record(self.memory, 0, Span(self.dense.arena), Span(self.sealed.arena))
+        memory = replace(self.memory, begins=0)
+        return Record(memory, 0, Span(self.dense.arena), Span(self.sealed.arena))
 
     def shared(self, tally: Tally) -> Record:
         """A record that nothing done to this one can reach."""
@@ -167,10 +174,10 @@ class Record:
             span.arena.allocate(span.first, span.stop, due)
         for first in range(begin, due, SEAL_AT_ONCE):
             count = min(SEAL_AT_ONCE, due - first)
-            span = span.extended(self._pages(rows, first, count), count)
+            span = span.extended(self.pages(rows, first, count), count)
         return span
 
-    def _pages(self, rows: Rows, first: int, count: int) -> Fields:
+    def pages(self, rows: Rows, first: int, count: int) -> Fields:
         """Pages [first, first + count), sealed and arranged."""
         page, tiles = self.memory.spec.page, self.memory.tiles
         units = {}
@@ -182,7 +189,7 @@ class Record:
                 units[f"{name}.{field}"] = tensor if tiles is None else tiles.pack(tensor)
         return units
 
-    def _fill_sinks(self, units: Fields) -> None:
+    def fill_sinks(self, units: Fields) -> None:
         """Copy rows that are sinks to where they stay; what lies behind the length is not read."""
         memory, first = self.memory, self.length
         if memory.spec.retention.sinks == 0:

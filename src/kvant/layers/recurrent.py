@@ -188,6 +188,9 @@ class Recurrent:
     def widen(self, slack: int) -> None:
         """Checkpoints are all there is to go back to."""
 
+    def recode(self, recipe: RecurrentSpec) -> None:
+        """A state has no format."""
+
     def reset(self) -> None:
         """Forget the tokens; the state is small, so its memory goes too."""
         self._settle(Past(NOTHING))

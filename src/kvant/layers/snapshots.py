@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from kvant.layers.record import Record
 from kvant.layers.rows import stores
 from kvant.recipes import LayerSpec
 
-NUMBERS = ("length", "dense_first", "sealed_first")
+NUMBERS = ("length", "dense_first", "sealed_first", "begins")
 MAX_START = 1 << 53  # no overflow where positions are counted
 
 
@@ -30,7 +32,8 @@ def exposed(record: Record | None) -> Snapshot:
         canonical = pages if memory.tiles is None else memory.tiles.unpack(pages)
         tensors[name] = canonical.transpose(1, 2).flatten(2, 3)
     sealed_first = record.sealed.first if len(record.sealed) else 0
-    numbers = (record.length, record.dense.first, sealed_first)
+    begins = memory.begins if memory.begins > record.first_stored else 0
+    numbers = (record.length, record.dense.first, sealed_first, begins)
     return Snapshot(tensors, dict(zip(NUMBERS, numbers, strict=True)))
 
 
@@ -47,9 +50,9 @@ def restored(
     """A record of its own with what the snapshot holds."""
     if set(snapshot.numbers) != set(NUMBERS):
         raise SnapshotMismatch(f"numbers {sorted(snapshot.numbers)}: {list(NUMBERS)} are needed")
-    length, dense_first, sealed_first = (snapshot.numbers[name] for name in NUMBERS)
+    length, dense_first, sealed_first, begins = (snapshot.numbers[name] for name in NUMBERS)
     if length == 0:
-        if snapshot.tensors or any((dense_first, sealed_first)):
+        if snapshot.tensors or any((dense_first, sealed_first, begins)):
             raise SnapshotMismatch("rows, but no tokens")
         return None
     geometry = _geometry(spec, snapshot)
@@ -61,7 +64,7 @@ def restored(
         sinks.copy_(_tensor(snapshot, f"{name}.sinks", tuple(sinks.shape), sinks.dtype))
     dense = _dense(record, snapshot, dense_first, length)
     sealed = _pages(record, snapshot, sealed_first)
-    record = Record(record.memory, length, dense, sealed)
+    record = Record(replace(record.memory, begins=begins), length, dense, sealed)
     _check(record, snapshot)
     return record
 
@@ -148,7 +151,7 @@ def _check(record: Record, snapshot: Snapshot) -> None:
         )
     if not len(sealed) and due > keep // spec.page:
         raise SnapshotMismatch(f"no sealed pages, {due} are due at {length}")
-    if record.first_stored > keep:
+    if not 0 <= record.memory.begins <= record.first_given <= keep:
         raise SnapshotMismatch(
-            f"rows from {record.first_stored} on, those from {keep} on are needed"
+            f"rows from {record.first_given} on, those from {keep} on are needed"
         )

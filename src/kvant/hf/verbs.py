@@ -1,0 +1,136 @@
+"""The verbs of kvant on a host's cache, under the names that the rest of kvant knows them by."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+from kvant.cache import Cache
+from kvant.contracts import Snapshot
+from kvant.errors import CacheError
+from kvant.hf.context import Context
+from kvant.hf.detect import HostLayer, narrows, recipes
+from kvant.hf.explanation import Explanation
+from kvant.hf.layers import AttentionLayer
+from kvant.hf.notes import Notes
+from kvant.layers import within
+from kvant.recipes import CacheSpec, LayerSpec
+
+
+class Verbs:
+    """Each acts on all layers or on none; what only the host understands is refused."""
+
+    described: tuple[HostLayer, ...]
+    context: Context
+    layers: list[Any]
+
+    @property
+    def states(self) -> Cache:
+        return self.context.states
+
+    @property
+    def spec(self) -> CacheSpec:
+        return self.states.spec
+
+    @property
+    def length(self) -> int:
+        """Tokens that every layer has seen."""
+        return self.states.length
+
+    @property
+    def held(self) -> int:
+        """Rows that reading returns, of the layer that holds most."""
+        return self.states.held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated, without those of layers that only the host understands."""
+        return self.states.nbytes
+
+    def reachable(self, to: int) -> int:
+        """The longest length <= `to` that every layer can go back to."""
+        return self.states.reachable(to)
+
+    def rewind(self, to: int) -> None:
+        """Go back to length `to`; every layer, or an error and none."""
+        if to != self.length:
+            self._check_ours("rewind")
+        self._expire()
+        self.states.rewind(to)
+
+    def checkpoint(self) -> None:
+        """Make the present length one that recurrent layers can come back to."""
+        self.states.checkpoint()
+
+    def widen(self, slack: int) -> None:
+        """From now on, let rewinds of so many tokens be exact."""
+        if slack > self.context.slack:
+            self.context.slack = slack
+            self._expire()
+            self.states.widen(slack)
+
+    def recode(self, spec: str | LayerSpec | CacheSpec) -> None:
+        """Store the same tokens by another spec, within what the model lets its layers see."""
+        self._check_ours("recode")
+        full = recipes(self.described, spec)
+        if not isinstance(spec, CacheSpec):
+            full = within(self.spec, full)
+        self._expire()
+        self.states.recode(full.widened(self.context.slack))
+        for layer in self._attending():
+            layer.narrow = narrows(layer.described, layer.recipe)
+
+    def speculating(self) -> AbstractContextManager[None]:
+        """Within, a chunk may be drafts: it is read as one token after the other would be."""
+        return self.states.speculating()
+
+    def snapshot(self) -> Snapshot:
+        """A copy of all that is remembered, to `restore` from."""
+        return self.exposed().copied()
+
+    def exposed(self) -> Snapshot:
+        """A snapshot that may share memory with the cache: to be read before anything else."""
+        self._check_ours("snapshot")
+        return self.states.exposed()
+
+    def restore(self, snapshot: Snapshot) -> None:
+        self._check_ours("restore")
+        self._expire()
+        self.states.restore(snapshot)
+
+    def stats(self) -> dict[str, Any]:
+        """What there is and what happened, in numbers."""
+        total = Notes()
+        for notes in self.context.notes.values():
+            total.add(notes)
+        return self.states.stats() | {
+            "fused": total.fused,
+            "prompts": total.prompts,
+            "materialized": sum(total.materialized.values()),
+            "masks": total.masks,
+        }
+
+    def explain(self) -> Explanation:
+        """How each layer is stored, and whether attention is computed on the stored bytes."""
+        return Explanation.of(self.described, self.context)
+
+    def _attending(self) -> list[AttentionLayer]:
+        return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]
+
+    def _foreign(self) -> dict[int, Any]:
+        """The layers that only the host understands."""
+        return {i: self.layers[i] for i, one in enumerate(self.described) if one.foreign}
+
+    def _check_ours(self, verb: str) -> None:
+        foreign = self._foreign()
+        if foreign:
+            kinds = sorted({self.described[index].type for index in foreign})
+            raise CacheError(
+                f"{verb}: layers {list(foreign)} ({', '.join(kinds)}) live in transformers, "
+                "which knows crop(-n), reset() and deepcopy for them"
+            )
+
+    def _expire(self) -> None:
+        """What the model was handed is not to be read any more."""
+        for layer in self._attending():
+            layer.expire()

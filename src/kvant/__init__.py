@@ -24,7 +24,7 @@ from kvant.shapes import Shape
 from kvant.spec import parse
 
 if TYPE_CHECKING:
-    from kvant.generation import Step, generate
+    from kvant.generation import Session, Step, generate
     from kvant.hf import attach, cache_for, detach
 
 __version__ = "0.1.0"
@@ -42,6 +42,7 @@ __all__ = [
     "Plan",
     "RecurrentSpec",
     "RewindError",
+    "Session",
     "Shape",
     "SharedSpec",
     "SnapshotMismatch",
@@ -62,7 +63,7 @@ __all__ = [
 
 
 LATER = dict.fromkeys(("attach", "cache_for", "detach"), "kvant.hf")
-LATER |= dict.fromkeys(("Step", "generate"), "kvant.generation")
+LATER |= dict.fromkeys(("Session", "Step", "generate"), "kvant.generation")
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,10 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +22,7 @@ from safetensors.torch import save_file
 from kvant.cache import Cache
 from kvant.contracts import Snapshot, Tiles
 from kvant.errors import CacheError, CacheFileError
+from kvant.recipes import CacheSpec
 from kvant.spec import from_json, to_json
 
 ENTRY = "kvant-cache"  # the one entry of the header's metadata: JSON, so that bytes are the same
@@ -31,8 +34,52 @@ MAX_INTEGER = 1 << 53  # what any JSON reader keeps; tensors count further than 
 CHUNK = 1 << 22
 
 
-def save(cache: Cache, path: str | os.PathLike[str]) -> None:
-    """Write a cache to a file; an older file of that name stays until the new one is whole."""
+class Storable(Protocol):
+    """What can be saved: a `Cache`, or a host's that has one."""
+
+    @property
+    def spec(self) -> CacheSpec: ...
+    def exposed(self) -> Snapshot: ...
+
+
+class Stored(NamedTuple):
+    """One tensor of a file, as its header describes it."""
+
+    dtype: str  # in the words of safetensors: F16, U8
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says of itself before any of its tensors are read."""
+
+    spec: CacheSpec
+    numbers: Mapping[str, int]
+    about: Mapping[str, Any]
+    tensors: Mapping[str, Stored]
+    version: int = VERSION
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a file holds: a cache, and whatever its writer said about it."""
+
+    spec: CacheSpec
+    snapshot: Snapshot
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def save(
+    cache: Storable,
+    path: str | os.PathLike[str],
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a cache to a file; an older file of that name stays until the new one is whole.
+
+    `about` is any JSON, for `read` to give back.
+    """
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
@@ -43,6 +90,8 @@ def save(cache: Cache, path: str | os.PathLike[str]) -> None:
         "spec": json.loads(to_json(cache.spec)),
         "numbers": dict(exposed.numbers),
     }
+    if about:
+        header["about"] = dict(about)
     tensors = {name: tensor.contiguous() for name, tensor in exposed.tensors.items()}
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
@@ -59,18 +108,51 @@ def load(
     tiles: Tiles | None = None,
 ) -> Cache:
     """The cache in a file, in memory of its own."""
-    source = Path(path)
-    header = _verified(source)
+    saved = read(path, device=device)
     try:
-        spec = from_json(json.dumps(header["spec"]))
-        numbers = _integers(header["numbers"])
+        cache = Cache(None, saved.spec, tiles=tiles)
+        cache.restore(saved.snapshot)
+    except (CacheError, RuntimeError, ValueError) as error:
+        raise CacheFileError(f"{path}: not a cache that can be restored: {error}") from error
+    return cache
+
+
+def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Saved:
+    """What is in a file, for a cache of the same spec to `restore`."""
+    source = Path(path)
+    head = header(source)
+    try:
         with safe_open(source, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        cache = Cache(None, spec, tiles=tiles)
-        cache.restore(Snapshot(tensors, numbers))
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
+    return Saved(head.spec, Snapshot(tensors, head.numbers), head.about)
+
+
+def header(path: str | os.PathLike[str]) -> Header:
+    """What a file says, once its checksum was verified; no tensor is loaded."""
+    source = Path(path)
+    entries = _verified(source)
+    try:
+        about = entries.get("about", {})
+        if not isinstance(about, dict):
+            raise ValueError("what is said about it is no object")
+        spec = from_json(json.dumps(entries["spec"]))
+        return Header(spec, _integers(entries["numbers"]), about, _stored(source))
     except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
-    return cache
+
+
+def _stored(path: Path) -> dict[str, Stored]:
+    """How each tensor lies in the file; safetensors has checked that these numbers agree."""
+    with safe_open(path, framework="pt"), path.open("rb") as file:
+        entries = json.loads(_header_bytes(path, file))
+    del entries["__metadata__"]
+    stored = {}
+    for name, told in entries.items():
+        first, stop = told["data_offsets"]
+        stored[name] = Stored(told["dtype"], tuple(told["shape"]), stop - first)
+    return stored
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any]) -> None:

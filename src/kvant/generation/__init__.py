@@ -2,6 +2,7 @@
 
 from kvant.generation.api import generate
 from kvant.generation.sampling import Sampling
+from kvant.generation.session import Session
 from kvant.generation.step import Step
 
-__all__ = ["Sampling", "Step", "generate"]
+__all__ = ["Sampling", "Session", "Step", "generate"]

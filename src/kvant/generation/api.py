@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvant.generation.decoder import Memory, Spec, decoder_of
-from kvant.generation.loop import Limits, Progress, Run
-from kvant.generation.sampling import Sampling
+from kvant.generation.decoder import Memory, Spec
+from kvant.generation.drafts import Drafter
+from kvant.generation.reader import Progress
+from kvant.generation.session import Session
 from kvant.generation.step import Step
 
 
@@ -28,26 +29,45 @@ def generate(
     ignore_end: bool = False,
     max_context: int | None = None,
     prefill_chunk: int = 512,
+    strategy: str = "always",
+    threshold: int = 512,
+    budget: int | None = None,
+    draft: Any | Drafter | None = None,
+    max_drafts: int = 8,
     progress: Progress | None = None,
 ) -> Iterator[Step]:
     """Stream the continuation of a prompt, a `Step` for each token.
 
     `model` is a model of transformers, or any callable `model(ids, cache) -> logits`. `kv_cache` is
-    a spec, or an empty cache to use, from which the caller may read what there was. What is wrong
-    with the arguments is said here, before the first step.
+    a spec, or an empty cache to use, from which the caller may read what there was. `strategy` is
+    always, disabled (compute everything anew), long (keep only what passes `threshold` tokens) or
+    adaptive (stay under `budget` bytes). `draft` guesses tokens that are verified together:
+    "ngram", or a smaller model with the same tokenizer. What is wrong with the arguments is said
+    here, before the first step.
     """
-    decoder = decoder_of(model)
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    limits = Limits(
-        max_new_tokens,
-        (stop,) if isinstance(stop, str) else tuple(stop),
-        frozenset() if ignore_end else decoder.end_tokens,
-        decoder.context if max_context is None else max_context,
-        prefill_chunk,
+    session = Session(
+        model,
+        tokenizer,
+        kv_cache,
+        template=False,
+        max_context=max_context,
+        prefill_chunk=prefill_chunk,
+        strategy=strategy,
+        threshold=threshold,
+        budget=budget,
+        draft=draft,
+        max_drafts=max_drafts,
     )
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-    limits.check_prompt(len(ids))
-    memory = decoder.memory(kv_cache) if isinstance(kv_cache, Spec) else kv_cache
-    if memory.length:
-        raise ValueError(f"a cache of {memory.length} tokens: generate begins with an empty one")
-    return Run(decoder, memory, sampling, limits, tokenizer).steps(ids, progress)
+    return session.send(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        ignore_end=ignore_end,
+        progress=progress,
+    )

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvant.cache import Cache
+from kvant.contracts import Snapshot
 from kvant.errors import CacheError
-from kvant.hf import HostCache, cache_for
+from kvant.hf import HostCache, cache_for, identity
 from kvant.recipes import CacheSpec, LayerSpec
 
 Spec = str | LayerSpec | CacheSpec
@@ -27,9 +30,20 @@ class Memory(Protocol):
 
     @property
     def length(self) -> int: ...
+    @property
+    def held(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def spec(self) -> CacheSpec: ...
     def reachable(self, to: int) -> int: ...
     def rewind(self, to: int) -> None: ...
     def checkpoint(self) -> None: ...
+    def widen(self, slack: int) -> None: ...
+    def speculating(self) -> AbstractContextManager[None]: ...
+    def recode(self, spec: Spec) -> None: ...
+    def exposed(self) -> Snapshot: ...
+    def restore(self, snapshot: Snapshot) -> None: ...
     def reset(self) -> None: ...
     def fork(self) -> Memory: ...
     def stats(self) -> dict[str, Any]: ...
@@ -43,12 +57,23 @@ class Decoder(Protocol):
         """The longest sequence that the model knows positions for."""
 
     @property
+    def vocabulary(self) -> int | None:
+        """How many tokens it knows."""
+
+    @property
     def end_tokens(self) -> frozenset[int]: ...
+    @property
+    def identity(self) -> str | None:
+        """Tells one model from another, where that can be known."""
+
     def memory(self, spec: Spec) -> Memory:
         """An empty one."""
 
-    def logits(self, ids: list[int], memory: Memory, last: int = 1) -> Tensor:
-        """[last, vocabulary] in float32 for the newest of `ids`, which the memory now holds."""
+    def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
+        """[last, vocabulary] in float32 for the newest of `ids`, which the memory now holds.
+
+        Without a memory `ids` are all there is, and nothing is kept.
+        """
 
 
 class HostDecoder:
@@ -63,13 +88,20 @@ class HostDecoder:
 
     @property
     def context(self) -> int | None:
-        config = self.model.config.get_text_config(decoder=True)
-        return cast("int | None", getattr(config, "max_position_embeddings", None))
+        return self._configured("max_position_embeddings")
+
+    @property
+    def vocabulary(self) -> int | None:
+        return self._configured("vocab_size")
 
     @property
     def end_tokens(self) -> frozenset[int]:
         told = self.model.generation_config.eos_token_id
         return frozenset(told if isinstance(told, list) else [] if told is None else [told])
+
+    @property
+    def identity(self) -> str:
+        return identity(self.model)
 
     def memory(self, spec: Spec) -> HostCache:
         cache = cache_for(self.model, spec)
@@ -80,10 +112,14 @@ class HostDecoder:
             )
         return cache
 
+    def _configured(self, name: str) -> int | None:
+        config = self.model.config.get_text_config(decoder=True)
+        return cast("int | None", getattr(config, name, None))
+
     @torch.no_grad()
-    def logits(self, ids: list[int], memory: Memory, last: int = 1) -> Tensor:
-        device, first = self.model.device, memory.length
-        arguments: dict[str, Any] = {self._cache: memory, "use_cache": True}
+    def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
+        device, first = self.model.device, 0 if memory is None else memory.length
+        arguments: dict[str, Any] = {self._cache: memory, "use_cache": memory is not None}
         if self._positions:
             place = torch.arange(first, first + len(ids), device=device)
             arguments["position_ids"] = place[None]
@@ -94,22 +130,29 @@ class HostDecoder:
 
 
 class CallDecoder:
-    """Any callable that takes ids and a cache and gives logits; its cache is made by its user."""
+    """Any callable that takes ids and a cache and gives logits; its cache is made by its user.
+
+    Where a strategy keeps nothing, the cache that it gets is None.
+    """
 
     context: int | None = None
+    vocabulary: int | None = None
     end_tokens: frozenset[int] = frozenset()
+    identity: str | None = None
 
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    def memory(self, spec: Spec) -> Memory:
+    def memory(self, spec: Spec) -> Cache:
+        if isinstance(spec, CacheSpec):
+            return Cache(spec=spec)
         raise TypeError(
             f"kv_cache={spec!r} for a plain callable, whose layers nobody knows: "
             "give kv_cache=kvant.Cache(num_layers, spec)"
         )
 
     @torch.no_grad()
-    def logits(self, ids: list[int], memory: Memory, last: int = 1) -> Tensor:
+    def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
         return self.call(torch.tensor([ids]), memory)[0, -last:].float()
 
 

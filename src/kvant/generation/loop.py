@@ -1,39 +1,37 @@
 """The loop: prompt in, tokens out, one `Step` each.
 
-The cache is always one token behind: after N steps it holds the prompt and N - 1 tokens, and the
-next step is computed when it is asked for. So a caller may stop at any step, and cache and tokens
-agree. Knows neither transformers nor a format.
+The memory is always one token behind: after N steps it holds the prompt and N - 1 tokens, and the
+next step is computed when it is asked for. So a caller may stop at any step, and memory and tokens
+agree. While the drafts of one forward are handed out the memory is ahead by those that are left;
+closing the stream takes them back. Knows neither transformers nor a format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
-
 from kvant.errors import CapacityError
-from kvant.generation.decoder import Decoder, Memory
-from kvant.generation.sampling import Sampler, Sampling
+from kvant.generation.drafts import Aim, Drafter, NoDrafts
+from kvant.generation.reader import Progress, Reader
+from kvant.generation.sampling import Draft, Sampler, Sampling
 from kvant.generation.step import FinishReason, Step
 from kvant.generation.text import Text
-
-Progress = Callable[[int, int], None]  # tokens of the prompt that are read, and all of them
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Where the loop ends, and how much of a prompt is read at a time."""
+    """Where the loop ends, and how far it guesses."""
 
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     end_tokens: frozenset[int] = frozenset()
     max_context: int | None = None
-    prefill_chunk: int = 512  # tokens: bounds the memory that reading a prompt takes
+    max_drafts: int = 8  # tokens that are guessed at once, where there is somebody to guess
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "prefill_chunk", "max_context"):
+        for name in ("max_new_tokens", "max_context", "max_drafts"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: 1 or more is needed")
@@ -49,62 +47,81 @@ class Limits:
                 "keep a window (window=N in the spec) and allow a longer context"
             )
 
-
-def prefill(
-    decoder: Decoder,
-    memory: Memory,
-    ids: Sequence[int],
-    chunk: int,
-    progress: Progress | None = None,
-) -> Tensor:
-    """Read `ids` into the memory, in pieces; the logits after the last."""
-    logits: Tensor | None = None
-    for begin in range(0, len(ids), chunk):
-        logits = decoder.logits(list(ids[begin : begin + chunk]), memory)
-        if progress is not None:
-            progress(min(begin + chunk, len(ids)), len(ids))
-    assert logits is not None
-    return logits[-1]
+    def left(self, said: int, length: int) -> int:
+        """How many tokens may still come after `said` of them, with `length` in all."""
+        more = self.max_new_tokens - said
+        return more if self.max_context is None else min(more, self.max_context - length)
 
 
 @dataclass
 class Run:
     """One generation: the tokens so far, and how the next one comes about."""
 
-    decoder: Decoder
-    memory: Memory
+    reader: Reader
     sampling: Sampling
     limits: Limits
     tokenizer: Any
+    drafter: Drafter = field(default_factory=NoDrafts)
     tokens: list[int] = field(default_factory=list)  # prompt and all that was said
+    said: int = 0
+    drafts: int = 0
+    drafts_accepted: int = 0
 
-    def steps(self, prompt: Sequence[int], progress: Progress | None = None) -> Iterator[Step]:
-        """Continue `prompt`, of which the memory holds none, or a beginning, already."""
+    def steps(
+        self, prompt: Sequence[int], progress: Progress | None = None
+    ) -> Generator[Step, None, None]:
+        """Continue `prompt`; what the memory shares with it is not read again."""
         self.limits.check_prompt(len(prompt))
         self.tokens = list(prompt)
         sampler, text = Sampler(self.sampling), Text(self.tokenizer, self.limits.stop)
-        unread = prompt[self.memory.length :]
-        logits = prefill(self.decoder, self.memory, unread, self.limits.prefill_chunk, progress)
-        for count in range(1, self.limits.max_new_tokens + 1):
-            token, logprob = sampler.draw(logits, self.tokens)
-            self.tokens.append(token)
-            step = self._step(token, logprob, count, text)
-            yield step
-            if step.finish_reason is not None:
-                return
-            logits = self.decoder.logits([token], self.memory)[-1]
+        drafts: list[Draft] = []
+        try:
+            rows = self.reader.prompt(self.tokens, progress)[None]
+            while True:
+                for logits, draft in zip(rows, [*drafts, None], strict=True):
+                    step = self._step(sampler, logits, draft, text)
+                    yield step
+                    if step.finish_reason is not None:
+                        return
+                    if not step.drafted:
+                        break
+                drafts = self._drafts(Aim(sampler, rows.shape[-1]))
+                ahead = [*self.tokens, *(draft.token for draft in drafts)]
+                rows = self.reader.next(ahead, len(drafts) + 1)
+        finally:
+            self._level()
 
-    def _step(self, token: int, logprob: float, count: int, text: Text) -> Step:
+    def _step(self, sampler: Sampler, logits: Any, draft: Draft | None, text: Text) -> Step:
+        if draft is None:
+            token, logprob = sampler.draw(logits, self.tokens)
+        else:
+            token, logprob = sampler.verify(logits, self.tokens, draft)
+        self.tokens.append(token)
+        self.said += 1
+        drafted = draft is not None and draft.token == token
+        self.drafts_accepted += drafted
         if token in self.limits.end_tokens:
-            return Step(token, text.rest(), logprob, "stop")
-        piece, reason = text.add(token), self._reason(count, text)
+            return Step(token, text.rest(), logprob, "stop", drafted)
+        piece, reason = text.add(token), self._reason(text)
         if reason is not None:
             piece += text.rest()
-        return Step(token, piece, logprob, "stop" if text.stopped else reason)
+        return Step(token, piece, logprob, "stop" if text.stopped else reason, drafted)
 
-    def _reason(self, count: int, text: Text) -> FinishReason | None:
+    def _drafts(self, aim: Aim) -> list[Draft]:
+        """Guesses, where at least one and the token behind it may still be said."""
+        most = min(self.limits.max_drafts, self.limits.left(self.said, len(self.tokens)) - 1)
+        drafts = self.drafter.drafts(self.tokens, most, aim) if most > 0 else []
+        self.drafts += len(drafts)
+        if drafts:
+            self.reader.memory.widen(self.limits.max_drafts + 1)
+        return drafts
+
+    def _level(self) -> None:
+        """Let the memory hold no more than what was said, without its newest token."""
+        if self.reader.memory.length >= len(self.tokens):
+            self.reader.align(self.tokens)
+
+    def _reason(self, text: Text) -> FinishReason | None:
         if text.stopped:
             return "stop"
-        most = self.limits.max_context
-        full = most is not None and len(self.tokens) >= most
-        return "length" if full or count == self.limits.max_new_tokens else None
+        return "length" if self.limits.left(self.said, len(self.tokens)) <= 0 else None

@@ -43,6 +43,14 @@ class Sampling:
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: more than 0 is needed")
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A token that was guessed, and the log-probabilities it was drawn from (None: certain)."""
+
+    token: int
+    logprobs: Tensor | None = None
+
+
 class Sampler:
     """Draws from one stream of random numbers."""
 
@@ -57,11 +65,44 @@ class Sampler:
     def draw(self, logits: Tensor, before: Sequence[int]) -> tuple[int, float]:
         """A token for logits [vocabulary] after the tokens `before`, and its log-probability."""
         logprobs = self.distribution(logits, before)
-        if self.sampling.temperature == 0:
-            token = int(logprobs.argmax())
-        else:
-            token = int(torch.multinomial(logprobs.exp(), 1, generator=self._generator))
+        token = self._likeliest(logprobs) if self._greedy else self._any(logprobs.exp())
         return token, float(logprobs[token])
+
+    def draft(self, logits: Tensor, before: Sequence[int]) -> Draft:
+        """A guess by another model, drawn as its tokens would be."""
+        logprobs = self.distribution(logits, before)
+        token = self._likeliest(logprobs) if self._greedy else self._any(logprobs.exp())
+        return Draft(token, logprobs)
+
+    def verify(self, logits: Tensor, before: Sequence[int], draft: Draft) -> tuple[int, float]:
+        """As `draw`, and from the same distribution, but the draft's token wherever that can be.
+
+        Rejection: the draft stands with probability p / q; where it falls, the token comes from
+        what p has above q, in which the draft's has no part.
+        """
+        logprobs = self.distribution(logits, before)
+        if self._greedy:
+            token = self._likeliest(logprobs)
+        else:
+            token = self._stands_or_falls(logprobs.exp(), _guessed(draft, logprobs), draft.token)
+        return token, float(logprobs[token])
+
+    def _stands_or_falls(self, right: Tensor, guessed: Tensor, token: int) -> int:
+        chance = torch.rand((), generator=self._generator, dtype=right.dtype)
+        if chance * guessed[token] < right[token]:
+            return token
+        above = (right - guessed).clamp_min(0.0)
+        return self._any(above if above.sum() > 0 else right)  # rounding may leave nothing above
+
+    def _any(self, probabilities: Tensor) -> int:
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def _likeliest(self, logprobs: Tensor) -> int:
+        return int(logprobs.argmax())
+
+    @property
+    def _greedy(self) -> bool:
+        return self.sampling.temperature == 0
 
     def distribution(self, logits: Tensor, before: Sequence[int]) -> Tensor:
         """Log-probabilities that a token is drawn from; at temperature 0 those of temperature 1."""
@@ -95,6 +136,13 @@ class Sampler:
         """Tokens at least so likely as this part of the likeliest."""
         share = self.sampling.min_p or 0.0
         return logprobs.exp() >= share * logprobs.max().exp()
+
+
+def _guessed(draft: Draft, logprobs: Tensor) -> Tensor:
+    """The probabilities that a draft was drawn from."""
+    if draft.logprobs is None:
+        return torch.zeros_like(logprobs).index_fill(0, torch.tensor([draft.token]), 1.0)
+    return draft.logprobs.exp()
 
 
 def penalized(logits: Tensor, before: Sequence[int], penalty: float) -> Tensor:

@@ -16,3 +16,4 @@ class Step:
     text: str
     logprob: float  # of the token, under the distribution that it was drawn from
     finish_reason: FinishReason | None = None
+    drafted: bool = False  # guessed before, and verified together with others

@@ -5,8 +5,9 @@ from kvant.hf.attach import attach, detach
 from kvant.hf.build import cache_for
 from kvant.hf.cache import HostCache
 from kvant.hf.encoder_decoder import PairedCache
+from kvant.hf.identity import identity
 
 explain.register(HostCache, HostCache.explain)
 explain.register(PairedCache, PairedCache.explain)
 
-__all__ = ["HostCache", "PairedCache", "attach", "cache_for", "detach"]
+__all__ = ["HostCache", "PairedCache", "attach", "cache_for", "detach", "identity"]

@@ -1,0 +1,113 @@
+"""A memory and the tokens in it: what was read once is not read again.
+
+Asked for the logits after some tokens, a reader goes back to the longest beginning that the memory
+shares with them, and reads the rest; at least one token is always read, for its logits. Turns of a
+conversation and drafts that were refused are the same to it. Knows neither text nor sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from kvant.generation.decoder import Decoder, Memory
+from kvant.generation.strategy import ALWAYS, Strategy
+
+Progress = Callable[[int, int], None]  # tokens of a prompt that are read, and all of them
+
+
+class Reader:
+    """One sequence, and how far the memory has come with it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        memory: Memory,
+        strategy: Strategy = ALWAYS,
+        chunk: int = 512,
+    ) -> None:
+        if chunk < 1:
+            raise ValueError(f"prefill_chunk={chunk}: 1 or more is needed")
+        self.decoder = decoder
+        self.memory = memory
+        self.strategy = strategy
+        self.chunk = chunk  # tokens at once: bounds the memory that reading a prompt takes
+        self.asked = 0  # tokens of all prompts,
+        self.reused = 0  # and those of them that the memory held
+        self._tokens: list[int] = []  # what the memory holds, or more where a forward died
+
+    @property
+    def tokens(self) -> list[int]:
+        """Those that the memory holds."""
+        return self._tokens[: self.memory.length]
+
+    def prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Tensor:
+        """The logits [vocabulary] after a prompt, read in chunks."""
+        self.asked += len(tokens)
+        if not self.strategy.remembers(len(tokens)):
+            return self.decoder.logits(list(tokens), None)[-1]
+        self.align(tokens)
+        self.reused += self.memory.length
+        return self._read(tokens, progress)[-1]
+
+    def next(self, tokens: Sequence[int], last: int = 1) -> Tensor:
+        """The logits [last, vocabulary] after each of the newest tokens.
+
+        A chunk of them is read as one token after the other would be: they may be drafts.
+        """
+        if not self.strategy.remembers(len(tokens)):
+            return self.decoder.logits(list(tokens), None, last)
+        behind = tokens[: len(tokens) - last]
+        if self.memory.length == 0 and behind:
+            self._read(behind)  # a strategy that begins to remember
+        if self.memory.length > len(behind):
+            self.align(tokens, last)
+        with self.memory.speculating():
+            if self.memory.length < len(behind):
+                self._read(behind)
+            if last > 1:
+                self.memory.checkpoint()
+            return self._forward(tokens, len(tokens), last)
+
+    def align(self, tokens: Sequence[int], last: int = 1) -> None:
+        """Go back to what the memory shares with `tokens`, without the newest `last` of them."""
+        shared = min(shared_prefix(self.tokens, tokens), len(tokens) - last)
+        self.memory.rewind(self.memory.reachable(shared))
+        del self._tokens[self.memory.length :]
+
+    def fork(self) -> Reader:
+        """A second reader of the same tokens, independent of this one from now on."""
+        twin = Reader(self.decoder, self.memory.fork(), self.strategy, self.chunk)
+        twin.adopt(self.tokens)
+        return twin
+
+    def adopt(self, tokens: Sequence[int]) -> None:
+        """Know what a memory holds that others have filled."""
+        self._tokens = list(tokens)
+
+    def _read(self, tokens: Sequence[int], progress: Progress | None = None) -> Tensor:
+        """Everything that is unread, chunk by chunk; the logits after the last token."""
+        logits = None
+        while (begin := self.memory.length) < len(tokens):
+            stop = min(begin + self.chunk, len(tokens))
+            logits = self._forward(tokens, stop, last=1)
+            if progress is not None:
+                progress(stop, len(tokens))
+        assert logits is not None
+        return logits
+
+    def _forward(self, tokens: Sequence[int], stop: int, last: int) -> Tensor:
+        begin = self.memory.length
+        self._tokens[begin:] = tokens[begin:stop]
+        logits = self.decoder.logits(list(tokens[begin:stop]), self.memory, last)
+        self.strategy.relieve(self.memory)
+        return logits
+
+
+def shared_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many of the first tokens are the same."""
+    count = min(len(one), len(other))
+    if list(one[:count]) == list(other[:count]):
+        return count
+    return next(i for i in range(count) if one[i] != other[i])

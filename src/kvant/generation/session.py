@@ -1,0 +1,228 @@
+"""A conversation: what was said, and a memory that is never asked to read it twice.
+
+The tokens of the conversation are one list; the memory holds a beginning of it. A reply belongs to
+the conversation as far as it was taken from the stream: who stops early has said that much.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from kvant import files
+from kvant.errors import RewindError
+from kvant.generation.decoder import Memory, Spec, decoder_of
+from kvant.generation.dialogue import Turn, dialogue_of
+from kvant.generation.drafts import Drafter, drafter_of
+from kvant.generation.loop import Limits, Run
+from kvant.generation.reader import Progress, Reader
+from kvant.generation.sampling import Sampling
+from kvant.generation.step import Step
+from kvant.generation.strategy import strategy_of
+from kvant.generation.transcript import Transcript, refusing
+
+
+class Session:
+    """A conversation with a model; each `send` re-uses everything computed before."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        kv_cache: Spec | Memory = "raw",
+        *,
+        system: str | None = None,
+        template: bool = True,
+        max_context: int | None = None,
+        prefill_chunk: int = 512,
+        strategy: str = "always",
+        threshold: int = 512,
+        budget: int | None = None,
+        draft: Any | Drafter | None = None,
+        max_drafts: int = 8,
+    ) -> None:
+        """`template=False` lets messages continue one text, whatever template there is.
+
+        The other options are those of `kvant.generate`.
+        """
+        decoder = decoder_of(model)
+        memory = decoder.memory(kv_cache) if isinstance(kv_cache, Spec) else kv_cache
+        if memory.length:
+            raise ValueError(f"a cache of {memory.length} tokens: begin with an empty one")
+        chosen = strategy_of(strategy, threshold, budget)
+        self.reader = Reader(decoder, memory, chosen, prefill_chunk)
+        self.tokenizer = tokenizer
+        self.dialogue = dialogue_of(tokenizer, system, template)
+        self.drafter = drafter_of(draft)
+        self.limits = Limits(
+            max_context=decoder.context if max_context is None else max_context,
+            max_drafts=max_drafts,
+        )
+        self._tokens: list[int] = []
+        self._turns: list[Turn] = []
+        self._drafts = self._drafts_accepted = 0
+        self._stream: weakref.ref[Generator[Step, None, None]] | None = None
+
+    @property
+    def memory(self) -> Memory:
+        return self.reader.memory
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that was said; the memory holds a beginning of it."""
+        self._settle()
+        return list(self._tokens)
+
+    @property
+    def turns(self) -> list[Turn]:
+        self._settle()
+        return list(self._turns)
+
+    def send(
+        self,
+        message: str | Sequence[int],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_end: bool = False,
+        progress: Progress | None = None,
+    ) -> Iterator[Step]:
+        """Stream the reply to a message, or to tokens that stand behind all others as they are.
+
+        What is wrong with the arguments is said here, before the first step, and changes nothing.
+        """
+        self._settle()
+        limits = replace(
+            self.limits,
+            max_new_tokens=max_new_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            end_tokens=frozenset() if ignore_end else self.reader.decoder.end_tokens,
+        )
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        if isinstance(message, str):
+            prompt = self.dialogue.prompt(self._turns, self._tokens, message)
+        else:
+            prompt, message = [*self._tokens, *message], ""
+        limits.check_prompt(len(prompt))
+        run = Run(self.reader, sampling, limits, self.tokenizer, self.drafter)
+        stream = self._reply(run, prompt, message, progress)
+        self._stream = weakref.ref(stream)  # who drops it has ended the reply
+        return stream
+
+    def rewind(self, to: int) -> None:
+        """Go back to length `to`: a reply may be cut short, a message is taken back whole."""
+        self._settle()
+        if not 0 <= to <= len(self._tokens):
+            raise RewindError(f"length {to} of a conversation of {len(self._tokens)} tokens")
+        kept = [turn for turn in self._turns if turn.end <= to]
+        before = kept[-1].end if kept else 0
+        if to > before:
+            cut = self._turns[len(kept)]
+            if to <= cut.begin:
+                raise RewindError(
+                    f"length {to} lies within a message: {before} is before it, and from "
+                    f"{cut.begin + 1} on there is something of its reply"
+                )
+            said = self.tokenizer.decode(self._tokens[cut.begin : to], skip_special_tokens=True)
+            kept.append(replace(cut, reply=said, end=to))
+        self._turns, self._tokens = kept, self._tokens[:to]
+        self.reader.align(self._tokens)
+
+    def reset(self) -> None:
+        """Begin a new conversation."""
+        self.rewind(0)
+
+    def fork(self) -> Session:
+        """A second conversation with the same past, independent of this one from now on."""
+        self._settle()
+        twin = Session.__new__(Session)
+        twin.__dict__.update(self.__dict__)
+        twin.reader, twin.drafter = self.reader.fork(), self.drafter.fork()
+        twin._tokens, twin._turns = list(self._tokens), list(self._turns)
+        return twin
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the conversation and its memory to a file, for `load` to continue."""
+        self._settle()
+        model = self.reader.decoder.identity
+        said = Transcript(tuple(self._tokens), tuple(self._turns), self.dialogue.system, model)
+        files.save(self.memory, path, about=said.about())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any) -> Session:
+        """The conversation in a file, with the model that held it."""
+        saved = files.read(path)
+        Transcript.of(path, saved.about).check_model(path, decoder_of(model).identity)
+        with refusing(path):
+            session = cls(model, tokenizer, saved.spec)
+        session._become(path, saved)
+        return session
+
+    def resume(self, path: str | os.PathLike[str]) -> None:
+        """Go on with the conversation in a file in place of this one, stored as it is there."""
+        self._settle()
+        self._become(path, files.read(path))
+
+    def stats(self) -> dict[str, Any]:
+        """What the memory holds, and how much of what was asked it held already."""
+        self._settle()
+        asked, reused = self.reader.asked, self.reader.reused
+        return self.memory.stats() | {
+            "tokens": len(self._tokens),
+            "tokens_asked": asked,
+            "tokens_reused": reused,
+            "hit_rate": reused / asked if asked else 0.0,
+            "drafts": self._drafts,
+            "drafts_accepted": self._drafts_accepted,
+        }
+
+    def _become(self, path: str | os.PathLike[str], saved: files.Saved) -> None:
+        old, said = self.reader, Transcript.of(path, saved.about)
+        said.check_model(path, old.decoder.identity)
+        with refusing(path):
+            memory = old.decoder.memory(saved.spec)
+            memory.restore(saved.snapshot)
+            said.check_held(memory.length)
+        self.reader = Reader(old.decoder, memory, old.strategy, old.chunk)
+        self.reader.adopt(said.tokens[: memory.length])
+        self.dialogue = self.dialogue.addressing(said.system)
+        self._tokens, self._turns = list(said.tokens), list(said.turns)
+
+    def _reply(
+        self, run: Run, prompt: list[int], message: str, progress: Progress | None
+    ) -> Generator[Step, None, None]:
+        steps, said = run.steps(prompt, progress), ""
+        try:
+            for step in steps:
+                said += step.text
+                yield step
+        finally:
+            steps.close()
+            self._keep(run, prompt, message, said)
+
+    def _keep(self, run: Run, prompt: list[int], message: str, said: str) -> None:
+        """Remember a turn as far as it came; without a reply there was none."""
+        self._drafts += run.drafts
+        self._drafts_accepted += run.drafts_accepted
+        if run.said:
+            self._tokens = run.tokens
+            self._turns.append(Turn(message, said, len(prompt), len(run.tokens)))
+            self.memory.checkpoint()
+        else:
+            self.reader.align(self._tokens)
+
+    def _settle(self) -> None:
+        """A reply that nobody asks for any more ends here."""
+        stream = None if self._stream is None else self._stream()
+        if stream is not None:
+            stream.close()
+        self._stream = None

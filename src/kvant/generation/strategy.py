@@ -1,0 +1,79 @@
+"""When a sequence is kept in memory, and when it is computed anew for every token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvant.errors import SpecError
+from kvant.generation.adaptive import Adaptive
+from kvant.generation.decoder import Memory
+
+NAMES = ("always", "disabled", "long", "adaptive")
+
+
+class Strategy(Protocol):
+    """How a loop uses a memory; it changes no token where the memory is exact."""
+
+    def remembers(self, length: int) -> bool:
+        """Is a sequence of so many tokens kept? What is kept once stays so as it grows."""
+
+    def relieve(self, memory: Memory) -> None:
+        """Make room, if need be: called after every forward."""
+
+
+@dataclass(frozen=True)
+class Always:
+    """Keep everything."""
+
+    def remembers(self, length: int) -> bool:
+        return True
+
+    def relieve(self, memory: Memory) -> None: ...
+
+
+@dataclass(frozen=True)
+class Disabled:
+    """Compute everything anew: slow, and the reference for all others."""
+
+    def remembers(self, length: int) -> bool:
+        return False
+
+    def relieve(self, memory: Memory) -> None: ...
+
+
+@dataclass(frozen=True)
+class Long:
+    """Keep only what is longer than `threshold` tokens."""
+
+    threshold: int = 512
+
+    def __post_init__(self) -> None:
+        if self.threshold < 0:
+            raise ValueError(f"threshold={self.threshold}: 0 or more tokens are needed")
+
+    def remembers(self, length: int) -> bool:
+        return length > self.threshold
+
+    def relieve(self, memory: Memory) -> None: ...
+
+
+ALWAYS = Always()
+
+
+def strategy_of(name: str, threshold: int = 512, budget: int | None = None) -> Strategy:
+    """The strategy of that name; the numbers are those of `long` and of `adaptive`."""
+    if budget is not None and name != "adaptive":
+        raise SpecError(f"budget={budget} with strategy={name!r}: only 'adaptive' has one")
+    if name == "adaptive":
+        if budget is None:
+            raise SpecError("strategy='adaptive' needs budget=, the bytes that the cache may take")
+        return Adaptive(budget)
+    made: dict[str, Strategy] = {
+        "always": ALWAYS,
+        "disabled": Disabled(),
+        "long": Long(threshold),
+    }
+    if name not in made:
+        raise SpecError(f"strategy={name!r}: allowed are {', '.join(NAMES)}")
+    return made[name]

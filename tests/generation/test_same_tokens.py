@@ -1,0 +1,199 @@
+"""However a text comes about, greedy tokens are the same: every way, every family, every format.
+
+The prompt is long enough that pages of every format are sealed before and during the reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import kvant
+from generation.speakers import DEMO, model_of, tokenizer_of
+from kvant import demo
+from kvant.generation import Session, generate
+from kvant.generation.reader import shared_prefix
+
+FAMILIES = [DEMO, "llama", "gemma3", "gpt_oss", "falcon_h1", "qwen3_next"]
+FORMATS = [
+    *("affine8", "affine6", "affine4", "affine3", "affine8v4"),
+    *("turbo4v4", "turbo4v2", "raw/affine4", "affine8,window=70,sinks=3"),
+]
+HALF = "demo in bfloat16"
+LENGTH, NEW = 190, 24
+TIE = 2**-6  # of the best logit: four roundings of bfloat16
+TEXT = Path(kvant.__file__).with_name("cache.py")
+
+
+@cache
+def prompt_of(name: str) -> tuple[int, ...]:
+    if name in (DEMO, HALF):
+        return tuple(tokenizer_of(DEMO).encode(TEXT.read_text())[:LENGTH])
+    generator = torch.Generator().manual_seed(0)
+    half = torch.randint(3, 128, (LENGTH // 2,), generator=generator).tolist()
+    return tuple(half * 2)  # so that n-grams find something
+
+
+@cache
+def model_for(name: str, spec: str) -> Any:
+    """A model that reads stored pages itself, whatever its own attention is."""
+    if name == HALF:
+        return AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.bfloat16).eval()
+    model = model_of(name)
+    if spec != "raw" and name == "gpt_oss":
+        kvant.attach(model, spec)
+    return model
+
+
+def tokenizer_for(name: str) -> Any:
+    return tokenizer_of(DEMO if name == HALF else name)
+
+
+@cache
+def plain(name: str, spec: str) -> list[int]:
+    return streamed(name, spec)
+
+
+def streamed(name: str, spec: str, **options: Any) -> list[int]:
+    given = {"kv_cache": spec, "max_new_tokens": NEW, "ignore_end": True} | options
+    steps = generate(model_for(name, spec), tokenizer_for(name), prompt_of(name), **given)
+    return [step.token for step in steps]
+
+
+def session_of(name: str, spec: str) -> Session:
+    return Session(model_for(name, spec), tokenizer_for(name), spec)
+
+
+def said(session: Session, message: list[int], count: int) -> list[int]:
+    steps = session.send(message, max_new_tokens=count, ignore_end=True)
+    return [step.token for step in steps]
+
+
+def own_loop(name: str, spec: str, path: Path) -> list[int]:
+    model, ids = model_for(name, spec), torch.tensor([prompt_of(name)])
+    past, tokens = kvant.cache_for(model, spec), []
+    with torch.no_grad():
+        for _ in range(NEW):
+            logits = model(ids, past_key_values=past).logits
+            tokens.append(int(logits[0, -1].argmax()))
+            ids = torch.tensor([tokens[-1:]])
+    return tokens
+
+
+def hosts_loop(name: str, spec: str, path: Path) -> list[int]:
+    model, ids = model_for(name, spec), torch.tensor([prompt_of(name)])
+    past = kvant.cache_for(model, spec)
+    given = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None}
+    mask = torch.ones_like(ids)
+    out = model.generate(ids, attention_mask=mask, past_key_values=past, **given)
+    return out[0, LENGTH:].tolist()
+
+
+def saved(name: str, spec: str, path: Path) -> list[int]:
+    session, file = session_of(name, spec), path / "half.kv.safetensors"
+    first = said(session, list(prompt_of(name)), NEW // 2)
+    session.save(file)
+    other = Session.load(file, model_for(name, spec), tokenizer_for(name))
+    return first + said(other, [], NEW - NEW // 2)
+
+
+def forked(name: str, spec: str, path: Path) -> list[int]:
+    session = session_of(name, spec)
+    first = said(session, list(prompt_of(name)), NEW // 2)
+    twin = session.fork()
+    said(session, [5, 6, 7], 9)
+    return first + said(twin, [], NEW - NEW // 2)
+
+
+Way = Callable[[str, str, Path], list[int]]
+
+
+def way(**options: Any) -> Way:
+    return lambda name, spec, path: streamed(name, spec, **options)
+
+
+def drafting(name: str, spec: str, path: Path) -> list[int]:
+    return streamed(name, spec, draft=model_of(DEMO if name in (DEMO, HALF) else "llama"))
+
+
+ALWAYS: dict[str, Way] = {  # for every format
+    "n-grams": way(draft="ngram"),
+    "a draft model": drafting,
+    "saved": saved,
+    "forked": forked,
+}
+STORED: dict[str, Way] = {  # where prompts are read stored
+    "chunked": way(prefill_chunk=37),
+    "own loop": own_loop,
+}
+EXACT: dict[str, Way] = {  # where the memory is exact
+    "disabled": way(strategy="disabled"),
+    "long": way(strategy="long", threshold=LENGTH + 9),
+    "the host's loop": hosts_loop,
+}
+
+
+@pytest.mark.parametrize("how", [*EXACT, *STORED, *ALWAYS])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_raw(name: str, how: str, tmp_path: Path) -> None:
+    ways = EXACT | STORED | ALWAYS
+    assert ways[how](name, "raw", tmp_path) == plain(name, "raw")
+
+
+@pytest.mark.parametrize("how", ALWAYS)
+@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("name", [DEMO, "llama", "qwen3_next"])
+def test_compressed(name: str, spec: str, how: str, tmp_path: Path) -> None:
+    assert ALWAYS[how](name, spec, tmp_path) == plain(name, spec)
+
+
+@pytest.mark.parametrize("how", [*STORED, *ALWAYS])
+@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("name", [DEMO, "gpt_oss"])
+def test_compressed_and_read_stored(name: str, spec: str, how: str, tmp_path: Path) -> None:
+    ways, stored = STORED | ALWAYS, f"{spec},prefill=stored"
+    assert ways[how](name, stored, tmp_path) == plain(name, stored)
+
+
+def last_turn(name: str, spec: str) -> tuple[list[int], list[int]]:
+    """What stood before the last of three turns' reply, and the reply."""
+    session, prompt = session_of(name, spec), list(prompt_of(name))
+    for message, count in ((prompt[:70], 5), (prompt[70:130], 9), (prompt[130:], NEW)):
+        reply = said(session, message, count)
+    return session.tokens[:-NEW], reply
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_raw_turn_by_turn(name: str) -> None:
+    before, reply = last_turn(name, "raw")
+    assert said(session_of(name, "raw"), before, NEW) == reply
+
+
+@pytest.mark.parametrize("spec", FORMATS)
+@pytest.mark.parametrize("name", [DEMO, "gpt_oss"])
+def test_compressed_turn_by_turn_and_read_stored(name: str, spec: str) -> None:
+    stored = f"{spec},prefill=stored"
+    before, reply = last_turn(name, stored)
+    assert said(session_of(name, stored), before, NEW) == reply
+
+
+def test_in_bfloat16_only_ties_are_broken_differently(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    expected, differences = plain(HALF, "raw"), 0
+    for how in (EXACT | STORED | ALWAYS).values():
+        tokens = how(HALF, "raw", tmp_path)
+        at = shared_prefix(expected, tokens)
+        if at < NEW:
+            differences += 1
+            ids = torch.tensor([[*prompt_of(HALF), *expected[:at]]])
+            with torch.no_grad():
+                best = model_for(HALF, "raw")(ids).logits[0, -1].float().topk(2).values
+            assert best[0] - best[1] <= TIE * best[0].abs()
+    record_property("differences", differences)

@@ -18,9 +18,11 @@ RANKS = (
     "codecs/",
     "arenas/ attention/",
     "layers/ spec/",
-    "cache files functional planner sequences shapes",
+    "shapes",
+    "configurations/",
+    "cache files functional planner sequences",
     "hf/ demo/",
-    "generation/",
+    "generation/ checkpoints",
     "bench/ eval/",
     "cli/",
 )

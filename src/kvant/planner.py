@@ -1,16 +1,24 @@
-"""Bytes before anything is allocated: the same arithmetic that allocates, on shapes alone."""
+"""Bytes before anything is allocated: the same arithmetic that allocates, on shapes alone.
+
+A plan is of the layers that a cache would have: a window of the model's own bounds its layer, a
+recurrent state has one size at every length, and what a configuration does not tell is not counted
+but named in `uncounted`. Left out are the checkpoints of recurrent layers, and what holds the rows
+of an encoder.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from kvant.configurations import layer_shapes
 from kvant.errors import CapacityError, SpecError
 from kvant.layers.geometry import Geometry
-from kvant.recipes import CacheSpec, EmptySpec, LayerSpec, Recipe, SharedSpec
-from kvant.shapes import Shape
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec
+from kvant.shapes import LayerShape, Shape, fitted
 from kvant.sizes import format_size
 from kvant.spec import as_spec
 
@@ -21,8 +29,8 @@ FOREVER = 1 << 40  # tokens: a context that nothing but memory would end
 class Plan:
     """What a cache of a model will take."""
 
-    shape: Shape
-    spec: CacheSpec
+    layers: tuple[LayerShape, ...] = field(repr=False)
+    spec: CacheSpec = field(repr=False)
     context: int
     sequences: int
     layer_nbytes: tuple[int, ...] = field(repr=False)
@@ -34,7 +42,12 @@ class Plan:
     @property
     def nbytes_per_token(self) -> float:
         """What one more token of one sequence costs in the long run: 0 under a window."""
-        return sum(_token(recipe, self.shape) for recipe in self.spec.layers)
+        return sum(_token(recipe, layer) for recipe, layer in self._pairs)
+
+    @property
+    def uncounted(self) -> tuple[int, ...]:
+        """The layers whose state is of a size that nobody told."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.state_nbytes is None)
 
     def largest_context(self, budget: int) -> int | None:
         """The longest context that takes at most `budget` bytes; None where none takes more."""
@@ -44,13 +57,19 @@ class Plan:
             low, high = (middle, high) if self._total(middle) <= budget else (low, middle)
         return None if low == FOREVER else low
 
+    @property
+    def _pairs(self) -> Sequence[tuple[Recipe, LayerShape]]:
+        return tuple(zip(self.spec.layers, self.layers, strict=True))
+
     def _total(self, context: int) -> int:
-        return sum(_nbytes(r, self.shape, self.sequences, context) for r in self.spec.layers)
+        return sum(_nbytes(*pair, self.sequences, context) for pair in self._pairs)
 
     def __str__(self) -> str:
+        missing = self.uncounted
         return (
             f"{format_size(self.nbytes)} for {self.sequences} x {self.context} tokens, "
             f"{self.nbytes_per_token:.0f} bytes a token"
+            + (f", {len(missing)} layers not counted" if missing else "")
         )
 
 
@@ -61,29 +80,44 @@ def plan(
     context: int | None = None,
     sequences: int = 1,
 ) -> Plan:
-    """What a cache will take: of a `Shape`, a configuration (object or mapping) or a model.
+    """What a cache will take: of layer shapes, a configuration (object or mapping) or a model.
 
     The context is 8192 tokens, or the spec's capacity where that is less, unless given.
     """
-    shape = model if isinstance(model, Shape) else Shape.of(model)
-    full = as_spec(spec, shape.num_layers)
+    layers, full = _layers(model, spec)
     most = _most(full)
     context = min(8192, most) if context is None else context
     if context < 0 or sequences < 1:
         raise ValueError(f"context {context} and {sequences} sequences: >= 0 and >= 1 are needed")
     if context > most:
         raise CapacityError(f"context {context} with capacity={most}: plan for what fits")
-    layers = tuple(_nbytes(recipe, shape, sequences, context) for recipe in full.layers)
-    return Plan(shape, full, context, sequences, layers)
+    pairs = zip(full.layers, layers, strict=True)
+    counted = tuple(_nbytes(recipe, layer, sequences, context) for recipe, layer in pairs)
+    return Plan(layers, full, context, sequences, counted)
 
 
-def _nbytes(recipe: Recipe, shape: Shape, sequences: int, context: int) -> int:
+def _layers(model: Any, spec: Any) -> tuple[tuple[LayerShape, ...], CacheSpec]:
+    if isinstance(model, Shape):  # no layer of it wants anything but what the spec says
+        return model.layers, as_spec(spec, model.num_layers)
+    given = isinstance(model, Sequence) and all(isinstance(layer, LayerShape) for layer in model)
+    layers = tuple(model) if given else layer_shapes(model)
+    return layers, fitted(layers, spec)
+
+
+def _nbytes(recipe: Recipe, layer: LayerShape, sequences: int, context: int) -> int:
     """Bytes that one layer has taken once it has seen `context` tokens."""
-    if isinstance(recipe, SharedSpec | EmptySpec) or context == 0:
+    if context == 0:
         return 0
-    if not isinstance(recipe, LayerSpec):
-        raise SpecError("only attention layers can be planned: a recurrent state has its own shape")
-    geometry = _geometry(recipe, shape, sequences)
+    if isinstance(recipe, GroupSpec):
+        return sum(_nbytes(part, layer, sequences, context) for _, part in recipe.parts)
+    if isinstance(recipe, RecurrentSpec):
+        _check_recurrent(layer)
+        return sequences * (layer.state_nbytes or 0)
+    return _rows(recipe, layer, sequences, context) if isinstance(recipe, LayerSpec) else 0
+
+
+def _rows(recipe: LayerSpec, layer: LayerShape, sequences: int, context: int) -> int:
+    geometry = _geometry(recipe, layer, sequences)
     dense, sealed = geometry.dense(recipe), geometry.sealed(recipe)
     rows = dense.growth.slots(_least(context, dense.growth.bound)) * dense.unit_nbytes
     due = recipe.paging.due(context)
@@ -92,31 +126,44 @@ def _nbytes(recipe: Recipe, shape: Shape, sequences: int, context: int) -> int:
     return rows + pages * sealed.unit_nbytes + sinks
 
 
-def _token(recipe: Recipe, shape: Shape) -> float:
+def _token(recipe: Recipe, layer: LayerShape) -> float:
     """What one more token takes in a layer that keeps them all: sealed, or dense for raw rows."""
+    if isinstance(recipe, GroupSpec):
+        return sum(_token(part, layer) for _, part in recipe.parts)
     if not isinstance(recipe, LayerSpec) or recipe.retention.window is not None:
         return 0.0
-    geometry = _geometry(recipe, shape, 1)
+    geometry = _geometry(recipe, layer, 1)
     if recipe.seals:
         return geometry.sealed(recipe).unit_nbytes / recipe.page
     return geometry.dense(recipe).unit_nbytes
 
 
+def _check_recurrent(layer: LayerShape) -> None:
+    if not layer.recurs:
+        raise SpecError("a recurrent recipe for a layer that attends: a LayerSpec is needed")
+
+
 def _most(spec: CacheSpec) -> int:
     """The longest context that no capacity forbids."""
-    limits = [r.capacity for r in spec.layers if isinstance(r, LayerSpec)]
-    return min((limit for limit in limits if limit is not None), default=FOREVER)
+    return min((limit for r in spec.layers if (limit := _capacity(r)) is not None), default=FOREVER)
+
+
+def _capacity(recipe: Recipe) -> int | None:
+    if isinstance(recipe, GroupSpec):
+        limits = (_capacity(part) for _, part in recipe.parts)
+        return min((limit for limit in limits if limit is not None), default=None)
+    return recipe.capacity if isinstance(recipe, LayerSpec) else None
 
 
 def _least(need: int, bound: int | None) -> int:
     return need if bound is None else min(need, bound)
 
 
-def _geometry(recipe: LayerSpec, shape: Shape, sequences: int) -> Geometry:
-    dtype = recipe.dtype or shape.dtype
-    dims = {"keys": shape.key_dim}
+def _geometry(recipe: LayerSpec, layer: LayerShape, sequences: int) -> Geometry:
+    dtype = recipe.dtype or layer.dtype
+    dims = {"keys": layer.key_dim}
     if recipe.value_dim is None:
-        dims["values"] = shape.value_dim
+        dims["values"] = layer.value_dim
     dtypes = dict.fromkeys(dims, dtype)
     nowhere = torch.device("meta")  # shapes without memory
-    return Geometry(sequences, shape.num_heads, dims, dtypes, nowhere)
+    return Geometry(sequences, layer.num_heads, dims, dtypes, nowhere)

@@ -1,27 +1,88 @@
-"""The shapes of a model's rows, as its configuration tells them."""
+"""What the layers of a model remember, in numbers, and the recipes that follow from a spec.
+
+A `LayerShape` describes one layer; a model is a tuple of them. A spec gives recipes to the layers
+that attend, within what the model lets them see: so a window of the model's own is kept by any
+spec, and nothing is stored for a layer that stores nothing. Where shapes come from, a configuration
+or a host, is not known here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from reprlib import repr as short
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
-NAMES = {  # what a configuration calls it, the likeliest name first
-    "layers": ("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
-    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
-    "kv_heads": ("num_key_value_heads", "n_head_kv", "num_kv_heads", "multi_query_group_num"),
-    "head_dim": ("head_dim", "kv_channels", "attention_head_dim"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "dtype": ("dtype", "torch_dtype"),
-}
+from kvant.errors import SpecError
+from kvant.recipes import (
+    CacheSpec,
+    EmptySpec,
+    GroupSpec,
+    LayerSpec,
+    Recipe,
+    RecurrentSpec,
+)
+from kvant.retention import Window
+from kvant.spec import as_spec
+
+# Kinds of layers, in the words of transformers. Any other is one that only its host understands.
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+LINEAR, CONV = "linear_attention", "conv"
+HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"  # attention beside a recurrence, in one layer
+EMPTY = "dummy"  # no memory of its own
+ATTENDING = (FULL, SLIDING, CHUNKED, HYBRID, HYBRID_SLIDING)
+RECURRING = (LINEAR, CONV, HYBRID, HYBRID_SLIDING)
+WINDOWED = (SLIDING, HYBRID_SLIDING)
+
+
+class Described(Protocol):
+    """What a spec has to know of a layer."""
+
+    @property
+    def attends(self) -> bool: ...
+    @property
+    def recurs(self) -> bool: ...
+    @property
+    def window(self) -> int | None:
+        """How many positions the model lets a query see; a chunk counts as one."""
+
+    @property
+    def chunked(self) -> bool: ...
+    @property
+    def latent(self) -> int | None:
+        """Channels of the compressed rows that keys and values unfold from."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer remembers: rows of every token, a state of fixed size, both, or nothing."""
+
+    num_heads: int = 0  # of keys and values
+    key_dim: int = 0
+    value_dim: int = 0
+    dtype: torch.dtype = torch.bfloat16
+    kind: str = FULL
+    window: int | None = None
+    latent: int | None = None
+    state_nbytes: int | None = 0  # of one sequence; None: nobody tells
+
+    @property
+    def attends(self) -> bool:
+        return self.kind in ATTENDING
+
+    @property
+    def recurs(self) -> bool:
+        return self.kind in RECURRING
+
+    @property
+    def chunked(self) -> bool:
+        return self.kind == CHUNKED
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is alike in all layers."""
+    """A model whose layers all attend and are alike."""
 
     num_layers: int
     num_heads: int  # of keys and values
@@ -29,46 +90,43 @@ class Shape:
     value_dim: int
     dtype: torch.dtype = torch.bfloat16
 
-    @classmethod
-    def of(cls, model: Any) -> Shape:
-        """Of a configuration (a mapping, or an object), or of a model that has one."""
-        entries = _entries(model)
-        found = {what: _first(entries, names) for what, names in NAMES.items()}
-        heads = _positive(found["heads"], "heads")
-        dim = found["head_dim"] or _positive(found["hidden"], "hidden") // heads
-        return cls(
-            num_layers=_positive(found["layers"], "layers"),
-            num_heads=_positive(found["kv_heads"] or heads, "kv_heads"),
-            key_dim=_positive(dim, "head_dim"),
-            value_dim=_positive(entries.get("v_head_dim") or dim, "head_dim"),
-            dtype=_dtype(found["dtype"]),
-        )
+    @property
+    def layers(self) -> tuple[LayerShape, ...]:
+        alike = LayerShape(self.num_heads, self.key_dim, self.value_dim, self.dtype)
+        return (alike,) * self.num_layers
 
 
-def _entries(model: Any) -> Mapping[str, Any]:
-    config = getattr(model, "config", model)
-    entries = config if isinstance(config, Mapping) else getattr(config, "__dict__", None)
-    if entries is None:
-        raise ValueError(f"{short(model)} is no Shape, no configuration and no model")
-    nested = entries.get("text_config")
-    return entries if nested is None else _entries(nested)
+def fitted(layers: Sequence[Described], spec: str | LayerSpec | CacheSpec) -> CacheSpec:
+    """One recipe a layer: the spec's for those that attend, within what the model lets them see.
+
+    A CacheSpec has one recipe for each layer, as a file has, or for each that attends.
+    """
+    places = [index for index, layer in enumerate(layers) if layer.attends]
+    if isinstance(spec, CacheSpec) and len(spec.layers) == len(layers):
+        given: dict[int, Recipe] = dict(enumerate(as_spec(spec, len(layers)).layers))
+    else:
+        own = as_spec(spec, len(places)).layers if places else ()
+        given = dict(zip(places, own, strict=True))
+    return CacheSpec(tuple(_recipe(layer, given.get(i)) for i, layer in enumerate(layers)))
 
 
-def _first(entries: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    return next((entries[name] for name in names if entries.get(name) is not None), None)
+def _recipe(layer: Described, given: Recipe | None) -> Recipe:
+    parts = dict(given.parts) if isinstance(given, GroupSpec) else {}
+    attention = _attention(layer, parts.get("attention", given)) if layer.attends else None
+    told = parts.get("recurrence", given)
+    recurrence = told if isinstance(told, RecurrentSpec) else RecurrentSpec()
+    if attention is None:
+        return recurrence if layer.recurs else EmptySpec()
+    if layer.recurs:
+        return GroupSpec((("attention", attention), ("recurrence", recurrence)))
+    return attention
 
 
-def _positive(value: Any, what: str) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(f"{what} = {value!r}: the configuration needs one of {NAMES[what]}")
-    return value
-
-
-def _dtype(value: Any) -> torch.dtype:
-    """Configurations may leave it out; then it is what nearly all models are stored in."""
-    if value is None:
-        return torch.bfloat16
-    named = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
-    if not isinstance(named, torch.dtype):
-        raise ValueError(f"dtype = {value!r}: the name of a torch dtype is needed, or none")
-    return named
+def _attention(layer: Described, recipe: Recipe | None) -> LayerSpec:
+    if not isinstance(recipe, LayerSpec):
+        raise SpecError(f"{recipe} for a layer that attends: a LayerSpec is needed")
+    window, policy = layer.window, recipe.retention.window
+    if window is not None:  # no sinks: the model would not see them beyond its window
+        recipe = replace(recipe, retention=Window(min(window, policy or window)))
+    chunk = window if layer.chunked else None
+    return replace(recipe, chunk=chunk, value_dim=layer.latent)

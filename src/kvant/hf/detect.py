@@ -1,4 +1,4 @@
-"""What a host's model remembers, layer by layer, and the recipes that follow from it.
+"""What a host's model remembers, layer by layer.
 
 Shapes are not asked of the configuration: they come with the first rows. The host's own classes
 keep what is not keys and values: recurrences, convolutions, indexers.
@@ -7,20 +7,15 @@ keep what is not keys and values: recurrences, convolutions, indexers.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from kvant.errors import SpecError
-from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec
-from kvant.retention import Window
-from kvant.spec import as_spec
-
-ATTENTION = ("full_attention", "sliding_attention", "chunked_attention")
-HYBRID = ("hybrid", "hybrid_sliding")  # attention beside a recurrence, in one layer
-RECURRENT = ("linear_attention", "conv")
+from kvant.recipes import CacheSpec, LayerSpec
+from kvant.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, fitted
 
 
 @dataclass(frozen=True)
@@ -33,16 +28,16 @@ class HostLayer:
 
     @property
     def attends(self) -> bool:
-        return self.type in ATTENTION + HYBRID
+        return self.type in ATTENDING
 
     @property
     def recurs(self) -> bool:
-        return self.type in RECURRENT + HYBRID
+        return self.type in RECURRING
 
     @property
     def foreign(self) -> bool:
         """Does only the host know what it holds?"""
-        return not (self.attends or self.recurs or self.type == "dummy")
+        return not (self.attends or self.recurs or self.type == EMPTY)
 
     @property
     def window(self) -> int | None:
@@ -51,7 +46,7 @@ class HostLayer:
 
     @property
     def chunked(self) -> bool:
-        return self.type == "chunked_attention"
+        return self.type == CHUNKED
 
 
 def host_layers(model: PreTrainedModel) -> tuple[HostLayer, ...]:
@@ -88,39 +83,8 @@ def unfolding(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def recipes(layers: tuple[HostLayer, ...], spec: str | LayerSpec | CacheSpec) -> CacheSpec:
-    """One recipe a layer: the spec's for those that attend, within what the model lets them see.
-
-    A CacheSpec has one recipe for each layer, as a file has, or for each that attends.
-    """
-    places = [index for index, layer in enumerate(layers) if layer.attends]
-    if isinstance(spec, CacheSpec) and len(spec.layers) == len(layers):
-        given: dict[int, Recipe] = dict(enumerate(as_spec(spec, len(layers)).layers))
-    else:
-        own = as_spec(spec, len(places)).layers if places else ()
-        given = dict(zip(places, own, strict=True))
-    return CacheSpec(tuple(_recipe(layer, given.get(i)) for i, layer in enumerate(layers)))
-
-
-def _recipe(layer: HostLayer, given: Recipe | None) -> Recipe:
-    parts = dict(given.parts) if isinstance(given, GroupSpec) else {}
-    attention = _attention(layer, parts.get("attention", given)) if layer.attends else None
-    told = parts.get("recurrence", given)
-    recurrence = told if isinstance(told, RecurrentSpec) else RecurrentSpec()
-    if attention is None:
-        return recurrence if layer.recurs else EmptySpec()
-    if layer.recurs:
-        return GroupSpec((("attention", attention), ("recurrence", recurrence)))
-    return attention
-
-
-def _attention(layer: HostLayer, recipe: Recipe | None) -> LayerSpec:
-    if not isinstance(recipe, LayerSpec):
-        raise SpecError(f"{recipe} for a layer of {layer.type}: a LayerSpec is needed")
-    window, policy = layer.window, recipe.retention.window
-    if window is not None:  # no sinks: the model would not see them beyond its window
-        recipe = replace(recipe, retention=Window(min(window, policy or window)))
-    chunk = window if layer.chunked else None
-    return replace(recipe, chunk=chunk, value_dim=layer.latent)
+    """One recipe a layer: the spec's for those that attend, as a plan has them too."""
+    return fitted(layers, spec)
 
 
 def narrows(layer: HostLayer, recipe: LayerSpec) -> bool:

@@ -1,0 +1,85 @@
+"""What is planned for a model is what its cache then takes, layer by layer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+import test_configurations
+from hf.zoo import FAMILIES, build, names
+from kvant import cache_for, plan
+from kvant.configurations import layer_shapes
+
+HUB = {  # config.json as the hub has it: much is left to the class that reads it
+    name: value
+    for name, value in vars(test_configurations).items()
+    if isinstance(value, dict) and ("model_type" in value or "text_config" in value)
+}
+
+DIFFERENT = (  # layers that differ, or store something else than keys and values
+    "gemma3",
+    "gpt_oss",
+    "mistral",
+    "llama4",
+    "gemma3n",
+    "gemma4",
+    "deepseek_v3",
+    "qwen3_next",
+    "jamba",
+    "falcon_h1",
+    "lfm2",
+)
+SPECS = ("raw", "raw,step=1", "affine8", "affine4,sinks=3,tail=0,step=64", "turbo4v2,edge=1:raw")
+CONTEXTS = (1, 70, 200)
+
+
+def allocated(model: PreTrainedModel, name: str, spec: str, context: int, sequences: int) -> Any:
+    """The states of a cache that has seen so many tokens, of a decoder's own rows."""
+    family, cache = FAMILIES[name], cache_for(model, spec)
+    with torch.no_grad():
+        inputs = family.inputs(sequences, context)
+        floats = {k: v.to(model.dtype) for k, v in inputs.items() if v.is_floating_point()}
+        model(**inputs | floats, **{family.cache_argument: cache, "use_cache": True})
+    return getattr(cache, "self_attention_cache", cache).states
+
+
+def check(model: PreTrainedModel, name: str, spec: str, context: int, sequences: int) -> None:
+    states = allocated(model, name, spec, context, sequences)
+    planned = plan(model, spec, context=context, sequences=sequences)
+    found = [states.layers[i].nbytes if i in states.layers else 0 for i in range(len(states))]
+    assert list(planned.layer_nbytes) == found
+    assert planned.nbytes == states.nbytes
+    assert planned.spec == states.spec
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_plan_is_what_the_cache_of_a_model_takes(name: str) -> None:
+    """In bfloat16, where a recurrent state stays wider than the rows."""
+    check(build(name).to(torch.bfloat16), name, "affine4,step=64,tail=0,slack=3", 150, 2)
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_a_plan_at_several_contexts_and_formats(name: str) -> None:
+    model = build(name)
+    for spec in SPECS:
+        for context in CONTEXTS:
+            check(model, name, spec, context, 1)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_file_tells_the_same_as_a_model(name: str) -> None:
+    config = FAMILIES[name].config()
+    told = json.loads(config.to_json_string())
+    assert layer_shapes(told) == layer_shapes(config)
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_file_is_understood_as_transformers_does(name: str) -> None:
+    told = HUB[name]
+    family = told.get("model_type") or told["text_config"]["model_type"].removesuffix("_text")
+    config = CONFIG_MAPPING[family].from_dict(dict(told))
+    assert layer_shapes(told) == layer_shapes(config)

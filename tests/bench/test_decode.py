@@ -1,75 +1,173 @@
-"""The benchmark of decoding runs and says what it promises; nothing here is timed."""
+"""The benchmark of a model that generates runs and says what it promises; nothing here is timed."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from kvant.bench import decode
+from kvant import demo
+from kvant.bench import decode, latency, peers, picture
+from kvant.bench.candidates import Candidate, ours, split
+from kvant.bench.stream import streams
+from kvant.checkpoints import load
 
-TINY = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 64,
-    "vocab_size": 64,
-}
+SMALL: dict[str, Any] = {"lengths": "8,16", "prompt": 6, "tokens": 3, "runs": 1, "repeats": 2}
+FORMATS = "none,raw,step=1,affine8"
 
 
-@pytest.fixture(autouse=True)
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "SHAPE", decode.SHAPE | TINY)
+def greedy(candidate: Candidate, prompt: Sequence[int], count: int) -> list[int]:
+    tokens = [candidate.feed(prompt)]
+    while len(tokens) < count:
+        tokens.append(candidate.feed(tokens[-1:]))
+    return tokens
 
 
 def test_the_last_line_tells_every_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "decode.json"
-    decode.main("8,40", "raw,affine8", repeats=3, layers=2, peaks=False, json=file)
+    decode.main(formats=FORMATS, json=file, **SMALL)
     said = capsys.readouterr()
     line = said.out.splitlines()[-1]
     told = json.loads(line)
-    assert said.err == ""
-    assert file.read_text() == line + "\n"
-    assert (told["bench"], told["layers"], told["dtype"]) == ("decode", 2, "bfloat16")
-    assert told["machine"]["threads"] == torch.get_num_threads()
-    contestants = [(row["rows"], row["cache"]) for row in told["rows"]]
-    pairs = [(n, name) for n in (8, 40) for name in ("dynamic", "raw", "dynamic", "affine8")]
-    assert contestants == pairs
+    assert (said.err, file.read_text()) == ("", line + "\n")
+    assert (told["bench"], told["dtype"], told["skipped"]) == ("decode", "bfloat16", [])
+    assert list(told["peers"]) == ["transformers"]
+    names = ["none", "raw,step=1", "affine8", "transformers"]
+    assert [row["cache"] for row in told["rows"]] == names
     for row in told["rows"]:
-        assert row["tokens"] == 3
-        assert row["median_ms"] >= row["best_ms"] > 0 and row["ratio"] > 0
-        assert row["peak_mib"] is None
-        dense = row["rows"] * 2 * 2 * 2 * 32 * 2 / 2**20  # layers, sides, heads, width, bytes
-        assert row["rest_mib"] == dense if row["cache"] == "dynamic" else row["rest_mib"] > 0
+        assert row["first_ms"] > 0 and row["tokens_s"] > 0
+        assert row["vs_none"] > 0 and row["vs_transformers"] > 0
+    points = [(row["length"], row["cache"]) for row in told["latency"]]
+    assert points == [(length, name) for length in (8, 16) for name in names]
+    assert all(row["median_ms"] >= row["best_ms"] > 0 for row in told["latency"])
 
 
-def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> None:
-    model = decode.build(2)
-    theirs, ours = decode.measure(model, "raw", 40, repeats=3)
-    length = 40 + decode.FIRST + 3
-    assert theirs.cache.get_seq_length() == ours.cache.get_seq_length() == length
-    for layer, state in zip(theirs.cache.layers, ours.cache.states, strict=True):
-        torch.testing.assert_close(state.read()[0][:, :, :40], layer.keys[:, :, :40])
-        torch.testing.assert_close(state.read()[1], layer.values, atol=2e-2, rtol=2e-2)
-    stats = ours.cache.stats()
-    assert (stats["fused"], stats["materialized"]) == (2 * (decode.FIRST + 3), 0)
+def test_bytes_are_those_of_the_tokens_held() -> None:
+    model, tokenizer = load(None)
+    text = decode.source(model, tokenizer, 6)
+    makes = ours(model, split(FORMATS)) | peers.present(["transformers"], model, "")[0]
+    held = {row["cache"]: row["cache_kib"] for row in streams(makes, text, tokens=3, runs=1)}
+    dense = 8 * 6 * 2 * 2 * 64 * 2 / 1024  # tokens, layers, sides, heads, width, bytes
+    assert (held["none"], held["raw,step=1"], held["transformers"]) == (0, dense, dense)
 
 
-@pytest.mark.parametrize("name", ["dynamic", "affine8"])
-def test_a_peak_is_a_number_where_the_system_keeps_one(name: str) -> None:
-    found = decode.peak(1, name, 40, 2, torch.get_num_threads())
-    assert (found is None) == (decode.mark() is None)
-    assert found is None or found >= 0
+def test_all_continue_the_same_text() -> None:
+    model, tokenizer = load(None)
+    model = model.float()
+    text = decode.source(model, tokenizer, 70)
+    makes = ours(model, ["none", "raw"]) | peers.present(["transformers"], model, "")[0]
+    said = {name: greedy(make(), text, 8) for name, make in makes.items()}
+    assert said["none"] == said["raw"] == said["transformers"]
+
+
+def test_a_candidate_is_brought_to_a_length_and_then_reads_one_token_at_a_time() -> None:
+    class Scribe:
+        nbytes = 0
+
+        def feed(self, tokens: Sequence[int]) -> int:
+            fed.append(list(tokens))
+            return 0
+
+    fed: list[list[int]] = []
+
+    rows = latency.latencies({"scribe": Scribe}, range(100), [10, 20], repeats=3)
+    begin = latency.FIRST + 3  # tokens before a length that come one at a time
+    assert fed[: begin + 1] == [list(range(10 - begin)), *([n] for n in range(10 - begin, 10))]
+    assert fed[begin + 1 :] == [list(range(10, 20 - begin)), *([n] for n in range(20 - begin, 20))]
+    assert [row["length"] for row in rows] == [10, 20]
+
+
+def test_a_curve_is_drawn_on_the_scale_of_the_slowest() -> None:
+    rows = [
+        {"length": length, "cache": name, "median_ms": ms}
+        for length, name, ms in [
+            (1, "none", 1.0),
+            (2, "none", 8.0),
+            (1, "raw", 0.5),
+            (2, "raw", 4.0),
+        ]
+    ]
+    told = latency.lines(rows)
+    assert told[0] == {"cache": "none", "1": 1.0, "2": 8.0, "curve": "\u2582\u2588"}
+    assert told[1]["curve"] == "\u2581\u2585"
 
 
 @pytest.mark.parametrize(
-    ("contexts", "formats", "why"), [("0", "raw", "1 row"), ("8", "raww", "raww")]
+    ("text", "specs"),
+    [
+        ("raw", ["raw"]),
+        ("none,raw,step=1,raw,step=256", ["none", "raw,step=1", "raw,step=256"]),
+        (
+            "affine4,rotate,window=64,sinks=4, affine8",
+            ["affine4,rotate,window=64,sinks=4", "affine8"],
+        ),
+        ("affine8,edge=2:turbo4,raw/affine4", ["affine8,edge=2:turbo4", "raw/affine4"]),
+    ],
 )
-def test_what_cannot_be_measured_is_refused(contexts: str, formats: str, why: str) -> None:
+def test_specs_are_told_from_their_options(text: str, specs: list[str]) -> None:
+    assert split(text) == specs
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"formats": "raww"}, "raww"),
+        ({"against": "vllm"}, "known are transformers, llama-cpp, mlx-lm"),
+        ({"lengths": "8,9"}, "9 after 8"),
+        ({"lengths": "8,x"}, "whole numbers"),
+        ({"lengths": "128,4096"}, "the context of the model has 2048"),
+        ({"layers": 2}, "--layers is for a run with --contexts"),
+        ({"contexts": "8", "model": "somewhere"}, "--model is for a run without --contexts"),
+        ({"json": Path("nowhere/a.json")}, "there is no folder nowhere"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_measured_is_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        decode.main(contexts, formats, layers=1, peaks=False)
+        decode.main(**({} if "contexts" in given else SMALL) | given)
+
+
+def test_a_peer_that_is_not_there_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = load(None)
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    makes, skipped = peers.present(["transformers", "llama-cpp", "mlx-lm"], model, "")
+    assert list(makes) == ["transformers"]
+    assert skipped == ["llama-cpp-python is not installed", "mlx-lm is not installed"]
+
+
+def test_a_peer_that_reads_other_files_is_said_and_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, _ = load(None)
+    monkeypatch.setattr(peers, "find_spec", lambda name: object())
+    assert "GGUF" in peers.present(["llama-cpp"], model, "")[1][0]
+
+
+def test_mlx_continues_the_same_text() -> None:
+    pytest.importorskip("mlx_lm", reason="an optional peer")
+    model, tokenizer = load(None)
+    text = decode.source(model, tokenizer, 70)
+    makes, skipped = peers.present(["mlx-lm"], model, str(demo.PATH))
+    if skipped:
+        pytest.skip(skipped[0])
+    assert greedy(makes["mlx-lm"](), text, 8) == greedy(ours(model, ["raw"])["raw"](), text, 8)
+
+
+def test_a_picture_needs_matplotlib_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs matplotlib: pip install kvant\[plot\]"):
+        decode.main(plot=tmp_path / "a.png")
+
+
+def test_a_picture_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="only pictures need it")
+    file = tmp_path / "a.png"
+    picture.draw({"none": {128: 9.0, 256: 20.0}, "raw": {128: 4.0, 256: 4.5}}, "title", file)
+    assert file.read_bytes()[:4] == b"\x89PNG"

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.report import run, show
+from kvant.bench.report import numbers, run, show
 from kvant.cache import Cache
 
 WAYS = {"concat": "step=1", "stepped": "step=256", "reserved": "capacity={capacity}"}
@@ -79,7 +79,7 @@ def main(
 ) -> None:
     """The cost of one appended token, one layer, bf16, batch 1."""
     rows: list[dict[str, Any]] = []
-    for length in map(int, lengths.split(",")):
+    for length in numbers("lengths", lengths):
         runs = measure(kv_cache, length, tokens, heads, dim)
         base = runs["concat"].figures()["median_us"]
         for way, one in runs.items():

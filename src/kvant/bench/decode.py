@@ -1,209 +1,175 @@
-"""What one decoded token costs a model of transformers, with its own cache and with ours.
+"""What decoding costs: a model that generates for real, or a bare contest of caches at a context.
 
-The model has the shape of Qwen3-0.6B and random weights, the rows are random and put into the
-caches directly. The baseline, `dynamic`, is transformers' DynamicCache with SDPA. Each format is
-measured beside a baseline of its own, one token each in turn, so two caches are held at most and
-what else the machine does hits both. `ratio` is the baseline's median over the median of the
-format: above 1, ours is faster. `best_ms` is what the machine can do when nothing disturbs it. One
-token in 64 also seals a page: neither figure shows that, the mean of kvant.bench.append does.
-
-`rest_mib` is what the cache has allocated for the context. `peak_mib` is what decoding needs beside
-that: the highest resident memory of a process while it decodes as many tokens as are timed, over
-what was resident just before. Each cache has a new process of its own for it, since an allocator
-keeps what earlier work left and hides or adds tens of MiB. The mark is the kernel's own (VmHWM of
-Linux, set back before the first token), so nothing falls between two samples; other systems have no
-such mark, and there it stays empty.
+Without `--contexts` a model, the small one inside the package if none is named, continues a text
+with no cache, with caches of ours, and with peers: time to the first token and tokens a second
+(stream.py), and what one more token costs against the length (latency.py). With `--contexts` a
+larger model with random rows decodes a few tokens at each context (contest.py).
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import statistics
-import time
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from torch import Tensor
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from kvant.bench.report import progress, run, show
-from kvant.hf import cache_for
+from kvant import demo
+from kvant.bench import contest
+from kvant.bench.candidates import ours, split
+from kvant.bench.latency import check_lengths, curves, latencies, lines
+from kvant.bench.peers import check_names, present
+from kvant.bench.picture import check_plot, draw
+from kvant.bench.report import check_files, numbers, progress, run, show, table, tell
+from kvant.bench.stream import streams
+from kvant.checkpoints import load
 
-SHAPE: dict[str, Any] = {  # of Qwen3-0.6B
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
-BASELINE = "dynamic"
-CHUNK = 2048  # rows put into a cache of ours at once
-FIRST = 2  # tokens that each cache decodes before it is timed
+TEXT = "argparse"  # a long module of the standard library: its source is a text anybody has
 
 
-@dataclass
-class Contestant:
-    """A cache with its context, and what each token decoded with it took."""
+@dataclass(frozen=True)
+class Settings:
+    """What is measured of a model; the defaults fit the one inside."""
 
-    name: str
-    cache: Any
-    rest: int
-    seconds: list[float] = field(default_factory=list)
+    formats: str = "none,raw,step=1,raw,step=256,affine8,affine4"
+    against: str = "transformers"
+    lengths: str = "128,256,512,1024,2048"
+    prompt: int = 512
+    tokens: int = 512
+    runs: int = 3
+    repeats: int = 15
 
-    def decode(self, model: Any) -> None:
-        token = torch.ones(1, 1, dtype=torch.int64)
-        begin = time.perf_counter()
-        model(token, past_key_values=self.cache)
-        self.seconds.append(time.perf_counter() - begin)
+    def __post_init__(self) -> None:
+        check_names(self.peers)
+        check_lengths(self.points, self.repeats)
+        if self.tokens < 2:
+            raise ValueError(f"--tokens {self.tokens}: 2 or more have a speed")
 
-    def figures(self, baseline: Contestant, peak: int | None) -> dict[str, Any]:
-        median = statistics.median(self.seconds)
-        return {
-            "cache": self.name,
-            "tokens": len(self.seconds),
-            "median_ms": median * 1e3,
-            "best_ms": min(self.seconds) * 1e3,
-            "ratio": statistics.median(baseline.seconds) / median,
-            "rest_mib": self.rest / 2**20,
-            "peak_mib": None if peak is None else peak / 2**20,
-        }
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.against.split(",") if name]
 
+    @property
+    def points(self) -> list[int]:
+        return numbers("lengths", self.lengths)
 
-def build(layers: int) -> Any:
-    """The model, in bf16: allocated once, and filled without the host's slow initialization."""
-    config = Qwen3Config(**SHAPE | {"num_hidden_layers": layers}, attn_implementation="sdpa")
-    with torch.device("meta"):
-        model = Qwen3ForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are computed
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 1:
-                weight.fill_(1.0)  # a norm
-            else:
-                weight.normal_(0.0, 0.02, generator=generator)
-        model(torch.ones(1, 1, dtype=torch.int64))  # memory that the first forward takes for good
-    return model
+    @property
+    def longest(self) -> int:
+        return max(self.prompt + self.tokens, *self.points)
 
 
-def random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
-    """Keys and values; all layers and all caches get the same."""
-    config, generator = model.config, torch.Generator().manual_seed(context)
-    shape = (1, config.num_key_value_heads, context, config.head_dim)
-    keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, generator=generator)
-    return keys, values
+def source(model: Any, tokenizer: Any, count: int) -> list[int]:
+    """The first `count` tokens of a text, which the model has positions for."""
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    tokens: list[int] = tokenizer.encode(inspect.getsource(import_module(TEXT)))
+    for limit, whose in ((most, "the context of the model"), (len(tokens), "the text")):
+        if limit is not None and count > limit:
+            raise ValueError(
+                f"{count} tokens, and {whose} has {limit}: shorten --lengths, --prompt"
+            )
+    return tokens[:count]
 
 
-def filled(model: Any, name: str, keys: Tensor, values: Tensor) -> Contestant:
-    """A cache of that name that holds these rows in every layer."""
-    if name == BASELINE:
-        cache = DynamicCache(config=model.config)
-        for layer in cache.layers:
-            layer.update(keys, values)
-        rest = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return Contestant(name, cache, rest)
-    cache = cache_for(model, name)
-    for begin in range(0, keys.shape[2], CHUNK):
-        part = slice(begin, begin + CHUNK)
-        for state in cache.states:
-            state.append(keys[:, :, part], values[:, :, part])
-    return Contestant(name, cache, cache.states.nbytes)
+def real(name: str | None, settings: Settings, plot: Path | None, json: Path | None) -> None:
+    """A model that generates: two tables, a picture and a JSON line."""
+    progress("loading the model")
+    model, tokenizer = load(name)
+    text = source(model, tokenizer, settings.longest)
+    makes = ours(model, split(settings.formats))
+    theirs, skipped = present(settings.peers, model, name or str(demo.PATH))
+    progress("")
+    for reason in skipped:
+        print(f"skipped: {reason}", file=sys.stderr)
+    makes |= theirs
+    prompt = text[: settings.prompt]
+    generated = streams(makes, prompt, settings.tokens, settings.runs)
+    table(f"{settings.tokens} tokens after {settings.prompt}", generated)
+    steps = latencies(makes, text, settings.points, settings.repeats)
+    table("milliseconds for one more token, against the length", lines(steps))
+    facts = described(name, model, settings)
+    facts |= {"peers": {peer: version(peer) for peer in theirs}, "skipped": skipped}
+    if plot is not None:
+        draw(curves(steps), f"one more token: {facts['model']}, {facts['dtype']}", plot)
+    tell("decode", facts | {"rows": generated, "latency": steps}, json)
 
 
-@torch.no_grad()
-def measure(model: Any, name: str, context: int, repeats: int) -> tuple[Contestant, Contestant]:
-    """Decode with the baseline and with a format of ours in turn."""
-    rows = random_rows(model, context)
-    theirs, ours = (filled(model, one, *rows) for one in (BASELINE, name))
-    del rows
-    for _ in range(FIRST + repeats):
-        theirs.decode(model)
-        ours.decode(model)
-    del theirs.seconds[:FIRST], ours.seconds[:FIRST]
-    return theirs, ours
+def described(name: str | None, model: Any, settings: Settings) -> dict[str, Any]:
+    return {
+        "model": name or "the model inside",
+        "parameters": model.num_parameters(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "prompt": settings.prompt,
+        "tokens": settings.tokens,
+        "runs": settings.runs,
+        "repeats": settings.repeats,
+        "transformers": version("transformers"),
+    }
 
 
-@torch.no_grad()
-def peak(layers: int, name: str, context: int, repeats: int, threads: int) -> int | None:
-    """What decoding needs beside the cache, in bytes, where this process does nothing else."""
-    torch.set_num_threads(threads)
-    model = build(layers)
-    contestant = filled(model, name, *random_rows(model, context))
-    before = mark()
-    for _ in range(repeats):
-        contestant.decode(model)
-    return None if before is None else max(0, resident("VmHWM") - before)
-
-
-def alone(*task: Any) -> int | None:
-    """The peak, in a new process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(peak, *task).result()
-
-
-def mark() -> int | None:
-    """Set the peak back to what is resident now; None where a system has no such mark."""
-    gc.collect()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # or decoding would find memory that filling has not given back
-        trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
-
-
-def resident(name: str) -> int:
-    """Bytes, as Linux tells them under that name."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+def chosen(given: Mapping[str, Any], other: Mapping[str, Any], clause: str) -> dict[str, Any]:
+    """What was given of the options that count; one of the others is a mistake."""
+    for name, value in other.items():
+        if value is not None:
+            raise ValueError(f"--{name} is for a run {clause} --contexts")
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def main(
-    contexts: Annotated[str, typer.Option(help="rows already there")] = "16,2048,8192,32768",
-    formats: Annotated[str, typer.Option(help="of the spec language")] = "raw,affine8,affine4",
+    contexts: Annotated[
+        str | None, typer.Option(help="a model of Qwen3-0.6B's shape, with so many random rows")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="a folder or a name on the hub")] = None,
+    formats: Annotated[
+        str | None, typer.Option(help="of the spec language, and none for no cache")
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="transformers,llama-cpp,mlx-lm")] = None,
+    lengths: Annotated[str | None, typer.Option(help="where one more token is timed")] = None,
+    prompt: Annotated[int | None, typer.Option(min=1, help="its tokens: 512")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="generated: 512")] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="generations of each: 3")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="tokens a figure: 15; 9")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="with --contexts: 28")] = None,
+    peaks: Annotated[
+        bool | None, typer.Option("--peaks/--no-peaks", help="with --contexts: a process each")
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="tokens a figure")] = 9,
-    layers: Annotated[int, typer.Option(min=1)] = 28,
-    peaks: Annotated[bool, typer.Option(help="a process for each cache, for its peak")] = True,
+    plot: Annotated[Path | None, typer.Option(help="also draw the latency: F.png")] = None,
     json: Annotated[Path | None, typer.Option(help="also write the JSON line here")] = None,
 ) -> None:
-    """The cost of one decoded token, a model of Qwen3-0.6B's shape, bf16, batch 1."""
-    lengths, names = [int(text) for text in contexts.split(",")], formats.split(",")
-    if min(lengths) < 1:
-        raise ValueError(f"contexts {contexts}: 1 row or more")
+    """What decoding costs: a model without a cache, with ours, with peers; or bare caches."""
+    check_files(plot=plot, json=json)
+    check_plot(plot)
     if threads is not None:
         torch.set_num_threads(threads)
-    progress("building the model")
-    model = build(layers)
-    for name in names:
-        cache_for(model, name)  # what does not fit is refused now
-    rows: list[dict[str, Any]] = []
-    for length in lengths:
-        needs: dict[str, int | None] = dict.fromkeys((BASELINE, *names))
-        for name in needs if peaks else ():
-            progress(f"{length} rows, {name}: the peak")
-            needs[name] = alone(layers, name, length, repeats, torch.get_num_threads())
-        for name in names:
-            progress(f"{length} rows, {name}: the time")
-            pair = measure(model, name, length, repeats)
-            rows += [{"rows": length, **one.figures(pair[0], needs[one.name])} for one in pair]
-    progress("")
+    both = {"formats": formats, "repeats": repeats}
+    generating = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
+    generating["runs"] = runs
+    contesting = {"layers": layers, "peaks": peaks}
+    if contexts is None:
+        given = chosen(both | generating, contesting, "with")
+        real(model, Settings(**given), plot, json)
+    else:
+        given = chosen(both | contesting, generating | {"model": model, "plot": plot}, "without")
+        bare(contexts, json, **given)
+
+
+def bare(
+    contexts: str,
+    json: Path | None,
+    formats: str = contest.FORMATS,
+    repeats: int = 9,
+    layers: int = 28,
+    peaks: bool = True,
+) -> None:
+    """The contest: one table and a JSON line."""
+    points = numbers("contexts", contexts)
+    rows = contest.contest(points, split(formats), repeats, layers, peaks)
     facts = {"model": "Qwen3-0.6B, random", "layers": layers, "dtype": "bfloat16"}
     show("decode", rows, facts | {"transformers": version("transformers")}, json)
 

@@ -15,16 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvant.errors import CacheError
+from kvant.bench.endings import ending
 
 
 def run(main: Callable[..., None]) -> None:
-    """Run a benchmark as a command: what was typed wrong is one line and exit code 2."""
-    try:
+    """Run a benchmark as a command of its own."""
+    with ending():
         typer.run(main)
-    except (CacheError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
 
 
 def machine() -> dict[str, Any]:
@@ -45,26 +42,52 @@ def progress(text: str) -> None:
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
+def check_files(**files: Path | None) -> None:
+    """What is written at the end has a place to be written to: that is known before."""
+    for name, file in files.items():
+        if file is not None and not file.parent.is_dir():
+            raise ValueError(f"--{name} {file}: there is no folder {file.parent}")
+
+
+def numbers(option: str, text: str) -> list[int]:
+    """What a user typed with commas between."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"--{option} {text}: whole numbers with commas between are needed")
+    return [int(word) for word in words]
+
+
+def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print `rows`, which all have the names of the first."""
+    made = Table(title=title)
+    for name in rows[0]:
+        made.add_column(name, justify="right")
+    for row in rows:
+        made.add_row(*(text(value) for value in row.values()))
+    Console().print(made)
+
+
+def tell(title: str, facts: Mapping[str, Any], file: Path | None = None) -> None:
+    """Print everything as one JSON line; that also to `file`."""
+    line = json.dumps({"bench": title, "machine": machine(), **facts})
+    print(line)
+    if file is not None:
+        file.write_text(line + "\n", encoding="utf-8")
+
+
 def show(
     title: str,
     rows: Sequence[Mapping[str, Any]],
     facts: Mapping[str, Any],
     file: Path | None = None,
 ) -> None:
-    """Print `rows` as a table and, as the last line, everything as JSON; that also to `file`."""
-    table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(_text(value) for value in row.values()))
-    Console().print(table)
-    line = json.dumps({"bench": title, "machine": machine(), **facts, "rows": rows})
-    print(line)
-    if file is not None:
-        file.write_text(line + "\n", encoding="utf-8")
+    """A benchmark of one table."""
+    table(title, rows)
+    tell(title, {**facts, "rows": rows}, file)
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
+    """One figure."""
     if not isinstance(value, float):
         return "" if value is None else str(value)
     return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"  # ratios near 1 need the digits

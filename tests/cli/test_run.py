@@ -3,54 +3,84 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvant.cli.main import main
+import kvant
+from generation.speakers import Numbers
+from hf.zoo import build
+from kvant import demo
+
+KVANT = str(Path(sys.executable).with_name("kvant"))
+SHORT = ("run", "--prompt", "import os\n", "--max-new-tokens", "6")
 
 
-def called(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["kvant", *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    out, error = capsys.readouterr()
-    return int(end.value.code or 0), out, error
-
-
-def test_it_continues_a_prompt(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ("run", "--prompt", "import os\n", "--max-new-tokens", "6", "--kv-cache", "affine4")
-    code, out, error = called(monkeypatch, capsys, *words)
+def test_it_continues_a_prompt(call: Any) -> None:
+    code, out, error = call(*SHORT, "--kv-cache", "affine4")
     assert (code, error) == (0, "")
     assert out.startswith("import os\n") and len(out) > len("import os\n") + 1
 
 
-def test_json_is_one_object(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_is_one_object(call: Any) -> None:
     words = ("run", "--prompt", "def f", "--max-new-tokens", "4", "--json", "--seed", "1")
-    code, out, _ = called(monkeypatch, capsys, *words)
+    code, out, _ = call(*words)
     told = json.loads(out)
     assert (code, told["prompt"], told["tokens"]) == (0, "def f", 4)
     assert told["finish_reason"] == "length"
     assert told["cache"]["materialized"] == 0
 
 
-def test_statistics_go_to_standard_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_statistics_go_to_standard_error(call: Any, tmp_path: Path) -> None:
     file = tmp_path / "prompt.py"
     file.write_text("class A:\n")
-    words = ("run", "--file", str(file), "--max-new-tokens", "3", "--stats")
-    code, out, error = called(monkeypatch, capsys, *words)
+    code, out, error = call("run", "--file", str(file), "--max-new-tokens", "3", "--stats")
     assert (code, out[:9]) == (0, "class A:\n")
     assert error.startswith("3 tokens") and "raw: " in error
+
+
+@pytest.mark.parametrize("words", [("-",), ("--prompt", "-")])
+def test_a_prompt_can_be_piped(words: tuple[str, ...], call: Any) -> None:
+    code, out, error = call("run", *words, "--max-new-tokens", "3", typed="class A:\n")
+    assert (code, out[:9], error) == (0, "class A:\n", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--strategy", "disabled"),
+        ("--strategy", "long", "--threshold", "5"),
+        ("--strategy", "adaptive", "--budget", "64MiB"),
+        ("--draft", "ngram"),
+        ("--draft", str(demo.PATH)),
+    ],
+    ids=str,
+)
+def test_strategies_and_drafts_say_the_same(words: tuple[str, ...], call: Any) -> None:
+    plain = call(*SHORT)
+    assert plain[0] == 0
+    assert call(*SHORT, *words) == plain
+
+
+def test_a_window_can_be_two_flags(call: Any) -> None:
+    flags = ("--kv-window-size", "8", "--kv-window-keep", "2", "--max-new-tokens", "20")
+    told = json.loads(call(*SHORT, *flags, "--kv-cache", "affine8", "--json")[1])
+    assert told["kv_cache"] == "affine8,window=8,sinks=2"
+    assert told["cache"]["length"] > told["cache"]["held"] == 8 + 2
+
+
+def test_a_text_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
+    file, words = str(tmp_path / "a.kv.safetensors"), ("--kv-cache", "affine4")
+    first = call(*SHORT, *words, "--save", file)[1].removesuffix("\n")
+    code, rest, _ = call("run", "--load", file, "--max-new-tokens", "6")
+    assert code == 0
+    whole = call("run", "--prompt", "import os\n", "--max-new-tokens", "12", *words)[1]
+    assert first + rest == whole
 
 
 @pytest.mark.parametrize(
@@ -58,24 +88,73 @@ def test_statistics_go_to_standard_error(
     [
         (("--kv-cache", "affine9"), "nearest: affine8"),
         (("--kv-cache", "raw,window=-3"), "window"),
+        (("--kv-window-size", "-3"), "window=-3"),
+        (("--kv-window-size", "9", "--kv-cache", "raw,window=8"), "says window= too"),
+        (("--kv-window-keep", "9", "--kv-cache", "raw,window=8,sinks=1"), "says sinks= too"),
+        (("--kv-window-keep", "3"), "give --kv-window-size too"),
         (("--prompt", ""), "the prompt is empty"),
+        (("-",), "the prompt is empty"),
+        (("hello",), "a prompt is given with --prompt"),
         (("--file", "nowhere.txt"), "nowhere.txt cannot be read"),
+        (("--file", "noise.bin"), "it is no text"),
         (("--file", "a", "--prompt", "b"), "give one of them"),
         (("--model", "./nowhere"), "there is no such folder"),
         (("--model", "."), "cannot be loaded"),
+        (("--model", "broken"), "cannot be loaded"),
         (("--prompt", "word " * 3000), "for a context of 2048"),
         (("--top-p", "7"), "top_p=7"),
+        (("--strategy", "often"), "allowed are always, disabled, long, adaptive"),
+        (("--strategy", "adaptive"), "needs budget="),
+        (("--strategy", "adaptive", "--budget", "5 apples"), "5 apples"),
+        (("--load", "nowhere.kv"), "there is no such file"),
+        (("--load", "noise.bin"), "noise.bin: not a kvant cache"),
+        (("--load", "other.kv"), "another model"),
+        (("--load", "plain.kv"), "no conversation"),
+        (("--load", "altered.kv"), "checksum"),
+        (("--load", "other.kv", "--kv-cache", "raw"), "the file says how it is kept"),
+        (("--save", "nowhere/a.kv"), "in a folder that exists"),
     ],
-    ids=str,
+    ids=lambda words: " ".join(words)[:30] if isinstance(words, tuple) else None,
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    words: tuple[str, ...],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    words: tuple[str, ...], told: str, call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, out, error = called(monkeypatch, capsys, "run", *words)
+    _write_wrong_files(tmp_path)
+    code, out, error = call("run", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error
+
+
+def _write_wrong_files(folder: Path) -> None:
+    (folder / "noise.bin").write_bytes(bytes(range(255, 0, -1)) * 9)
+    session = kvant.Session(build("llama"), Numbers())
+    list(session.send([5, 6, 7], max_new_tokens=1))
+    session.save(folder / "other.kv")
+    kvant.save(session.memory, folder / "plain.kv")
+    raw = bytearray((folder / "other.kv").read_bytes())
+    raw[-1] ^= 1
+    (folder / "altered.kv").write_bytes(raw)
+    broken = folder / "broken"
+    broken.mkdir()
+    for file in demo.PATH.iterdir():
+        if file.suffix == ".json":
+            (broken / file.name).write_bytes(file.read_bytes())
+    (broken / "model.safetensors").write_bytes(b"no weights at all")
+
+
+def test_a_full_disk_leaves_the_older_file(tmp_path: Path) -> None:
+    """The operating system stands in for the disk: no file may grow beyond 20 KB."""
+    file = tmp_path / "a.kv.safetensors"
+    words = [KVANT, *SHORT, "--save", str(file)]
+    subprocess.run(words, check=True, capture_output=True)
+    before = file.read_bytes()
+
+    def full() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    done = subprocess.run(words, capture_output=True, text=True, preexec_fn=full, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert done.stderr.startswith("error: ")
+    assert file.read_bytes() == before
+    assert os.listdir(tmp_path) == [file.name]

@@ -1,0 +1,36 @@
+"""`kvant bench NAME`: a front for `kvant.bench.NAME`, with its options and its function.
+
+A benchmark is imported when it is asked for: most import transformers, which takes seconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+NAMES = ("append", "decode")
+
+
+class Benches(TyperGroup):
+    """The benchmarks, as subcommands."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(NAMES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in NAMES:
+            raise ValueError(f"kvant bench {cmd_name}: known are {', '.join(NAMES)}")
+        app = typer.Typer(add_completion=False)
+        app.command(cmd_name)(import_module(f"kvant.bench.{cmd_name}").main)
+        return typer.main.get_command(app)
+
+
+bench = typer.Typer(cls=Benches, no_args_is_help=True)
+
+
+@bench.callback()
+def about() -> None:
+    """Measure: a table, then one line of JSON."""

@@ -1,0 +1,112 @@
+"""`kvant chat`: a conversation, a line at a time; each turn re-uses all that was computed before.
+
+On a terminal it asks; in a pipe it reads lines and prints replies. Ctrl-C ends a reply, which stays
+as far as it came, and at the prompt the conversation.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+import sys
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from typer import Option
+
+from kvant.cli import options
+from kvant.cli.opening import Wanted
+from kvant.cli.reply import Reading, Reply, show
+from kvant.cli.verbs import HELP, Branches, told
+from kvant.errors import CacheError
+
+
+def chat(
+    model: options.Model = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    system: Annotated[str | None, Option(help="What the model is told first.")] = None,
+    kv_cache: options.KVCache = None,
+    kv_window_size: options.WindowSize = None,
+    kv_window_keep: options.WindowKeep = None,
+    max_new_tokens: options.MaxNewTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    max_context: options.MaxContext = None,
+    strategy: options.Strategy = "always",
+    threshold: options.Threshold = 512,
+    budget: options.Budget = None,
+    draft: options.Draft = None,
+    load: options.Load = None,
+    stats: options.Stats = False,
+    json: options.Json = False,
+) -> None:
+    """Talk with a model; /help says what else there is."""
+    cache = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
+    wanted = Wanted(model, *cache, draft, load, trust_remote_code)
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
+    session = wanted.session(template=True, system=system)
+    talk = Talk(Branches(session), asked, wanted.spec, stats=stats, quiet=json)
+    talk.until_end()
+    if json:
+        turns = [{"message": turn.message, "reply": turn.reply} for turn in talk.session.turns]
+        print(json_text.dumps({"turns": turns, "cache": talk.session.stats()}))
+
+
+@dataclass
+class Talk:
+    """The loop of a conversation."""
+
+    branches: Branches
+    asked: dict[str, Any]
+    spec: str
+    stats: bool
+    quiet: bool
+    last: Reply = field(default_factory=Reply)
+
+    @property
+    def session(self) -> Any:
+        return self.branches.now
+
+    def until_end(self) -> None:
+        terminal = sys.stdin.isatty()
+        if terminal:
+            show(HELP)
+        while (line := _line(terminal)) is not None:
+            if line.startswith("/"):
+                if line.split()[0] in ("/quit", "/exit"):
+                    return
+                self._verb(line)
+            elif line.strip():
+                self._say(line)
+
+    def _verb(self, line: str) -> None:
+        """A mistake is said, and the conversation goes on."""
+        try:
+            show(told(self.branches, line))
+        except (CacheError, ValueError, OSError) as error:
+            show(f"error: {error}")
+
+    def _say(self, line: str) -> None:
+        reply = self.last = Reply()
+        with Reading(quiet=self.quiet) as reading:
+            try:
+                steps = self.session.send(line, **self.asked, progress=reading.show)
+                reply.take(steps, reading, before="", quiet=self.quiet)
+            except KeyboardInterrupt:
+                print()
+            except CacheError as error:  # the context is full, say
+                show(f"error: {error}")
+                return
+        if self.stats:
+            show(reply.line(self.spec, self.session.stats()))
+
+
+def _line(terminal: bool) -> str | None:
+    """The next message; None at the end."""
+    try:
+        return input("> " if terminal else "")
+    except (EOFError, KeyboardInterrupt):
+        return None

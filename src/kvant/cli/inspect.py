@@ -1,0 +1,226 @@
+"""`kvant inspect`: what a saved cache holds, or how a model's would be stored. Loads no tensors."""
+
+from __future__ import annotations
+
+import json as json_text
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from typer import Argument, Option
+
+from kvant.attention import explain
+from kvant.cache import Cache
+from kvant.checkpoints import configuration, skeleton
+from kvant.configurations import layer_shapes, max_context
+from kvant.contracts import View
+from kvant.files import Header, Stored, header
+from kvant.planner import Plan, plan
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
+from kvant.shapes import LayerShape
+from kvant.sizes import format_size
+from kvant.spec import spelled
+
+PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
+
+
+class Line(NamedTuple):
+    """What is alike in several layers."""
+
+    kind: str
+    rows: str
+    stored: str
+    nbytes: int | None  # of one layer; None: nobody tells
+    read: str = ""  # by what
+
+
+def inspect(
+    file: Annotated[Path | None, Argument(help="A saved cache.")] = None,
+    model: Annotated[str | None, Option(help="A folder or a name on the hub.")] = None,
+    kv_cache: Annotated[str | None, Option(help="How a model's cache is stored.")] = None,
+    json: Annotated[bool, Option(help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """Show the layers, formats and bytes of a saved cache, or of a model's cache to be."""
+    if file is None:
+        told, lines = _of_model(model, "raw" if kv_cache is None else kv_cache)
+    elif model is not None or kv_cache is not None:
+        raise ValueError(f"{file} beside --model or --kv-cache: a file says itself what it holds")
+    else:
+        told, lines = _of_file(file)
+    if json:
+        print(json_text.dumps(told | {"layers": [_entry(*pair) for pair in _grouped(lines)]}))
+    else:
+        _show(told, lines)
+
+
+def _of_file(path: Path) -> tuple[dict[str, Any], list[Line]]:
+    try:
+        head = header(path)
+        size = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    batches = (one.shape[0] for name, one in head.tensors.items() if name.endswith("/start"))
+    told = {
+        "file": str(path),
+        "version": head.version,
+        "checksum": "SHA-256 verified",
+        "nbytes": size,
+        "tokens": _tokens(head.numbers),
+        "sequences": next(batches, None),
+        "about": dict(head.about),
+    }
+    return told, [_saved(head, index, one) for index, one in enumerate(head.spec.layers)]
+
+
+def _tokens(numbers: Mapping[str, int]) -> int:
+    """Tokens seen: every layer says so, and a recurrent one calls it now."""
+    ends = [n for name, n in numbers.items() if name.rpartition("/")[2] in ("length", "now")]
+    return max(ends, default=0)
+
+
+def _saved(head: Header, index: int, recipe: Recipe) -> Line:
+    own = {n: t for n, t in head.tensors.items() if n.startswith(f"{index}/")}
+    dense = [t for n, t in own.items() if n.endswith(("keys.dense", "values.dense"))]
+    nbytes = sum(tensor.nbytes for tensor in own.values())
+    return Line(_kind(recipe), _dense_rows(dense), _recipe(recipe), nbytes)
+
+
+def _dense_rows(dense: Sequence[Stored]) -> str:
+    if not dense:
+        return ""
+    dims = "/".join(dict.fromkeys(str(one.shape[-1]) for one in dense))
+    return _heads(dense[0].shape[1], dims, dense[0].dtype)
+
+
+def _of_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[Line]]:
+    """Built without memory: its modules say what its configuration leaves open."""
+    from kvant.hf import PairedCache, cache_for
+
+    config = configuration(name)
+    model = skeleton(config)
+    longest = max_context(config)
+    cache = cache_for(model, spec)
+    own = cache.self_attention_cache if isinstance(cache, PairedCache) else cache
+    planned = plan(layer_shapes(model), own.spec)
+    if longest is not None and longest < planned.context:
+        planned = plan(planned.layers, own.spec, context=longest)
+    told = {
+        "model": "the model inside" if name is None else name,
+        "class": type(model).__name__,
+        "max_context": longest,
+        "kv_cache": spec,
+        "tokens": planned.context,
+        "nbytes": planned.nbytes,
+        "nbytes_per_token": planned.nbytes_per_token,
+        "explanation": str(cache.explain()).splitlines(),
+    }
+    return told, [_to_be(planned, index) for index in range(len(planned.layers))]
+
+
+def _to_be(planned: Plan, index: int) -> Line:
+    layer, recipe = planned.layers[index], planned.spec.layers[index]
+    nbytes = None if layer.state_nbytes is None else planned.layer_nbytes[index]
+    rows = ""
+    if layer.attends:
+        dims = "/".join(dict.fromkeys((str(layer.key_dim), str(layer.value_dim))))
+        rows = _heads(layer.num_heads, dims, str(layer.dtype).removeprefix("torch."))
+    stored = _recipe(recipe) if layer.attends or layer.recurs else "kept by transformers"
+    if not layer.attends and layer.state_nbytes == 0:
+        stored = "reads the rows of another layer, or remembers nothing"
+    return Line(layer.kind, rows, stored, nbytes, _reader(recipe, layer))
+
+
+def _reader(recipe: Recipe, layer: LayerShape) -> str:
+    """The backend that attention on this machine would take, asked with one row."""
+    part = dict(recipe.parts).get("attention") if isinstance(recipe, GroupSpec) else recipe
+    if not isinstance(part, LayerSpec):
+        return ""
+    state = Cache(None, CacheSpec((part,)))[0]
+    sides = [layer.key_dim] if part.value_dim is not None else [layer.key_dim, layer.value_dim]
+    rows = [torch.zeros(1, layer.num_heads, 1, dim, dtype=layer.dtype) for dim in sides]
+    view: View = state.append(*rows)
+    return str(explain(view).backend)
+
+
+def _kind(recipe: Recipe) -> str:
+    if isinstance(recipe, GroupSpec):
+        return " beside ".join(_kind(part) for _, part in recipe.parts)
+    if isinstance(recipe, SharedSpec):
+        return "shared"
+    if isinstance(recipe, RecurrentSpec):
+        return "recurrent"
+    return "attention" if isinstance(recipe, LayerSpec) else "empty"
+
+
+def _recipe(recipe: Recipe) -> str:
+    if isinstance(recipe, GroupSpec):
+        return " beside ".join(_recipe(part) for _, part in recipe.parts)
+    if isinstance(recipe, SharedSpec):
+        return f"the rows of layer {recipe.layer}"
+    if isinstance(recipe, RecurrentSpec):
+        return "a state"
+    if not isinstance(recipe, LayerSpec):
+        return "nothing here"
+    told = "/".join(dict.fromkeys(spelled(codec) for codec in recipe.sides.values()))
+    kept = recipe.retention
+    told += "" if kept.window is None else f", the last {kept.window}"
+    return told + (f", the first {kept.sinks} dense" if kept.sinks else "")
+
+
+def _heads(count: int, dims: str, dtype: str) -> str:
+    return f"{count} {'head' if count == 1 else 'heads'} of {dims}, {dtype}"
+
+
+def _grouped(lines: Sequence[Line]) -> Iterable[tuple[list[int], Line]]:
+    """The layers of each line, wherever they stand."""
+    places: dict[Line, list[int]] = {}
+    for index, line in enumerate(lines):
+        places.setdefault(line, []).append(index)
+    return [(indices, line) for line, indices in places.items()]
+
+
+def _entry(indices: list[int], line: Line) -> dict[str, Any]:
+    return {"layers": indices} | {n: v for n, v in line._asdict().items() if v != ""}
+
+
+def _ranges(indices: Sequence[int]) -> str:
+    """0-4, 6-10"""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and runs[-1][1] == index - 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _show(told: Mapping[str, Any], lines: Sequence[Line]) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    for name, value in told.items():
+        if value not in (None, {}, []):
+            console.print(f"{name}: {_said(name, value)}", soft_wrap=True)
+    table = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    read = ["read by"] if any(line.read for line in lines) else []  # of a file, nobody knows
+    for head in ("layers", "kind", "rows", "stored", *read):
+        table.add_column(head)
+    table.add_column("bytes a layer", justify="right", no_wrap=True)
+    for indices, line in _grouped(lines):
+        cells = [_ranges(indices), line.kind, line.rows, line.stored]
+        cells += [line.read] if read else []
+        table.add_row(*cells, "not told" if line.nbytes is None else format_size(line.nbytes))
+    console.print()
+    console.print(table)
+
+
+def _said(name: str, value: Any) -> str:
+    if name == "nbytes":
+        return format_size(value)
+    if isinstance(value, dict):
+        return json_text.dumps(value)
+    return "; ".join(value) if isinstance(value, list) else str(value)

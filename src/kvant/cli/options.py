@@ -1,0 +1,46 @@
+"""The options that several commands take, and the spec that some of them add up to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Option
+
+Model = Annotated[str | None, Option(help="A folder or a name on the hub; else the one inside.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run code of the model's.")]
+KVCache = Annotated[str | None, Option(help="How the cache is stored: affine4, raw, ...")]
+WindowSize = Annotated[int | None, Option(help="Keep the last N positions.")]
+WindowKeep = Annotated[int | None, Option(help="And always the first N.")]
+MaxNewTokens = Annotated[int, Option(min=1)]
+Temperature = Annotated[float, Option(min=0.0)]
+TopP = Annotated[float | None, Option()]
+TopK = Annotated[int | None, Option(min=1)]
+MinP = Annotated[float | None, Option()]
+Seed = Annotated[int | None, Option(help="The same seed says the same.")]
+MaxContext = Annotated[int | None, Option(min=2)]
+Strategy = Annotated[str, Option(help="always, disabled, long or adaptive.")]
+Threshold = Annotated[int, Option(help="Tokens from which on `long` keeps anything.")]
+Budget = Annotated[str | None, Option(help="Bytes that `adaptive` may take: 64MiB.")]
+Draft = Annotated[str | None, Option(help="Guess ahead: ngram, or a smaller model.")]
+Load = Annotated[Path | None, Option(help="Go on from a saved conversation.")]
+Stats = Annotated[bool, Option(help="Say what it took.")]
+Json = Annotated[bool, Option(help="Print one JSON object and nothing else.")]
+
+
+def spec_of(kv_cache: str | None, size: int | None, keep: int | None) -> str:
+    """One spec of a spec and the flags beside it; what is said twice is refused."""
+    spec = "raw" if kv_cache is None else kv_cache
+    named = {word.strip().partition("=")[0] for word in spec.split(",")}
+    for flag, option, value in (
+        ("--kv-window-size", "window", size),
+        ("--kv-window-keep", "sinks", keep),
+    ):
+        if value is None:
+            continue
+        if option in named:
+            raise ValueError(f"{flag} {value} beside --kv-cache {spec}, which says {option}= too")
+        spec += f",{option}={value}"
+    if keep is not None and size is None and "window" not in named:
+        raise ValueError(f"--kv-window-keep {keep} without a window: give --kv-window-size too")
+    return spec

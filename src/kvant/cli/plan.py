@@ -1,0 +1,166 @@
+"""`kvant plan`: what a cache of a model takes in each format, before anything is loaded.
+
+A configuration is all it reads: no weights, and for a config.json no transformers either.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from typer import Option
+
+from kvant import demo
+from kvant.checkpoints import configuration
+from kvant.configurations import Entries, layer_shapes, max_context
+from kvant.planner import Plan
+from kvant.planner import plan as planned
+from kvant.shapes import LayerShape
+from kvant.sizes import format_size, parse_size
+
+RAW = "raw"
+FORMATS = (RAW, "affine8", "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
+PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
+
+
+def plan(
+    model: Annotated[str | None, Option(help="A folder or a name on the hub.")] = None,
+    config: Annotated[Path | None, Option(help="A config.json, read as it is.")] = None,
+    context: Annotated[int | None, Option(min=1, help="Tokens of a sequence.")] = None,
+    sequences: Annotated[int, Option(min=1)] = 1,
+    budget: Annotated[str | None, Option(help="Memory, such as 8GiB.")] = None,
+    kv_cache: Annotated[
+        list[str] | None, Option(help="A format with its options; again for more.")
+    ] = None,
+    json: Annotated[bool, Option(help="Print one JSON object and nothing else.")] = False,
+) -> None:
+    """How many bytes the cache of a model takes, format by format."""
+    limit = None if budget is None else parse_size(budget)
+    name, told = _told(model, config)
+    layers, longest = layer_shapes(told), max_context(told)
+    specs, refused = (kv_cache, []) if kv_cache else _stored(layers)
+    if context is None:  # the longest that all have room for
+        context = min(planned(layers, spec).context for spec in specs)
+    raw = planned(layers, RAW, context=context, sequences=sequences)
+    plans = [planned(layers, spec, context=context, sequences=sequences) for spec in specs]
+    rows = [_row(spec, one, raw, limit) for spec, one in zip(specs, plans, strict=True)]
+    notes = _notes(raw, longest, told) + refused
+    if json:
+        figures = {"model": name, "context": raw.context, "sequences": sequences}
+        figures |= {"max_context": longest, "budget": limit, "layers": len(layers)}
+        figures |= {"uncounted": raw.uncounted, "notes": notes, "formats": rows}
+        print(json_text.dumps(figures))
+    else:
+        _show(f"{name}: {_layers(layers)}", rows, notes, raw, limit)
+
+
+def _told(model: str | None, config: Path | None) -> tuple[str, Any]:
+    """A name for what is planned, and its configuration."""
+    if model is not None and config is not None:
+        raise ValueError("--model and --config both name a model: give one of them")
+    if model is not None:
+        return model, configuration(model)
+    path = demo.PATH / "config.json" if config is None else config
+    try:
+        told = json_text.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--config {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"--config {path} is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"--config {path}: an object is needed, as a config.json is")
+    return ("the model inside" if config is None else str(config)), told
+
+
+def _stored(layers: Sequence[LayerShape]) -> tuple[list[str], list[str]]:
+    """The formats that can store rows of these shapes, and why the others cannot."""
+    specs: list[str] = []
+    refused: dict[str, list[str]] = {}
+    for spec in FORMATS:
+        try:
+            planned(layers, spec)
+        except ValueError as error:
+            refused.setdefault(str(error), []).append(spec)
+        else:
+            specs.append(spec)
+    return specs, [f"left out: {', '.join(those)}: {why}" for why, those in refused.items()]
+
+
+def _row(spec: str, one: Plan, raw: Plan, limit: int | None) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "kv_cache": spec,
+        "nbytes_per_token": one.nbytes_per_token,
+        "nbytes_per_token_of_raw": _share(one.nbytes_per_token, raw.nbytes_per_token),
+        "nbytes": one.nbytes,
+        "nbytes_of_raw": _share(one.nbytes, raw.nbytes),
+    }
+    if limit is not None:
+        row["largest_context"] = one.largest_context(limit)  # null: whatever it is, it fits
+    return row
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else 1.0
+
+
+def _layers(layers: Sequence[LayerShape]) -> str:
+    """22 layers of sliding_attention (window 512), 4 of full_attention; bfloat16"""
+    kinds = Counter((one.kind, one.window) for one in layers)
+    told = [
+        f"{count} of {kind}" + ("" if window is None else f" (window {window})")
+        for (kind, window), count in kinds.items()
+    ]
+    first, *others = told
+    words = ", ".join([first.replace(" of ", " layers of ", 1), *others])
+    return f"{words}; {str(layers[0].dtype).removeprefix('torch.')}"
+
+
+def _notes(one: Plan, longest: int | None, told: Any) -> list[str]:
+    """What the numbers do not say."""
+    notes = []
+    if longest is not None and one.context > longest:
+        notes.append(f"{one.context} tokens are more than the {longest} this model was made for")
+    if one.uncounted:
+        kinds = ", ".join(sorted({one.layers[index].kind for index in one.uncounted}))
+        notes.append(
+            f"not counted: what {len(one.uncounted)} layers of {kinds} remember, which the "
+            "configuration does not tell"
+        )
+    fixed = sum(layer.state_nbytes or 0 for layer in one.layers) * one.sequences
+    if fixed:
+        notes.append(f"counted: {format_size(fixed)} of recurrent states, at every length")
+    if Entries.of(told).anywhere("is_encoder_decoder"):
+        notes.append("not counted: the rows of the encoder, which are as many as its input has")
+    return notes
+
+
+def _show(
+    title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str], one: Plan, limit: int | None
+) -> None:
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    times = "" if one.sequences == 1 else f"{one.sequences} x "
+    table = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    table.add_column("format", no_wrap=True)
+    heads = ["bytes a token", "of raw", f"{times}{one.context} tokens", "of raw"]
+    heads += [] if limit is None else [f"tokens in {format_size(limit)}"]
+    for head in heads:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [f"{row['nbytes_per_token']:.0f}", f"{row['nbytes_per_token_of_raw']:.4g}"]
+        cells += [format_size(row["nbytes"]), f"{row['nbytes_of_raw']:.4g}"]
+        if limit is not None:
+            most = row["largest_context"]
+            cells.append("any number" if most is None else str(most))
+        table.add_row(row["kv_cache"], *cells)
+    console.print(title, soft_wrap=True)
+    console.print(table)
+    for note in notes:
+        console.print(note, soft_wrap=True)

@@ -1,0 +1,28 @@
+"""The command as it is installed, in this process."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from kvant.cli.main import main
+
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """`call("run", "--stats")`: exit code, standard output, standard error."""
+
+    def called(*words: str, typed: str = "") -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["kvant", *words])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, error = capsys.readouterr()
+        return int(end.value.code or 0), out, error
+
+    return called

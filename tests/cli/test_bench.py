@@ -1,0 +1,81 @@
+"""`kvant bench`, as it is installed: the same as `python -m kvant.bench.NAME`."""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import kvant.bench
+from kvant.cli.bench import NAMES
+from kvant.cli.main import main
+
+KVANT = str(Path(sys.executable).with_name("kvant"))
+APPEND = ("append", "--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32")
+DECODE = ("decode", "--formats", "raw", "--lengths", "8", "--prompt", "4", "--tokens", "2")
+DECODE += ("--runs", "1", "--repeats", "2")
+
+
+def called(*words: str) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_the_last_line_is_json() -> None:
+    code, out, error = called(KVANT, "bench", *APPEND)
+    assert (code, error) == (0, "")
+    assert json.loads(out.splitlines()[-1])["bench"] == "append"
+
+
+def test_a_peer_that_cannot_run_is_skipped_in_a_line() -> None:
+    code, out, error = called(KVANT, "bench", *DECODE, "--against", "transformers,llama-cpp")
+    told = json.loads(out.splitlines()[-1])
+    assert (code, told["bench"], len(told["skipped"])) == (0, "decode", 1)
+    assert error.startswith("skipped: llama-cpp-python ") and error.count("\n") == 1
+
+
+def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
+    found = [info.name for info in pkgutil.iter_modules(kvant.bench.__path__)]
+    mains = [name for name in found if hasattr(import_module(f"kvant.bench.{name}"), "main")]
+    assert set(mains) - {"markdown"} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("attend9",), "known are append, decode"),
+        (("decode", "--against", "vllm"), "--against vllm: known are transformers"),
+        (("decode", "--formats", "affine9"), "nearest: affine8"),
+        (("decode", "--contexts", "8", "--lengths", "8"), "without --contexts"),
+        (("decode", "--model", "./nowhere"), "there is no such folder"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: tuple[str, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["kvant", "bench", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, error = capsys.readouterr()
+    assert (end.value.code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: ") and told in error
+
+
+def test_the_module_takes_the_same_words_and_fails_the_same_way() -> None:
+    words = ("--contexts", "8", "--formats", "affine9", "--layers", "1")
+    ends = [
+        called(sys.executable, "-m", "kvant.bench.decode", *words),
+        called(KVANT, "bench", "decode", *words),
+    ]
+    assert ends[0] == ends[1]
+    assert ends[0][0] == 2

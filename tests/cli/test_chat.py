@@ -1,0 +1,88 @@
+"""`kvant chat` in a pipe: a line is a message, what begins with a slash is about the talk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORDS = ("chat", "--max-new-tokens", "5")
+
+
+def test_a_line_is_a_message_and_replies_go_to_standard_output(call: Any) -> None:
+    code, out, error = call(*WORDS, typed="import os\n\ndef f\n")
+    assert (code, error) == (0, "")
+    replies = json.loads(call(*WORDS, "--json", typed="import os\n\ndef f\n")[1])["turns"]
+    assert [turn["message"] for turn in replies] == ["import os", "def f"]
+    assert out == "".join(turn["reply"] + "\n" for turn in replies)
+
+
+def test_a_turn_re_uses_the_ones_before(call: Any) -> None:
+    told = json.loads(call(*WORDS, "--json", typed="import os\ndef f\nclass A\n")[1])
+    assert told["cache"]["hit_rate"] > 0.5
+
+
+def test_statistics_follow_each_reply(call: Any) -> None:
+    _, _, error = call(*WORDS, "--stats", "--kv-cache", "affine8", typed="import os\ndef f\n")
+    assert [line.partition(" tokens")[0] for line in error.splitlines()] == ["5", "5"]
+    assert error.count("affine8: ") == 2
+
+
+def test_back_and_again_is_the_same_reply(call: Any) -> None:
+    _, out, error = call(*WORDS, typed="import os\ndef f\n/rewind\ndef f\n")
+    first, second, third = out.split("\n", 3)[:3] if out.count("\n") == 3 else (out, "", "?")
+    assert second == third and first != second
+    assert error == "back after turn 1, at 7 tokens\n"
+
+
+def test_a_fork_is_kept_as_it_was(call: Any) -> None:
+    lines = "import os\n/fork\nclass A\n/fork 1\n/stats\nclass A\n"
+    told = json.loads(call(*WORDS, "--json", typed=lines)[1])
+    assert [turn["message"] for turn in told["turns"]] == ["import os", "class A"]
+    error = call(*WORDS, "--json", typed=lines)[2]
+    assert error.startswith("kept as 1") and "at 1: 1 turns" in error and "in 1 turns" in error
+
+
+def test_a_talk_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.kv.safetensors"
+    whole = call(*WORDS, typed="import os\ndef f\n")[1]
+    first = call(*WORDS, typed=f"import os\n/save {file}\n")[1]
+    assert (
+        first + call(*WORDS, typed=f"class A\n/load {file}\ndef f\n")[1].split("\n", 1)[1] == whole
+    )
+    assert first + call(*WORDS, "--load", str(file), typed="def f\n")[1] == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("/dance", "/dance is unknown"),
+        ("/rewind 2", "there are 1 turns"),
+        ("/rewind a", "a number is needed"),
+        ("/fork 3", "0 are kept"),
+        ("/save", "the name of a file"),
+        ("/save nowhere/a", "in a folder that exists"),
+        ("/load nowhere", "there is no such file"),
+        ("word " * 3000, "for a context of 2048"),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_mistake_is_one_line_and_the_talk_goes_on(line: str, told: str, call: Any) -> None:
+    plain = call(*WORDS, typed="import os\ndef f\n")[1]
+    code, out, error = call(*WORDS, typed=f"import os\n{line}\ndef f\n")
+    assert (code, out, error.count("\n")) == (0, plain, 1)
+    assert error.startswith("error: ") and told in error
+
+
+def test_quit_and_reset(call: Any) -> None:
+    once = call(*WORDS, typed="import os\n")[1]
+    assert call(*WORDS, typed="import os\n/quit\ndef f\n")[1] == once
+    assert call(*WORDS, typed="import os\n/reset\nimport os\n")[1] == once * 2
+    assert "/rewind" in call(*WORDS, typed="/help\n")[2]
+
+
+def test_wrong_options_are_one_line_and_exit_code_2(call: Any) -> None:
+    code, out, error = call("chat", "--kv-cache", "affine9")
+    assert (code, out, error.count("\n")) == (2, "", 1)

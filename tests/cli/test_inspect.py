@@ -1,0 +1,189 @@
+"""`kvant inspect`, as it is installed: of a saved cache and of a model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf.zoo import FAMILIES
+from kvant import Cache, CacheFileError, CacheSpec, GroupSpec, RecurrentSpec, SharedSpec, save
+from kvant.cli.main import main
+from kvant.files import header
+from layers.tagged import layer
+
+MIXED = CacheSpec(
+    (
+        layer("affine4,sinks=4"),
+        layer("affine4,sinks=4"),
+        layer("raw,window=128"),
+        SharedSpec(0),
+        RecurrentSpec(),
+        GroupSpec((("attention", layer("turbo4v2")), ("recurrence", RecurrentSpec()))),
+    )
+)
+
+
+def called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["kvant", "inspect", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, error = capsys.readouterr()
+    return int(end.value.code or 0), out, error
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A cache of every kind of layer, with 300 tokens of two sequences."""
+    cache = Cache(None, MIXED)
+    rows = torch.randn(2, 2, 3, 300, 64, generator=torch.Generator().manual_seed(0))
+    for index in (0, 1, 2):
+        cache[index].append(*rows)
+    state = {"conv": torch.ones(2, 4)}
+    cache[4].append(300, state)
+    group = cache[5]
+    group["attention"].append(*rows)
+    group["recurrence"].append(300, state)
+    path = tmp_path / "chat.kv"
+    save(cache, path, about={"session": "a", "tokens": [1, 2]})
+    return path
+
+
+def test_a_header_is_read_without_tensors(file: Path) -> None:
+    head = header(file)
+    assert (head.version, head.spec) == (1, MIXED)
+    assert head.about == {"session": "a", "tokens": [1, 2]}
+    assert head.numbers["0/length"] == 300
+    stored = head.tensors["0/keys.codes"]
+    assert (stored.dtype, stored.shape) == ("U8", (2, 2, 128, 3, 32)[:1] + stored.shape[1:])
+    assert sum(one.nbytes for one in head.tensors.values()) < file.stat().st_size
+
+
+def test_a_saved_cache(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    code, out, error = called(monkeypatch, capsys, str(file))
+    assert (code, error) == (0, "")
+    assert "checksum: SHA-256 verified\n" in out
+    assert "tokens: 300\n" in out and "sequences: 2\n" in out
+    assert 'about: {"session": "a", "tokens": [1, 2]}\n' in out
+    lines = [line.rstrip() for line in out.splitlines()]
+    heads = lines.index("") + 1
+    assert lines[heads].split() == ["layers", "kind", "rows", "stored", "bytes", "a", "layer"]
+    assert lines[heads + 1].startswith("0-1     attention")
+    assert "3 heads of 64, F32" in lines[heads + 1]
+    assert "affine4, the first 4 dense" in lines[heads + 1]
+    assert "raw, the last 128" in lines[heads + 2]
+    assert "the rows of layer 0" in lines[heads + 3] and lines[heads + 3].endswith("0 B")
+    assert "recurrent" in lines[heads + 4]
+    assert "turbo4/turbo2 beside a state" in lines[heads + 5]
+
+
+def test_a_saved_cache_as_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    code, out, _ = called(monkeypatch, capsys, str(file), "--json")
+    told = json.loads(out)
+    assert (code, told["tokens"], told["sequences"]) == (0, 300, 2)
+    assert told["nbytes"] == file.stat().st_size
+    assert told["about"] == {"session": "a", "tokens": [1, 2]}
+    assert [line["layers"] for line in told["layers"]] == [[0, 1], [2], [3], [4], [5]]
+    whole = sum(len(line["layers"]) * line["nbytes"] for line in told["layers"])
+    assert whole == sum(one.nbytes for one in header(file).tensors.values())
+
+
+def test_an_empty_cache(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    save(Cache(2, "affine8"), tmp_path / "empty.kv")
+    code, out, _ = called(monkeypatch, capsys, str(tmp_path / "empty.kv"), "--json")
+    told = json.loads(out)
+    assert (code, told["tokens"], told["sequences"]) == (0, 0, None)
+
+
+def test_the_model_inside(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = called(monkeypatch, capsys, "--kv-cache", "affine4,sinks=2", "--json")
+    told = json.loads(out)
+    assert (code, told["class"], told["max_context"]) == (0, "Qwen3ForCausalLM", 2048)
+    assert (told["tokens"], told["nbytes_per_token"]) == (2048, 960)
+    (line,) = told["layers"]
+    assert line["layers"] == list(range(6)) and line["stored"] == "affine4, the first 2 dense"
+    assert line["rows"] == "2 heads of 64, bfloat16" and line["read"] == "reference"
+    assert told["nbytes"] == 6 * line["nbytes"]
+    assert told["explanation"][0].startswith("layers 0-5, full_attention: affine4")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("gemma3", [[0, 1, 3], [2]]),
+        ("gemma3n", [[0], [1], [2, 3]]),
+        ("jamba", [[0, 2], [1, 3]]),
+        ("deepseek_v32", [[0, 1, 2, 3]]),
+        ("t5", [[0, 1, 2]]),
+    ],
+)
+def test_a_folder_without_weights_is_enough(
+    name: str,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    FAMILIES[name].config().save_pretrained(tmp_path)
+    code, out, _ = called(monkeypatch, capsys, "--model", str(tmp_path), "--json")
+    assert code == 0
+    assert [line["layers"] for line in json.loads(out)["layers"]] == expected
+    code, out, error = called(monkeypatch, capsys, "--model", str(tmp_path))
+    assert (code, error) == (0, "") and ("not told" in out) == (name == "deepseek_v32")
+
+
+def test_a_damaged_file_is_one_line_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[-7] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CacheFileError, match="checksum"):
+        header(file)
+    for words in ((str(file),), (str(file), "--json")):
+        code, out, error = called(monkeypatch, capsys, *words)
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert "damaged: its checksum does not match" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("nowhere.kv",), "cannot be read: No such file"),
+        ((".",), "cannot be read: Is a directory"),
+        (("text.kv",), "not a kvant cache"),
+        (("short.kv",), "damaged"),
+        (("chat.kv", "--model", "a"), "a file says itself what it holds"),
+        (("chat.kv", "--kv-cache", "raw"), "a file says itself what it holds"),
+        (("--kv-cache", "affine9"), "nearest: affine8"),
+        (("--model", "./nowhere"), "there is no such folder"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: tuple[str, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    file: Path,
+) -> None:
+    monkeypatch.chdir(file.parent)
+    Path("text.kv").write_text("a text")
+    Path("short.kv").write_bytes(file.read_bytes()[:-100])
+    code, out, error = called(monkeypatch, capsys, *words)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: ") and told in error

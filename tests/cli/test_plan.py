@@ -1,0 +1,180 @@
+"""`kvant plan`, as it is installed: its table, its one object, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvant import demo, plan
+from kvant.cli.main import main
+from kvant.cli.plan import FORMATS
+
+QWEN3_1_7B = {
+    "model_type": "qwen3",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_NEXT = QWEN3_1_7B | {
+    "model_type": "qwen3_next",
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
+
+
+def called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
+) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    monkeypatch.setattr(sys, "argv", ["kvant", "plan", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    out, error = capsys.readouterr()
+    return int(end.value.code or 0), out, error
+
+
+def written(folder: Path, config: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    return str(path)
+
+
+def test_a_table_over_formats(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ("--config", written(tmp_path, QWEN3_1_7B), "--context", "40960", "--budget", "8GiB")
+    code, out, error = called(monkeypatch, capsys, *words)
+    title, heads, *rows = out.splitlines()
+    assert (code, error) == (0, "")
+    assert title.endswith("config.json: 28 layers of full_attention; bfloat16")
+    assert heads.split("  ")[0] == "format" and heads.endswith("tokens in 8 GiB")
+    assert [row.split()[0] for row in rows] == list(FORMATS)
+    assert rows[0].split() == ["raw", "114688", "1", "4.38", "GiB", "1", "74752"]
+    assert rows[1].split()[:3] == ["affine8", "60928", "0.5312"]
+    assert rows[4].split()[:3] == ["affine4", "35840", "0.3125"]
+    assert "\x1b" not in out
+
+
+def test_json_is_one_object(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["--config", written(tmp_path, QWEN3_1_7B), "--json", "--budget", "1GB"]
+    specs = ["affine4,window=1024", "turbo3,sinks=4"]
+    for spec in specs:
+        words += ["--kv-cache", spec]
+    code, out, _ = called(monkeypatch, capsys, *words, "--sequences", "3")
+    told = json.loads(out)
+    assert (code, told["context"], told["sequences"], told["max_context"]) == (0, 8192, 3, 40960)
+    assert [row["kv_cache"] for row in told["formats"]] == specs
+    for row in told["formats"]:
+        planned = plan(QWEN3_1_7B, row["kv_cache"], sequences=3)
+        assert row["nbytes"] == planned.nbytes
+        assert row["nbytes_per_token"] == planned.nbytes_per_token
+        assert row["largest_context"] == planned.largest_context(10**9)
+    assert told["formats"][0]["largest_context"] is None
+
+
+def test_without_a_model_the_one_inside_is_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain, named = (
+        json.loads(called(monkeypatch, capsys, "--json", *words)[1])
+        for words in ((), ("--model", str(demo.PATH)))
+    )
+    assert plain["formats"] == named["formats"]
+    assert plain["notes"] == ["8192 tokens are more than the 2048 this model was made for"]
+
+
+def test_layers_that_differ_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, _ = called(monkeypatch, capsys, "--config", written(tmp_path, QWEN3_NEXT))
+    assert code == 0
+    assert "21 layers of linear_attention, 7 of full_attention; bfloat16" in out
+    assert "of recurrent states, at every length" in out
+    lacking = QWEN3_NEXT | {"linear_conv_kernel_dim": None}
+    code, out, _ = called(monkeypatch, capsys, "--config", written(tmp_path, lacking))
+    assert code == 0
+    assert "not counted: what 21 layers of linear_attention remember" in out
+
+
+def test_the_encoder_is_not_counted_and_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    t5 = {"is_encoder_decoder": True, "num_layers": 2, "num_heads": 4, "d_kv": 16, "d_model": 64}
+    _, out, _ = called(monkeypatch, capsys, "--config", written(tmp_path, t5))
+    assert "not counted: the rows of the encoder" in out
+
+
+def test_formats_that_cannot_store_the_rows_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    odd = written(tmp_path, QWEN3_1_7B | {"head_dim": 100})
+    code, out, _ = called(monkeypatch, capsys, "--config", odd)
+    assert code == 0
+    assert "left out: affine8, affine6" in out and "multiple of 8" in out
+    code, out, error = called(monkeypatch, capsys, "--config", odd, "--kv-cache", "affine8")
+    assert (code, out) == (2, "") and "multiple of 8" in error
+
+
+def test_a_capacity_shortens_what_is_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, out, _ = called(monkeypatch, capsys, "--json", "--kv-cache", "raw,capacity=100")
+    assert json.loads(out)["context"] == 100
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--kv-cache", "affine9"), "nearest: affine8"),
+        (("--budget", "8 bananas"), "size"),
+        (("--config", "nowhere.json"), "cannot be read: No such file"),
+        (("--config", "."), "cannot be read: Is a directory"),
+        (("--config", "broken.json"), "is no JSON"),
+        (("--config", "list.json"), "an object is needed"),
+        (("--config", "empty.json"), "num_hidden_layers"),
+        (("--config", "a", "--model", "b"), "give one of them"),
+        (("--model", "./nowhere"), "there is no such folder"),
+        (("--model", "."), "cannot be loaded"),
+        (("--kv-cache", "raw,capacity=100", "--context", "101"), "capacity=100"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    words: tuple[str, ...],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in (("broken", "{"), ("list", "[]"), ("empty", "{}")):
+        Path(f"{name}.json").write_text(text)
+    code, out, error = called(monkeypatch, capsys, *words)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: ") and told in error
+
+
+def test_a_file_is_read_without_transformers(tmp_path: Path) -> None:
+    words = ["kvant", "plan", "--config", written(tmp_path, QWEN3_NEXT)]
+    code = (
+        f"import sys; sys.argv = {words!r}\n"
+        "from kvant.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

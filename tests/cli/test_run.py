@@ -113,6 +113,9 @@ def test_a_text_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
         (("--load", "altered.kv"), "checksum"),
         (("--load", "other.kv", "--kv-cache", "raw"), "the file says how it is kept"),
         (("--save", "nowhere/a.kv"), "in a folder that exists"),
+        (("--max-new-tokens", "0"), "--max-new-tokens"),
+        (("--temperature", "warm"), "--temperature"),
+        (("--kv_cache", "raw"), "--kv-cache"),
     ],
     ids=lambda words: " ".join(words)[:30] if isinstance(words, tuple) else None,
 )
@@ -124,6 +127,10 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     code, out, error = call("run", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error
+
+
+def test_an_unknown_command_is_one_line(call: Any) -> None:
+    assert call("rnu") == (2, "", "error: No such command 'rnu'. Did you mean 'run'?\n")
 
 
 def _write_wrong_files(folder: Path) -> None:

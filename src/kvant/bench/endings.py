@@ -12,7 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+import typer
+from typer.exceptions import TyperException
+
 from kvant.errors import CacheError
+
+
+def command(app: typer.Typer) -> NoReturn:
+    """Run a command as it was typed, to its end."""
+    with ending():
+        raise SystemExit(app(standalone_mode=False))
 
 
 @contextmanager
@@ -20,16 +29,19 @@ def ending() -> Iterator[None]:
     """Turn what ends a command into its exit code."""
     try:
         yield
+    except TyperException as error:
+        _end(error.format_message(), error.exit_code)
     except (CacheError, ValueError) as error:
-        _end(error, 2)
+        _end(str(error) or type(error).__name__, 2)
     except OSError as error:
-        _end(error, 1)
-    except KeyboardInterrupt:
+        _end(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
         raise SystemExit(130) from None
 
 
-def _end(error: Exception, code: int) -> NoReturn:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    print(f"error: {lines[0]}", file=sys.stderr)
+def _end(told: str, code: int) -> NoReturn:
+    """One line, or none where help was shown in its place."""
+    for line in told.strip().splitlines()[:1]:
+        print(f"error: {line}", file=sys.stderr)
     raise SystemExit(code) from None

@@ -15,13 +15,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvant.bench.endings import ending
+from kvant.bench.endings import command
 
 
 def run(main: Callable[..., None]) -> None:
     """Run a benchmark as a command of its own."""
-    with ending():
-        typer.run(main)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app.command()(main)
+    command(app)
 
 
 def machine() -> dict[str, Any]:

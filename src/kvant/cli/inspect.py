@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as json_text
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from kvant.sizes import format_size
 from kvant.spec import spelled
 
 PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
+MOST_SAID = 300  # characters of what a writer said about a file
 
 
 class Line(NamedTuple):
@@ -221,6 +223,6 @@ def _show(told: Mapping[str, Any], lines: Sequence[Line]) -> None:
 def _said(name: str, value: Any) -> str:
     if name == "nbytes":
         return format_size(value)
-    if isinstance(value, dict):
-        return json_text.dumps(value)
+    if isinstance(value, dict):  # of a long conversation, say: --json has all of it
+        return shorten(json_text.dumps(value), MOST_SAID, placeholder=" ...")
     return "; ".join(value) if isinstance(value, list) else str(value)

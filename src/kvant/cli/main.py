@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvant.bench.endings import ending
+from kvant.bench.endings import command
 from kvant.cli.bench import bench
 from kvant.cli.chat import chat
 from kvant.cli.inspect import inspect
@@ -26,5 +26,4 @@ def about() -> None:
 
 def main() -> None:
     """The entry point that the installation makes."""
-    with ending():
-        app()
+    command(app)

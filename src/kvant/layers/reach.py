@@ -22,6 +22,6 @@ def check_reach(state: LayerState, to: int, where: str = "") -> None:
     if not 0 <= to <= state.length or state.reachable(to) != to:
         raise RewindError(
             f"{where}length {to} cannot be reached from {state.length}: the longest that can is "
-            f"{state.reachable(to)} (a window keeps `slack` rows to go back to, a recurrence its "
-            "checkpoints)"
+            f"{state.reachable(to)} (a window keeps `slack` rows to go back to: give the spec a "
+            "larger slack=N; a recurrence goes back to its checkpoints)"
         )

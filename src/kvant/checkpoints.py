@@ -11,12 +11,12 @@ from typing import Any
 from kvant import demo
 
 
-def load(name: str | None, *, trust_code: bool = False) -> tuple[Any, Any]:
+def load(name: str | None, *, flag: str = "--model", trust_code: bool = False) -> tuple[Any, Any]:
     """A model and its tokenizer: safetensors only, and none of its own code unless asked."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = _where(name)
-    with _loading(where):
+    where = _where(name, flag)
+    with _loading(where, flag):
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_code)
         model = AutoModelForCausalLM.from_pretrained(
             where, dtype="auto", use_safetensors=True, trust_remote_code=trust_code
@@ -28,24 +28,24 @@ def configuration(name: str | None) -> Any:
     """What a model says of itself, without its weights."""
     from transformers import AutoConfig
 
-    where = _where(name)
-    with _loading(where):
+    where = _where(name, "--model")
+    with _loading(where, "--model"):
         return AutoConfig.from_pretrained(where)
 
 
-def _where(name: str | None) -> str:
+def _where(name: str | None, flag: str) -> str:
     if name is None:
         return str(demo.PATH)
     folder = Path(name).expanduser()
     if folder.is_dir():
         return str(folder)
     if name.startswith((".", "/", "~")):
-        raise ValueError(f"--model {name}: there is no such folder")
+        raise ValueError(f"{flag} {name}: there is no such folder")
     return name
 
 
 @contextmanager
-def _loading(where: str) -> Iterator[None]:
+def _loading(where: str, flag: str) -> Iterator[None]:
     """Quiet, and in one line where it fails."""
     from transformers.utils import logging as host_logging
 
@@ -56,7 +56,7 @@ def _loading(where: str) -> Iterator[None]:
         yield
     except Exception as error:  # a broken checkpoint makes its readers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--model {where} cannot be loaded: {reason}") from error
+        raise ValueError(f"{flag} {where} cannot be loaded: {reason}") from error
 
 
 def skeleton(config: Any) -> Any:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+KVANT = str(Path(sys.executable).with_name("kvant"))
 WORDS = ("chat", "--max-new-tokens", "5")
 
 
@@ -81,6 +84,21 @@ def test_quit_and_reset(call: Any) -> None:
     assert call(*WORDS, typed="import os\n/quit\ndef f\n")[1] == once
     assert call(*WORDS, typed="import os\n/reset\nimport os\n")[1] == once * 2
     assert "/rewind" in call(*WORDS, typed="/help\n")[2]
+
+
+@pytest.mark.parametrize("command", ["run -", "chat"])
+def test_no_standard_input_is_no_traceback(command: str) -> None:
+    words = [KVANT, *command.split()]
+    done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True)
+    assert (done.returncode, done.stdout) == (2 if "run" in command else 0, b"")
+    assert done.stderr.count(b"\n") <= 1
+
+
+def test_a_system_message_beside_a_file_is_refused(call: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.kv"
+    call(*WORDS, typed=f"import os\n/save {file}\n")
+    code, out, error = call("chat", "--load", str(file), "--system", "Be brief.")
+    assert (code, out, error.count("\n")) == (2, "", 1)
 
 
 def test_wrong_options_are_one_line_and_exit_code_2(call: Any) -> None:

@@ -93,6 +93,8 @@ def test_a_text_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
         (("--kv-window-keep", "9", "--kv-cache", "raw,window=8,sinks=1"), "says sinks= too"),
         (("--kv-window-keep", "3"), "give --kv-window-size too"),
         (("--prompt", ""), "the prompt is empty"),
+        (("--prompt", "\udcff"), "no text in UTF-8"),
+        (("--draft", "./nowhere"), "--draft ./nowhere: there is no such folder"),
         (("-",), "the prompt is empty"),
         (("hello",), "a prompt is given with --prompt"),
         (("--file", "nowhere.txt"), "nowhere.txt cannot be read"),

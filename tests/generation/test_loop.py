@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 import kvant
 from generation.speakers import (
@@ -169,6 +170,9 @@ def test_a_cache_that_holds_tokens_is_refused_at_once() -> None:
         ({"kv_cache": "nonsense"}, "nonsense"),
         ({"prefill_chunk": 0}, "^prefill_chunk=0"),
         ({"max_context": 0}, "max_context=0"),
+        ({"seed": 1 << 65}, "seed="),
+        ({"prompt": (5, 128)}, "not from 0 to 128"),
+        ({"prompt": (5, -1)}, "not from 0 to 128"),
         ({"stop": [""]}, "not empty"),
     ],
     ids=str,
@@ -233,3 +237,8 @@ def test_a_function_is_a_callable_too() -> None:
 def test_a_spec_for_a_plain_callable_is_refused_at_once(options: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=r"kvant\.Cache"):
         generate(Small(), Numbers(), [1, 2], **options)
+
+
+def test_a_cache_of_others_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match="a cache of kvant's"):
+        wrong(kv_cache=DynamicCache())

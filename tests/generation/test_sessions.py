@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -19,12 +20,13 @@ from kvant import demo
 from kvant.generation import Session
 from kvant.generation.reader import shared_prefix
 
+TURN = {"message": "", "reply": "", "shared": 0, "tokens": [5] * 9, "begin": 3}
 TEMPLATE = (
     "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SPECS = ["raw", "affine4", "affine8,window=16,sinks=2"]
-FAMILIES = [DEMO, "llama", "gemma3", "falcon_h1", "qwen3_next", "mamba2"]
+FAMILIES = [DEMO, "llama", "gemma3", "falcon_h1", "qwen3_next", "mamba2", "mamba", "jamba"]
 
 
 def session_of(name: str, spec: str = "raw", **options: Any) -> Session:
@@ -120,7 +122,7 @@ def test_a_message_is_taken_back_whole() -> None:
     before, inside = session.turns[0].end, session.turns[1].begin
     tokens = session.tokens
     for wrong in (before + 1, inside, -1, len(tokens) + 1):
-        with pytest.raises(kvant.RewindError, match=f"length {wrong} "):
+        with pytest.raises(kvant.RewindError, match=f"length {wrong}:"):
             session.rewind(wrong)
     assert session.tokens == tokens
 
@@ -265,13 +267,17 @@ def test_files_of_others_are_refused_and_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"tokens": [5, "6"]},
-        {"tokens": [5]},
-        {"tokens": [-1, 2, 3, 4]},
-        {"turns": [{"message": "", "reply": "", "begin": 3, "end": 2}]},
-        {"turns": [{"message": 3, "reply": "", "begin": 1, "end": 9}]},
+        {"turns": [TURN | {"tokens": [5, "6"]}]},
+        {"turns": [TURN | {"tokens": [5, 6]}]},
+        {"turns": [TURN | {"tokens": [-1, 2, 3, 4, 5, 6, 7, 8, 9]}]},
+        {"turns": [TURN | {"tokens": [1 << 30] * 9}]},
+        {"turns": [TURN | {"begin": 9}]},
+        {"turns": [TURN | {"shared": 1}]},
+        {"turns": [TURN | {"message": 3}]},
         {"turns": [{"nonsense": 1}]},
+        {"turns": []},
         {"turns": None},
+        {"template": None},
         {"system": 5},
     ],
     ids=str,
@@ -317,7 +323,9 @@ def test_messages_are_laid_out_by_the_template(talker: Any) -> None:
 
 
 def test_a_template_reads_again_only_what_it_says_differently(talker: Any) -> None:
-    session, other = (Session(model_of(DEMO), talker, "affine8,prefill=stored") for _ in "ab")
+    spec = "affine8,prefill=stored"
+    session = Session(model_of(DEMO), talker, spec)
+    other = Session(model_of(DEMO), talker, spec, template=False)
     for message in ("import os", "def f", "class A"):
         tokens, begin = session.tokens, session.stats()["tokens_reused"]
         say(session, message)
@@ -326,6 +334,88 @@ def test_a_template_reads_again_only_what_it_says_differently(talker: Any) -> No
         assert max(0, min(shared, len(tokens) - 1)) == reused
     reply = session.tokens[session.turns[-1].begin :]
     assert say(other, session.tokens[: session.turns[-1].begin]) == reply
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", "jamba", "lfm2", DEMO])
+def test_a_reply_that_dies_is_kept_as_far_as_it_came(name: str, tmp_path: Path) -> None:
+    session, other = session_of(name), session_of(name)
+    steps = session.send(list(prompt_of(name)), max_new_tokens=9, ignore_end=True)
+    said = [next(steps).token, next(steps).token]
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    layers = model_of(name).model.layers
+    hook = layers[len(layers) // 2].register_forward_pre_hook(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        next(steps)
+    hook.remove()
+    say(other, [*prompt_of(name)], 2)
+    assert session.tokens == other.tokens == [*prompt_of(name), *said]
+    twin = session.fork()
+    session.save(tmp_path / "a.kv")
+    expected = say(other, [5, 6])
+    assert say(twin, [5, 6]) == say(session, [5, 6]) == expected
+
+
+def test_what_was_held_back_belongs_to_a_reply() -> None:
+    session, tokens = session_of("llama"), say(session_of("llama"), [5, 6], 3)
+    steps = session.send([5, 6], stop=[f"<{tokens[1]}>never"], ignore_end=True)
+    assert [next(steps).text, next(steps).text] == [f"<{tokens[0]}>", ""]
+    assert session.turns[0].reply == Numbers().decode(tokens[:2])
+
+
+SHORTENING = TEMPLATE.replace(
+    "{{ message.content }}", "{{ '-' if message.role == 'assistant' else message.content }}"
+)
+
+
+def test_a_template_may_shorten_what_is_past(talker: Any, tmp_path: Path) -> None:
+    talker.chat_template = SHORTENING
+    session = Session(model_of(DEMO), talker)
+    logs = []
+    for message, count in (("import os", 40), ("def f", 5), ("class A", 7)):
+        say(session, message, count)
+        logs.append(session.tokens)
+    assert len(logs[1]) < len(logs[0])
+    session.save(tmp_path / "a.kv")
+    loaded = Session.load(tmp_path / "a.kv", model_of(DEMO), talker)
+    assert (loaded.tokens, loaded.turns) == (session.tokens, session.turns)
+    for kept in (2, 1):
+        loaded.rewind(loaded.turns[kept - 1].end)
+        assert (loaded.tokens, len(loaded.turns)) == (logs[kept - 1], kept)
+    assert say(loaded, "def f", 5) == logs[1][-5:]
+
+
+def test_a_conversation_of_one_text_stays_one(talker: Any, tmp_path: Path) -> None:
+    session = Session(model_of(DEMO), talker, template=False)
+    say(session, "import os")
+    session.save(tmp_path / "a.kv")
+    loaded = Session.load(tmp_path / "a.kv", model_of(DEMO), talker)
+    assert say(loaded, "\ndef f") == say(session, "\ndef f")
+
+
+def test_a_template_takes_text_and_what_it_refuses_is_said(talker: Any) -> None:
+    session = Session(model_of(DEMO), talker)
+    with pytest.raises(ValueError, match="a chat template takes text"):
+        session.send([5, 6])
+    talker.chat_template = "{{ raise_exception('no users here') }}"
+    with pytest.raises(ValueError, match="no users here"):
+        session.send("hello")
+
+
+def test_tokens_may_come_in_any_numbers(tmp_path: Path) -> None:
+    expected = say(session_of("llama"), [5, 6, 7])
+    for tokens in (np.array([5, 6, 7]), torch.tensor([5, 6, 7])):
+        session = session_of("llama")
+        assert say(session, tokens) == expected
+        session.save(tmp_path / "a.kv")
+
+
+def test_who_asks_from_within_goes_on() -> None:
+    session = session_of("llama")
+    steps = session.send([5, 6], max_new_tokens=2, progress=lambda *counts: session.stats())
+    assert len(list(steps)) == 2
 
 
 @pytest.mark.parametrize(("wrong", "kind"), [([], ValueError), ([5] * 600, kvant.CapacityError)])

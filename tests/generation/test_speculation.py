@@ -114,6 +114,35 @@ def test_a_vocabulary_that_is_padded_differently(size: int) -> None:
     assert all(token < 128 for token in answers(draft=other, temperature=1.5, seed=0))
 
 
+def test_a_draft_model_with_a_shorter_context_stops_guessing() -> None:
+    short = build("gpt2", max_position_embeddings=32)
+    assert said("llama", draft=short, max_new_tokens=40) == said("llama", max_new_tokens=40)
+
+
+def test_drafts_do_not_pass_a_capacity() -> None:
+    full = len(prompt_of("llama")) + 9
+    given = {"kv_cache": f"raw,capacity={full}", "max_new_tokens": 10}
+    assert said("llama", **given, draft=model_of("llama")) == said("llama", **given)
+
+
+def test_a_hybrid_that_dies_as_a_draft_can_be_forked() -> None:
+    draft = build("falcon_h1")
+    session = kvant.Session(model_of("llama"), Numbers(), draft=draft)
+    steps = session.send([5, 6, 7], max_new_tokens=9)
+    next(steps)
+
+    def dies(*args: Any) -> None:
+        raise RuntimeError("out of luck")
+
+    hook = draft.model.layers[2].register_forward_pre_hook(dies)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        next(steps)
+    hook.remove()
+    twin = session.fork()
+    replies = [[s.token for s in one.send([8], max_new_tokens=9)] for one in (session, twin)]
+    assert replies[0] == replies[1]
+
+
 def test_an_unknown_draft_is_refused_at_once() -> None:
     with pytest.raises(ValueError, match="'ngram', a model"):
         begin("llama", draft="medusa")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from kvant.cli import options
-from kvant.cli.opening import Wanted
+from kvant.cli.opening import Wanted, checked_text
 from kvant.cli.reply import Reading, Reply, show
 from kvant.cli.verbs import HELP, Branches, told
 from kvant.errors import CacheError
@@ -47,6 +47,8 @@ def chat(
     wanted = Wanted(model, *cache, draft, load, trust_remote_code)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
+    if system is not None and load is not None:
+        raise ValueError("--system beside --load: the file says what the model was told first")
     session = wanted.session(template=True, system=system)
     talk = Talk(Branches(session), asked, wanted.spec, stats=stats, quiet=json)
     talk.until_end()
@@ -71,10 +73,10 @@ class Talk:
         return self.branches.now
 
     def until_end(self) -> None:
-        terminal = sys.stdin.isatty()
-        if terminal:
+        asking = sys.stdin is not None and sys.stdin.isatty()
+        if asking:
             show(HELP)
-        while (line := _line(terminal)) is not None:
+        while (line := _line(asking)) is not None:
             if line.startswith("/"):
                 if line.split()[0] in ("/quit", "/exit"):
                     return
@@ -104,9 +106,11 @@ class Talk:
             show(reply.line(self.spec, self.session.stats()))
 
 
-def _line(terminal: bool) -> str | None:
-    """The next message; None at the end."""
+def _line(asking: bool) -> str | None:
+    """The next message; None at the end. Standard output is for replies alone."""
+    if asking:
+        print("> ", end="", file=sys.stderr, flush=True)
     try:
-        return input("> " if terminal else "")
-    except (EOFError, KeyboardInterrupt):
+        return checked_text(input(), "what was typed")
+    except (EOFError, KeyboardInterrupt, RuntimeError):  # the last: there is no standard input
         return None

@@ -44,7 +44,7 @@ class Wanted:
                     raise ValueError(f"{flag} {value} beside --load: the file says how it is kept")
             check_readable(self.load, "--load")
 
-    def session(self, template: bool, system: str | None = None) -> Any:
+    def session(self, *, template: bool, system: str | None = None) -> Any:
         """Load the model, and begin or go on."""
         self.check()
         spec = "raw" if self.load is not None else self.spec
@@ -72,7 +72,7 @@ class Wanted:
     def _drafter(self) -> Any:
         if self.draft in (None, "ngram"):
             return self.draft
-        return load(self.draft, trust_code=self.trust_remote_code)[0]
+        return load(self.draft, flag="--draft", trust_code=self.trust_remote_code)[0]
 
 
 def check_readable(path: Path, flag: str) -> None:
@@ -84,3 +84,12 @@ def check_writable(path: Path, flag: str) -> None:
     """Said before the work, and not after it."""
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"{flag} {path}: the name of a file in a folder that exists is needed")
+
+
+def checked_text(text: str, where: str) -> str:
+    """Bytes that are no text come as lone surrogates, and no tokenizer takes them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where} is no text in UTF-8") from None
+    return text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -18,13 +18,14 @@ from transformers import PreTrainedModel
 from kvant.cache import Cache
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
-from kvant.hf import HostCache, cache_for, identity
+from kvant.hf import HostCache, cache_for, continues, identity
 from kvant.recipes import CacheSpec, LayerSpec
 
 Spec = str | LayerSpec | CacheSpec
 Call = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
 
 
+@runtime_checkable
 class Memory(Protocol):
     """A cache of one sequence: `kvant.Cache`, or the one of a host's model."""
 
@@ -33,9 +34,12 @@ class Memory(Protocol):
     @property
     def held(self) -> int: ...
     @property
+    def capacity(self) -> int | None: ...
+    @property
     def nbytes(self) -> int: ...
     @property
     def spec(self) -> CacheSpec: ...
+    def nbytes_after(self, coming: int, spec: Spec | None = None) -> int: ...
     def reachable(self, to: int) -> int: ...
     def rewind(self, to: int) -> None: ...
     def checkpoint(self) -> None: ...
@@ -55,6 +59,10 @@ class Decoder(Protocol):
     @property
     def context(self) -> int | None:
         """The longest sequence that the model knows positions for."""
+
+    @property
+    def continues(self) -> bool:
+        """Does a forward of several tokens go on from what the memory holds?"""
 
     @property
     def vocabulary(self) -> int | None:
@@ -112,12 +120,18 @@ class HostDecoder:
             )
         return cache
 
+    @property
+    def continues(self) -> bool:
+        return continues(self.model)
+
     def _configured(self, name: str) -> int | None:
         config = self.model.config.get_text_config(decoder=True)
         return cast("int | None", getattr(config, name, None))
 
     @torch.no_grad()
     def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
+        if memory is not None and memory.length and len(ids) > 1 and not self.continues:
+            return torch.cat([self.logits([token], memory) for token in ids])[-last:]
         device, first = self.model.device, 0 if memory is None else memory.length
         arguments: dict[str, Any] = {self._cache: memory, "use_cache": memory is not None}
         if self._positions:
@@ -136,6 +150,7 @@ class CallDecoder:
     """
 
     context: int | None = None
+    continues = True
     vocabulary: int | None = None
     end_tokens: frozenset[int] = frozenset()
     identity: str | None = None

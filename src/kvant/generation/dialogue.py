@@ -13,28 +13,45 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Turn:
-    """A message and its reply; the reply is tokens [begin, end) of the conversation."""
+    """A message and its reply, and all tokens that the model was shown and said, up to its end.
+
+    Those are the first `shared` tokens of the turn before, and `tokens` behind them: a template
+    may lay out what is past in another way than what is new. The reply begins at `begin`.
+    """
 
     message: str
     reply: str
+    shared: int
+    tokens: tuple[int, ...]
     begin: int
-    end: int
+
+    @property
+    def end(self) -> int:
+        return self.shared + len(self.tokens)
+
+
+def tokens_of(turns: Sequence[Turn]) -> list[int]:
+    """All tokens of a conversation, at the end of its last turn."""
+    tokens: list[int] = []
+    for turn in turns:
+        tokens[turn.shared :] = turn.tokens
+    return tokens
 
 
 class Dialogue(Protocol):
     """How a conversation is shown to a model."""
 
     system: str | None
+    template: bool
 
     def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
         """All tokens before the reply to `message`, behind `turns` that took `tokens`."""
 
-    def addressing(self, system: str | None) -> Dialogue:
-        """The same with another system message."""
-
 
 class Continuation:
     """One text: a message stands right behind what was said before it."""
+
+    template = False
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         self.tokenizer = tokenizer
@@ -45,25 +62,24 @@ class Continuation:
             return [*tokens, *self.tokenizer.encode(message, add_special_tokens=False)]
         return list(self.tokenizer.encode((self.system or "") + message))
 
-    def addressing(self, system: str | None) -> Continuation:
-        return Continuation(self.tokenizer, system)
-
 
 class Template:
     """Messages with roles, laid out as the model learned them."""
+
+    template = True
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.system = system
 
     def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
-        text = self.tokenizer.apply_chat_template(
-            self._messages(turns, message), tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                self._messages(turns, message), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program of the model's, and may raise anything
+            raise ValueError(f"the chat template of the model refuses this: {error}") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def addressing(self, system: str | None) -> Template:
-        return Template(self.tokenizer, system)
 
     def _messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
         said = [] if self.system is None else [("system", self.system)]

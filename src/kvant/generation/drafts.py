@@ -92,14 +92,17 @@ class DraftModel:
 
     def drafts(self, tokens: Sequence[int], most: int, aim: Aim) -> list[Draft]:
         text, drafts = list(tokens), list[Draft]()
-        known = self._reader.decoder.vocabulary
-        if known is not None and max(text) >= known:
+        decoder = self._reader.decoder
+        if decoder.vocabulary is not None and max(text) >= decoder.vocabulary:
             return []  # a smaller vocabulary, and a token that is not in it
+        if decoder.context is not None:
+            most = min(most, decoder.context - len(text) + 1)
         self._reader.memory.widen(most + 1)
-        logits = self._reader.prompt(text)
-        self._reader.memory.checkpoint()
         for count in range(most):
-            if count:
+            if count == 0:
+                logits = self._reader.prompt(text)
+                self._reader.memory.checkpoint()
+            else:
                 logits = self._reader.next(text)[-1]
             draft = aim.draft(logits, text)
             drafts.append(draft)

@@ -28,6 +28,7 @@ class Limits:
     stop: tuple[str, ...] = ()
     end_tokens: frozenset[int] = frozenset()
     max_context: int | None = None
+    vocabulary: int | None = None
     max_drafts: int = 8  # tokens that are guessed at once, where there is somebody to guess
 
     def __post_init__(self) -> None:
@@ -38,9 +39,12 @@ class Limits:
         if any(not string for string in self.stop):
             raise ValueError(f"stop={list(self.stop)}: strings that are not empty are needed")
 
-    def check_prompt(self, count: int) -> None:
+    def check_prompt(self, tokens: Sequence[int]) -> None:
+        count, most = len(tokens), self.vocabulary
         if count == 0:
             raise ValueError("the prompt has no tokens: give at least one")
+        if min(tokens) < 0 or (most is not None and max(tokens) >= most):
+            raise ValueError(f"a prompt with tokens that are not from 0 to {most}, without it")
         if self.max_context is not None and count >= self.max_context:
             raise CapacityError(
                 f"a prompt of {count} tokens for a context of {self.max_context}: shorten it, or "
@@ -63,6 +67,7 @@ class Run:
     tokenizer: Any
     drafter: Drafter = field(default_factory=NoDrafts)
     tokens: list[int] = field(default_factory=list)  # prompt and all that was said
+    text: Text | None = None
     said: int = 0
     drafts: int = 0
     drafts_accepted: int = 0
@@ -71,10 +76,10 @@ class Run:
         self, prompt: Sequence[int], progress: Progress | None = None
     ) -> Generator[Step, None, None]:
         """Continue `prompt`; what the memory shares with it is not read again."""
-        self.limits.check_prompt(len(prompt))
+        self.limits.check_prompt(prompt)
         self.tokens = list(prompt)
-        sampler, text = Sampler(self.sampling), Text(self.tokenizer, self.limits.stop)
-        drafts: list[Draft] = []
+        self.text = text = Text(self.tokenizer, self.limits.stop, self.tokens)
+        sampler, drafts = Sampler(self.sampling), list[Draft]()
         try:
             rows = self.reader.prompt(self.tokens, progress)[None]
             while True:
@@ -89,7 +94,7 @@ class Run:
                 ahead = [*self.tokens, *(draft.token for draft in drafts)]
                 rows = self.reader.next(ahead, len(drafts) + 1)
         finally:
-            self._level()
+            self.reader.align(self.tokens)
 
     def _step(self, sampler: Sampler, logits: Any, draft: Draft | None, text: Text) -> Step:
         if draft is None:
@@ -109,17 +114,19 @@ class Run:
 
     def _drafts(self, aim: Aim) -> list[Draft]:
         """Guesses, where at least one and the token behind it may still be said."""
-        most = min(self.limits.max_drafts, self.limits.left(self.said, len(self.tokens)) - 1)
+        length, capacity = len(self.tokens), self.reader.memory.capacity
+        most = min(self.limits.max_drafts, self.limits.left(self.said, length) - 1)
+        if capacity is not None:
+            most = min(most, capacity - length)
         drafts = self.drafter.drafts(self.tokens, most, aim) if most > 0 else []
         self.drafts += len(drafts)
         if drafts:
             self.reader.memory.widen(self.limits.max_drafts + 1)
         return drafts
 
-    def _level(self) -> None:
-        """Let the memory hold no more than what was said, without its newest token."""
-        if self.reader.memory.length >= len(self.tokens):
-            self.reader.align(self.tokens)
+    def rest(self) -> str:
+        """What was held back for a longer text, where that does not come any more."""
+        return "" if self.text is None else self.text.rest()
 
     def _reason(self, text: Text) -> FinishReason | None:
         if text.stopped:

@@ -7,6 +7,7 @@ conversation and drafts that were refused are the same to it. Knows neither text
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -29,6 +30,8 @@ class Reader:
     ) -> None:
         if chunk < 1:
             raise ValueError(f"prefill_chunk={chunk}: 1 or more is needed")
+        if not decoder.continues:
+            chunk = sys.maxsize
         self.decoder = decoder
         self.memory = memory
         self.strategy = strategy
@@ -45,9 +48,9 @@ class Reader:
     def prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Tensor:
         """The logits [vocabulary] after a prompt, read in chunks."""
         self.asked += len(tokens)
+        self.align(tokens)
         if not self.strategy.remembers(len(tokens)):
             return self.decoder.logits(list(tokens), None)[-1]
-        self.align(tokens)
         self.reused += self.memory.length
         return self._read(tokens, progress)[-1]
 
@@ -72,14 +75,16 @@ class Reader:
 
     def align(self, tokens: Sequence[int], last: int = 1) -> None:
         """Go back to what the memory shares with `tokens`, without the newest `last` of them."""
-        shared = min(shared_prefix(self.tokens, tokens), len(tokens) - last)
+        shared = max(0, min(shared_prefix(self.tokens, tokens), len(tokens) - last))
         self.memory.rewind(self.memory.reachable(shared))
         del self._tokens[self.memory.length :]
 
     def fork(self) -> Reader:
         """A second reader of the same tokens, independent of this one from now on."""
+        self.align(self.tokens, last=0)  # where a forward died, that is undone first
         twin = Reader(self.decoder, self.memory.fork(), self.strategy, self.chunk)
         twin.adopt(self.tokens)
+        twin.asked, twin.reused = self.asked, self.reused
         return twin
 
     def adopt(self, tokens: Sequence[int]) -> None:
@@ -100,8 +105,9 @@ class Reader:
     def _forward(self, tokens: Sequence[int], stop: int, last: int) -> Tensor:
         begin = self.memory.length
         self._tokens[begin:] = tokens[begin:stop]
+        self.strategy.relieve(self.memory, stop - begin)
         logits = self.decoder.logits(list(tokens[begin:stop]), self.memory, last)
-        self.strategy.relieve(self.memory)
+        self.strategy.relieve(self.memory, 0)
         return logits
 
 

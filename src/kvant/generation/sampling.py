@@ -39,6 +39,8 @@ class Sampling:
                 raise ValueError(f"{name}={value}: {least:g} to {most:g} is needed")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: 1 or more, or None for all tokens")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise ValueError(f"seed={self.seed}: a number of 64 bits is needed")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: more than 0 is needed")
 

@@ -10,15 +10,17 @@ import os
 import weakref
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from inspect import GEN_RUNNING, getgeneratorstate
+from reprlib import repr as short
 from typing import Any
 
 from kvant import files
 from kvant.errors import RewindError
 from kvant.generation.decoder import Memory, Spec, decoder_of
-from kvant.generation.dialogue import Turn, dialogue_of
+from kvant.generation.dialogue import Turn, dialogue_of, tokens_of
 from kvant.generation.drafts import Drafter, drafter_of
 from kvant.generation.loop import Limits, Run
-from kvant.generation.reader import Progress, Reader
+from kvant.generation.reader import Progress, Reader, shared_prefix
 from kvant.generation.sampling import Sampling
 from kvant.generation.step import Step
 from kvant.generation.strategy import strategy_of
@@ -50,6 +52,8 @@ class Session:
         """
         decoder = decoder_of(model)
         memory = decoder.memory(kv_cache) if isinstance(kv_cache, Spec) else kv_cache
+        if not isinstance(memory, Memory):
+            raise TypeError(f"kv_cache={short(kv_cache)}: a spec, or a cache of kvant's, is needed")
         if memory.length:
             raise ValueError(f"a cache of {memory.length} tokens: begin with an empty one")
         chosen = strategy_of(strategy, threshold, budget)
@@ -59,9 +63,10 @@ class Session:
         self.drafter = drafter_of(draft)
         self.limits = Limits(
             max_context=decoder.context if max_context is None else max_context,
+            vocabulary=decoder.vocabulary,
             max_drafts=max_drafts,
         )
-        self._tokens: list[int] = []
+        self._tokens: list[int] = []  # those of the last turn
         self._turns: list[Turn] = []
         self._drafts = self._drafts_accepted = 0
         self._stream: weakref.ref[Generator[Step, None, None]] | None = None
@@ -110,9 +115,11 @@ class Session:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         if isinstance(message, str):
             prompt = self.dialogue.prompt(self._turns, self._tokens, message)
+        elif self.dialogue.template:
+            raise ValueError("tokens as a message: a chat template takes text (or template=False)")
         else:
-            prompt, message = [*self._tokens, *message], ""
-        limits.check_prompt(len(prompt))
+            prompt, message = [*self._tokens, *(int(token) for token in message)], ""
+        limits.check_prompt(prompt)
         run = Run(self.reader, sampling, limits, self.tokenizer, self.drafter)
         stream = self._reply(run, prompt, message, progress)
         self._stream = weakref.ref(stream)  # who drops it has ended the reply
@@ -121,21 +128,10 @@ class Session:
     def rewind(self, to: int) -> None:
         """Go back to length `to`: a reply may be cut short, a message is taken back whole."""
         self._settle()
-        if not 0 <= to <= len(self._tokens):
-            raise RewindError(f"length {to} of a conversation of {len(self._tokens)} tokens")
-        kept = [turn for turn in self._turns if turn.end <= to]
-        before = kept[-1].end if kept else 0
-        if to > before:
-            cut = self._turns[len(kept)]
-            if to <= cut.begin:
-                raise RewindError(
-                    f"length {to} lies within a message: {before} is before it, and from "
-                    f"{cut.begin + 1} on there is something of its reply"
-                )
-            said = self.tokenizer.decode(self._tokens[cut.begin : to], skip_special_tokens=True)
-            kept.append(replace(cut, reply=said, end=to))
-        self._turns, self._tokens = kept, self._tokens[:to]
-        self.reader.align(self._tokens)
+        kept = self._until(to)
+        tokens = tokens_of(kept)
+        self.reader.align(tokens)
+        self._turns, self._tokens = kept, tokens
 
     def reset(self) -> None:
         """Begin a new conversation."""
@@ -154,16 +150,17 @@ class Session:
         """Write the conversation and its memory to a file, for `load` to continue."""
         self._settle()
         model = self.reader.decoder.identity
-        said = Transcript(tuple(self._tokens), tuple(self._turns), self.dialogue.system, model)
+        said = Transcript(tuple(self._turns), self.dialogue.system, self.dialogue.template, model)
         files.save(self.memory, path, about=said.about())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any) -> Session:
         """The conversation in a file, with the model that held it."""
         saved = files.read(path)
-        Transcript.of(path, saved.about).check_model(path, decoder_of(model).identity)
+        said = Transcript.of(path, saved.about)
+        said.check_model(path, decoder_of(model).identity)
         with refusing(path):
-            session = cls(model, tokenizer, saved.spec)
+            session = cls(model, tokenizer, saved.spec, template=said.template)
         session._become(path, saved)
         return session
 
@@ -191,11 +188,30 @@ class Session:
         with refusing(path):
             memory = old.decoder.memory(saved.spec)
             memory.restore(saved.snapshot)
-            said.check_held(memory.length)
+            tokens = said.tokens(memory.length, old.decoder.vocabulary)
         self.reader = Reader(old.decoder, memory, old.strategy, old.chunk)
-        self.reader.adopt(said.tokens[: memory.length])
-        self.dialogue = self.dialogue.addressing(said.system)
-        self._tokens, self._turns = list(said.tokens), list(said.turns)
+        self.reader.adopt(tokens[: memory.length])
+        self.dialogue = dialogue_of(self.tokenizer, said.system, said.template)
+        self._tokens, self._turns = tokens, list(said.turns)
+
+    def _until(self, to: int) -> list[Turn]:
+        """The turns up to a length that the conversation had, the newest such."""
+        if to == 0:
+            return []
+        for index in reversed(range(len(self._turns))):
+            turn, before = self._turns[index], self._turns[:index]
+            if turn.begin < to <= turn.end:
+                cut = replace(turn, tokens=turn.tokens[: to - turn.shared])
+                said = tokens_of([*before, cut])[turn.begin :]
+                text = turn.reply
+                if to < turn.end:
+                    text = self.tokenizer.decode(said, skip_special_tokens=True)
+                return [*before, replace(cut, reply=text)]
+        ends = [0, *(turn.end for turn in self._turns)]
+        raise RewindError(
+            f"length {to}: replies can be cut short, but a message is taken back whole; the turns "
+            f"end at {ends}"
+        )
 
     def _reply(
         self, run: Run, prompt: list[int], message: str, progress: Progress | None
@@ -214,15 +230,16 @@ class Session:
         self._drafts += run.drafts
         self._drafts_accepted += run.drafts_accepted
         if run.said:
+            shared = shared_prefix(self._tokens, prompt)
+            tokens = tuple(run.tokens[shared:])
+            self._turns.append(Turn(message, said + run.rest(), shared, tokens, len(prompt)))
             self._tokens = run.tokens
-            self._turns.append(Turn(message, said, len(prompt), len(run.tokens)))
-            self.memory.checkpoint()
-        else:
-            self.reader.align(self._tokens)
+        self.reader.align(self._tokens)  # undoes a forward that died
+        self.memory.checkpoint()
 
     def _settle(self) -> None:
         """A reply that nobody asks for any more ends here."""
         stream = None if self._stream is None else self._stream()
-        if stream is not None:
+        if stream is not None and getgeneratorstate(stream) != GEN_RUNNING:  # or asked from within
             stream.close()
-        self._stream = None
+            self._stream = None

@@ -16,13 +16,16 @@ CONTEXT = 8  # tokens that a tokenizer may look back at when it puts text togeth
 class Text:
     """The text of a growing list of tokens."""
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()
+    ) -> None:
+        """`before` are tokens that it stands behind: a tokenizer may join words to them."""
         self.tokenizer = tokenizer
         self.stop = tuple(stop)
         self.stopped = False
-        self._tokens: list[int] = []
+        self._tokens = list(before[-CONTEXT:])
         self._first = 0  # of the tokens that are decoded again
-        self._said = 0  # tokens whose text is certain
+        self._said = len(self._tokens)  # tokens whose text is certain
         self._held = ""  # text that may become a stop string
 
     def add(self, token: int) -> str:

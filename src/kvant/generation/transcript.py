@@ -7,25 +7,24 @@ with the file's name, before anything changes.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvant.errors import CacheError, CacheFileError
-from kvant.generation.dialogue import Turn
+from kvant.generation.dialogue import Turn, tokens_of
 
 ENTRY = "session"
-MAX_TOKEN = 1 << 31
 
 
 @dataclass(frozen=True)
 class Transcript:
-    """All tokens of a conversation, and how they came about."""
+    """All turns of a conversation, and how they came about."""
 
-    tokens: tuple[int, ...]
     turns: tuple[Turn, ...]
     system: str | None
+    template: bool
     model: str | None  # whose tokens and rows they are, where that is known
 
     def about(self) -> dict[str, Any]:
@@ -38,8 +37,8 @@ class Transcript:
             raise CacheFileError(f"{path}: a cache, but no conversation: kvant.load reads it")
         with refusing(path):
             said = about[ENTRY]
-            turns = tuple(Turn(**turn) for turn in said["turns"])
-            made = cls(tuple(said["tokens"]), turns, said["system"], said["model"])
+            turns = [Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in said["turns"]]
+            made = cls(tuple(turns), said["system"], said["template"], said["model"])
             made._check()
         return made
 
@@ -50,27 +49,34 @@ class Transcript:
                 "load the model that wrote it"
             )
 
-    def check_held(self, held: int) -> None:
-        """Does a memory of so many tokens belong to it?"""
-        if held > len(self.tokens):
-            raise ValueError(f"{held} tokens in memory, {len(self.tokens)} were said")
+    def tokens(self, held: int, vocabulary: int | None) -> list[int]:
+        """All of them, if a memory of `held` tokens and a model of that vocabulary fit."""
+        tokens = tokens_of(self.turns)
+        if held > len(tokens):
+            raise ValueError(f"{held} tokens in memory, {len(tokens)} were said")
+        if vocabulary is not None and max(tokens, default=0) >= vocabulary:
+            raise ValueError(f"token {max(tokens)} of a vocabulary of {vocabulary}")
+        return tokens
 
     def _check(self) -> None:
-        if any(type(token) is not int or not 0 <= token < MAX_TOKEN for token in self.tokens):
-            raise ValueError("tokens that are no numbers of tokens")
+        if not isinstance(self.template, bool):
+            raise ValueError("a template that is neither used nor not")
         if not all(isinstance(text, str | None) for text in (self.system, self.model)):
             raise ValueError("a system message or a model that is no text")
-        places = [place for turn in self.turns for place in (turn.begin, turn.end)]
-        if any(type(place) is not int for place in places) or places != sorted(places):
-            raise ValueError("turns that are out of order")
-        if places and not 0 <= places[0] <= places[-1] == len(self.tokens):
-            raise ValueError("turns that are not those of the tokens")
-        if not all(isinstance(text, str) for text in _texts(self.turns)):
-            raise ValueError("turns that are no text")
+        before = 0
+        for turn in self.turns:
+            _check_turn(turn, before)
+            before = turn.end
 
 
-def _texts(turns: Sequence[Turn]) -> list[Any]:
-    return [text for turn in turns for text in (turn.message, turn.reply)]
+def _check_turn(turn: Turn, before: int) -> None:
+    numbers = (turn.shared, turn.begin, *turn.tokens)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("a turn with what is no number of a token, or of tokens")
+    if not (turn.shared <= before and turn.begin < turn.end):
+        raise ValueError("a turn that does not fit behind the one before")
+    if not isinstance(turn.message, str) or not isinstance(turn.reply, str):
+        raise ValueError("a turn that is no text")
 
 
 @contextmanager

@@ -17,6 +17,10 @@ from kvant.errors import SpecError
 from kvant.recipes import CacheSpec, LayerSpec
 from kvant.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, fitted
 
+# Their forwards of several tokens begin anew, whatever state there is (seen in 5.23, where the
+# host's own cache gives the same wrong logits): behind other tokens they take one at a time.
+BEGINNING_ANEW = ("mamba", "falcon_mamba", "jamba", "zamba")
+
 
 @dataclass(frozen=True)
 class HostLayer:
@@ -75,6 +79,11 @@ def _decoder_layers(config: Any, count: int) -> int:
         return count
     told = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
     return next((number for number in told if number is not None), count)
+
+
+def continues(model: PreTrainedModel) -> bool:
+    """Does a forward of several tokens go on from what the cache holds?"""
+    return model.config.model_type not in BEGINNING_ANEW
 
 
 def unfolding(model: PreTrainedModel) -> Iterator[Any]:

@@ -43,9 +43,18 @@ class Verbs:
         return self.states.held
 
     @property
+    def capacity(self) -> int | None:
+        """The length that no layer passes; None where only memory is the limit."""
+        return self.states.capacity
+
+    @property
     def nbytes(self) -> int:
         """Bytes allocated, without those of layers that only the host understands."""
         return self.states.nbytes
+
+    def nbytes_after(self, coming: int, spec: str | LayerSpec | CacheSpec | None = None) -> int:
+        """Bytes after so many more tokens, recoded to `spec` first where one is given."""
+        return self.states.nbytes_after(coming, None if spec is None else self._recoded(spec))
 
     def reachable(self, to: int) -> int:
         """The longest length <= `to` that every layer can go back to."""
@@ -71,12 +80,9 @@ class Verbs:
 
     def recode(self, spec: str | LayerSpec | CacheSpec) -> None:
         """Store the same tokens by another spec, within what the model lets its layers see."""
-        self._check_ours("recode")
-        full = recipes(self.described, spec)
-        if not isinstance(spec, CacheSpec):
-            full = within(self.spec, full)
+        full = self._recoded(spec)
         self._expire()
-        self.states.recode(full.widened(self.context.slack))
+        self.states.recode(full)
         for layer in self._attending():
             layer.narrow = narrows(layer.described, layer.recipe)
 
@@ -113,6 +119,14 @@ class Verbs:
     def explain(self) -> Explanation:
         """How each layer is stored, and whether attention is computed on the stored bytes."""
         return Explanation.of(self.described, self.context)
+
+    def _recoded(self, spec: str | LayerSpec | CacheSpec) -> CacheSpec:
+        """One recipe a layer, as a recode leaves them."""
+        self._check_ours("recode")
+        full = recipes(self.described, spec)
+        if not isinstance(spec, CacheSpec):
+            full = within(self.spec, full)
+        return full.widened(self.context.slack)
 
     def _attending(self) -> list[AttentionLayer]:
         return [layer for layer in self.layers if isinstance(layer, AttentionLayer)]

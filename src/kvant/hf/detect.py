@@ -29,6 +29,7 @@ class HostLayer:
     type: str
     options: Mapping[str, Any]  # of the host's own class for this type
     latent: int | None = None  # channels of the compressed rows that keys and values unfold from
+    packs: bool = True  # the model has grouped queries, which the host packs for one token
 
     @property
     def attends(self) -> bool:
@@ -65,8 +66,9 @@ def host_layers(model: PreTrainedModel) -> tuple[HostLayer, ...]:
     if unknown:
         raise SpecError(f"layers of {', '.join(unknown)}: this transformers cannot cache them")
     latents = {module.layer_idx: module.kv_lora_rank for module in unfolding(model)}
+    packs = any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
     layers = [
-        HostLayer(kind, extra, latents.get(index))
+        HostLayer(kind, extra, latents.get(index), packs)
         for index, (kind, extra) in enumerate(zip(types, options, strict=False))
     ]
     count = _decoder_layers(model.config, len(layers))

@@ -102,7 +102,8 @@ def _intercepted(
     # A causal mask is laid to the upper left corner there: ours only where the two are one.
     if source is None or dropout_p or (is_causal and query.shape[2] != key.shape[2]):
         return None
-    return source.attend(query, Question(attn_mask, scale, causal=is_causal))
+    packable = not (is_causal or enable_gqa)
+    return source.attend(query, Question(attn_mask, scale, causal=is_causal, packable=packable))
 
 
 def _with_axis(handle: Handle, index: Any) -> Handle | None:

@@ -155,6 +155,7 @@ class AttentionLayer(CacheLayerMixin):
             shown = min(view.columns - count, self.described.window - 1) + count
         stored = stored and self.recipe.seals  # raw rows are the same for every query
         reading = self.kind(view, count, shown, self.dtype, self.notes, self.narrow, stored)
+        reading.packs = self.described.packs
         self._reading = weakref.ref(reading)
         return reading
 

@@ -39,6 +39,7 @@ class Question:
     causal: bool = True
     softcap: float | None = None
     sink_logits: Tensor | None = None
+    packable: bool = False  # the queries may be heads, laid out so by the host
 
 
 class Source(Protocol):
@@ -63,6 +64,8 @@ class Reading:
     notes: Notes
     narrow: bool = False  # the view's window is not the model's
     stored: bool = False  # each token of a chunk sees rows of its own
+    packs: bool = True  # some layer of the host has grouped queries
+    grouped: bool = False  # and so has the one that these rows are of: it was seen
     current: bool = True
     unpacked: bool = False
 
@@ -73,12 +76,10 @@ class Reading:
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
         self.check_current()
         mask, asked = question.mask, q.shape
-        if self.count == 1 and q.shape[2] > 1:
-            # For one token the host lays the heads of a group out as queries (`pack_gqa`).
-            q = q.reshape(q.shape[0], -1, 1, q.shape[3])
-            if mask is not None and mask.shape[1] * mask.shape[2] > 1:
-                mask = mask.reshape(mask.shape[0], -1, 1, mask.shape[3])
-        if not self.fits(q):
+        packed = self.packed(q, question)
+        if packed:
+            q, mask = as_heads(q, mask)
+        if packed is None or not self.fits(q):
             return None
         seen = rule_of(self.view, q.shape[2], mask, question.causal, self.narrow)
         if seen is None:
@@ -105,6 +106,22 @@ class Reading:
             rows = rows[..., : self.view.value_dim]
         return rows.to(self.dtype).contiguous()
 
+    def packed(self, q: Tensor, question: Question) -> bool | None:
+        """Are these the heads of the newest token, those of a group laid out as its queries?
+
+        The host does so for one token (`pack_gqa`), which may be the last of several. Sizes cannot
+        tell: as many tokens as a group has heads look the same. None: nothing can tell.
+        """
+        heads, mask = self.view.keys.dense.shape[1], question.mask
+        self.grouped |= q.shape[1] > heads
+        if not question.packable or q.shape[1] != heads or q.shape[2] == 1:
+            return False
+        if mask is not None and heads > 1 and mask.shape[1:3] == (1, q.shape[2]):
+            return False  # a row for each query is one for each token: all heads share it
+        if self.count == 1 or self.grouped:
+            return True
+        return None if self.packs else False
+
     def fits(self, q: Tensor) -> bool:
         """Are these the queries of the tokens that were appended, or of the last of them?"""
         batch, heads, _, dim = self.view.keys.dense.shape
@@ -129,6 +146,13 @@ class Reading:
             self.unpacked = True
 
 
+def as_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Each query as one more head, at the newest column."""
+    if mask is not None and mask.shape[1] * mask.shape[2] > 1:
+        mask = mask.expand(-1, *q.shape[1:3], -1).flatten(1, 2).unsqueeze(2)
+    return q.flatten(1, 2).unsqueeze(2), mask
+
+
 class CrossReading(Reading):
     """Rows of an encoder: every query sees all of them, however many queries there are."""
 
@@ -138,13 +162,9 @@ class CrossReading(Reading):
         batch, heads, _, dim = self.view.keys.dense.shape
         if q.shape[::3] != (batch, dim) or q.shape[1] % heads or q.shape[2] == 0:
             return None
-        groups, count = q.shape[1] // heads, q.shape[2]
-        folded = q.reshape(batch, heads * groups * count, 1, dim)
-        mask = dense(question.mask, "a mask over an encoder's rows")
-        if mask is not None:
-            self.notes.masks += 1
-            mask = mask.expand(-1, heads * groups, count, -1).flatten(1, 2).unsqueeze(2)
+        folded, mask = as_heads(q, dense(question.mask, "a mask over an encoder's rows"))
+        self.notes.masks += mask is not None
         out = attend(folded, self.view, mask=mask, scale=question.scale, softcap=question.softcap)
         assert isinstance(out, Tensor)
         self.notes.fused += 1
-        return out.reshape(batch, heads * groups, count, -1)
+        return out.reshape(*q.shape[:3], -1)

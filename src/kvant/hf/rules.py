@@ -37,9 +37,11 @@ def rule_of(
         if causal or count == 1:
             return view, view.mask
         return (view, Mask(causal=False)) if view.mask == Mask() else None
-    padding = _padding_of(view, mask)
+    padding = _padding_of(view, mask) if count == 1 else None
     if padding is not None and _agree(view, padding):
         return padded(view, padding), view.mask
+    if mask.shape[2] == 1:
+        mask = mask.expand(-1, -1, count, -1)  # one row for all
     return view, within_window(view, count, mask) if narrow else mask
 
 

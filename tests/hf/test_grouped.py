@@ -1,0 +1,192 @@
+"""One token's query heads laid out as queries are not so many tokens, however many there are.
+
+For one token the host's attention packs the heads of a group side by side (`pack_gqa`), and some
+models ask for the last token of a chunk only: so a chunk of as many tokens as a group has heads is
+the one that shows who confuses the two.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DynamicCache, PreTrainedModel
+from transformers.integrations.sdpa_attention import repeat_kv
+
+import kvant
+from hf.expected import reading
+from hf.parity import TOLERANCE, Cell, Way, handed, model_of, small_pages
+from hf.zoo import build, names
+from kvant import UnsupportedView
+from kvant.hf.detect import continues
+
+PROMPT, CHUNKS = 18, (2, 4, 3, 2)  # groups of the zoo have 2 heads, or 4 with one head of keys
+STEP = 0.02  # of 8 bits, in logits relative to how far they spread
+WAYS: tuple[Way, ...] = ("stock", "attached")
+CHANGES = (
+    {"num_key_value_heads": 1},
+    {"num_key_value_heads": 2},
+    {"num_key_value_heads": 4},
+    {"num_key_value_heads": 2, "global_head_dim": 288},  # too wide for PyTorch's grouped queries
+)
+
+
+def tokens(count: int) -> Tensor:
+    return torch.randint(3, 128, (1, count), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def last_logits(
+    model: PreTrainedModel, cache: Any, prompt: int = PROMPT, chunks: tuple[int, ...] = CHUNKS
+) -> Tensor:
+    """After each of the chunks of one text, as a reader asks for them: of the last token only."""
+    cuts = [0, *itertools.accumulate(chunks, initial=prompt)]
+    ids, takes = tokens(cuts[-1]), inspect.signature(model.forward).parameters
+    logits = []
+    for start, stop in itertools.pairwise(cuts):
+        given: dict[str, Any] = {"past_key_values": cache, "use_cache": True}
+        if "position_ids" in takes:
+            given["position_ids"] = torch.arange(start, stop)[None]
+        if "logits_to_keep" in takes:
+            given["logits_to_keep"] = 1
+        logits.append(model(ids[:, start:stop], **given).logits[0, -1])
+    return torch.stack(logits)
+
+
+def apart(ours: Tensor, theirs: Tensor) -> float:
+    return float((ours - theirs).abs().max() / theirs.std())
+
+
+def check(model: PreTrainedModel, plain: PreTrainedModel, way: Way) -> None:
+    expected = last_logits(plain, DynamicCache(config=plain.config))
+    with handed(model, way, "raw"):
+        assert apart(last_logits(model, kvant.cache_for(model)), expected) < TOLERANCE
+
+
+def check_stored(model: PreTrainedModel, way: Way, spec: Any) -> None:
+    """By the rule a chunk gives what its tokens would give one by one.
+
+    Where the noise of float32 turns a code over, a whole step of the format is compared.
+    """
+    single = (1,) * sum(CHUNKS)
+    with handed(model, way, spec):
+        chunked = last_logits(model, kvant.cache_for(model, spec))
+        singly = last_logits(model, kvant.cache_for(model, spec), chunks=single)
+    ends = torch.tensor([0, *itertools.accumulate(CHUNKS)])
+    assert apart(chunked, singly[ends]) < STEP
+
+
+DECODERS = [n for n in names("decoder", "hybrid") if continues(model_of(n))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_chunk_as_long_as_a_group(name: str, way: Way) -> None:
+    check(model_of(name), model_of(name, "eager"), way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_chunk_of_stored_rows_as_long_as_a_group(name: str, way: Way) -> None:
+    """It is served where attention reads pages, and else it is right or refused."""
+    spec = small_pages("affine8", prefill="stored")
+    try:
+        check_stored(model_of(name), way, spec)
+    except UnsupportedView:
+        assert reading(Cell(name, "affine8", 1, "chunked", way)) == "materialized"
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
+@pytest.mark.parametrize("spec", ["raw", "stored", "narrow"])
+def test_shared_layers_whatever_the_groups(spec: str, changes: dict[str, int], way: Way) -> None:
+    model = build("gemma4", **changes)
+    if spec == "raw":
+        check(model, build("gemma4", **changes, attn_implementation="eager"), way)
+    elif spec == "stored":
+        check_stored(model, way, small_pages("affine8", prefill="stored"))
+    else:
+        check_stored(model, way, "raw,window=4")
+
+
+# ---- what PyTorch's attention is asked on a pair of handles, it answers as on dense rows
+
+
+def handles(model: PreTrainedModel, heads: int, count: int) -> tuple[Tensor, Tensor]:
+    cache, dim = kvant.cache_for(model), 16
+    for length in (9, count):
+        pairs = [cache.update(*torch.randn(2, 1, heads, length, dim), layer) for layer in range(4)]
+    keys, values = pairs[-1]
+    return keys, values
+
+
+MASKS = ("none", "causal", "row", "rows", "row a head", "rows a head")
+
+
+def mask_of(kind: str, heads: int, queries: int, columns: int) -> Tensor | None:
+    if kind in ("none", "causal"):
+        return None
+    shape = (1, heads if "head" in kind else 1, queries if "rows" in kind else 1, columns)
+    mask = torch.rand(shape) < 0.5
+    mask[..., -1] = True
+    return mask
+
+
+@pytest.mark.parametrize("name", ["llama", "phi"])  # with groups, and without
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_question_on_handles_is_taken_by_its_word(name: str, kind: str, heads: int) -> None:
+    model = build(name)
+    for count, queries, groups in itertools.product((1, 2, 3), (1, 2, 3), (1, 2)):
+        torch.manual_seed(0)
+        keys, values = handles(model, heads, count)
+        q = torch.randn(1, heads * groups, queries, 16)
+        asked: dict[str, Any] = {
+            "attn_mask": mask_of(kind, heads * groups, queries, 9 + count),
+            "is_causal": kind == "causal",
+            "enable_gqa": groups > 1,
+        }
+        ours = [scaled_dot_product_attention(q, keys, values, **asked) for _ in range(2)]
+        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **asked)
+        for out in ours:
+            assert torch.allclose(out, theirs, atol=1e-5), (count, queries, groups)
+
+
+def test_a_question_after_grouped_ones_is_taken_by_its_word() -> None:
+    """Where groups were seen, queries on the heads of keys are those of one token."""
+    model = build("llama")
+    for kind, queries in itertools.product(MASKS, (2, 3)):
+        torch.manual_seed(0)
+        keys, values = handles(model, 2, queries)
+        mask = mask_of("rows", 4, queries, 9 + queries)
+        twice = repeat_kv(keys, 2), repeat_kv(values, 2)
+        scaled_dot_product_attention(torch.randn(1, 4, queries, 16), *twice, attn_mask=mask)
+        asked = {
+            "attn_mask": mask_of(kind, 2, queries, 9 + queries),
+            "is_causal": kind == "causal",
+        }
+        q = torch.randn(1, 2, queries, 16)
+        ours = scaled_dot_product_attention(q, keys, values, **asked)
+        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **asked)
+        assert torch.allclose(ours, theirs, atol=1e-5), (kind, queries)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MASKS if kind != "causal"])
+def test_queries_of_an_encoders_rows_are_taken_by_their_word(kind: str) -> None:
+    for heads, queries, groups in itertools.product((1, 2), (1, 2, 3), (1, 2)):
+        torch.manual_seed(0)
+        cache = kvant.cache_for(build("bart")).cross_attention_cache
+        for layer in range(2):
+            cache.update(*torch.randn(2, 1, heads, 9, 16), layer)
+        keys, values = cache.layers[0].keys, cache.layers[0].values
+        q = torch.randn(1, heads * groups, queries, 16)
+        mask = mask_of(kind, heads * groups, queries, 9)
+        asked: dict[str, Any] = {"attn_mask": mask, "enable_gqa": groups > 1}
+        ours = scaled_dot_product_attention(q, keys, values, **asked)
+        theirs = scaled_dot_product_attention(q, keys.clone(), values.clone(), **asked)
+        assert torch.allclose(ours, theirs, atol=1e-5), (heads, queries, groups)

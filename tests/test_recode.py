@@ -235,3 +235,30 @@ def test_one_recipe_serves_all() -> None:
     cache.recode(layer("affine8"))
     assert cache.spec == CacheSpec((layer("affine8"),) * 2)
     assert isinstance(cache.spec.layers[0], LayerSpec)
+
+
+@pytest.mark.parametrize("coming", [0, 1, 70, 600])
+@pytest.mark.parametrize("count", [40, 300, 1000])
+@pytest.mark.parametrize("text", ["raw", "affine8", "affine4,sinks=3", "raw,step=1", "turbo4v2"])
+def test_what_a_recode_would_take_is_known_before(text: str, count: int, coming: int) -> None:
+    for other in (None, "affine8", "affine4,tail=20", "turbo4v2,window=90,sinks=4", "bf16,step=64"):
+        cache = grown(text, count)
+        foreseen, before = cache.nbytes_after(coming, other), cache.nbytes
+        assert (cache.nbytes, cache.spec) == (before, parse(text, 2))  # nothing has happened
+        if other is not None:
+            cache.recode(other)
+        if coming:
+            forward(cache, coming)
+        assert cache.nbytes == foreseen, other
+
+
+def test_before_the_first_rows_nothing_is_known() -> None:
+    cache = Cache(2, "raw")
+    assert cache.nbytes_after(100) == cache.nbytes_after(100, "affine8") == 0
+
+
+def test_memory_that_is_there_stays_after_a_rewind() -> None:
+    cache = grown("raw", 1000)
+    before = cache.nbytes
+    cache.rewind(10)
+    assert cache.nbytes_after(5) == before > cache.nbytes_after(5, "affine8")

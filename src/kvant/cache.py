@@ -113,6 +113,17 @@ class Cache:
         """Bytes of rows that are there."""
         return self._states.nbytes_used
 
+    def nbytes_after(self, coming: int, spec: str | LayerSpec | CacheSpec | None = None) -> int:
+        """Bytes allocated after so many more tokens, recoded to `spec` first where one is given.
+
+        Before the first rows nobody knows how large they are: 0. Checkpoints are not foreseen.
+        """
+        full = self.spec if spec is None else succeeding(self.spec, self._asked(spec))
+        length, parts = self._settled().length + coming, self._states.parts
+        return sum(
+            state.nbytes_after(length, full.layers[int(name)]) for name, state in parts.items()
+        )
+
     def reachable(self, to: int) -> int:
         """The longest length <= `to` that every layer can go back to."""
         return self._settled().reachable(min(to, self.length))

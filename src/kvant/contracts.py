@@ -353,6 +353,9 @@ class LayerState(Protocol):
     def nbytes_used(self) -> int:
         """Bytes of rows that are there."""
 
+    def nbytes_after(self, length: int, recipe: Any) -> int:
+        """Bytes allocated once `length` tokens were seen, by a recipe of the same kind."""
+
     @property
     def tally(self) -> Tally: ...
     def append(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -117,13 +117,7 @@ def _nbytes(recipe: Recipe, layer: LayerShape, sequences: int, context: int) -> 
 
 
 def _rows(recipe: LayerSpec, layer: LayerShape, sequences: int, context: int) -> int:
-    geometry = _geometry(recipe, layer, sequences)
-    dense, sealed = geometry.dense(recipe), geometry.sealed(recipe)
-    rows = dense.growth.slots(_least(context, dense.growth.bound)) * dense.unit_nbytes
-    due = recipe.paging.due(context)
-    pages = sealed.growth.slots(_least(due, sealed.growth.bound)) if due else 0
-    sinks = sum(tensor.nbytes for tensor in geometry.sinks(recipe).values())
-    return rows + pages * sealed.unit_nbytes + sinks
+    return _geometry(recipe, layer, sequences).room(recipe).nbytes(context)
 
 
 def _token(recipe: Recipe, layer: LayerShape) -> float:
@@ -153,10 +147,6 @@ def _capacity(recipe: Recipe) -> int | None:
         limits = (_capacity(part) for _, part in recipe.parts)
         return min((limit for limit in limits if limit is not None), default=None)
     return recipe.capacity if isinstance(recipe, LayerSpec) else None
-
-
-def _least(need: int, bound: int | None) -> int:
-    return need if bound is None else min(need, bound)
 
 
 def _geometry(recipe: LayerSpec, layer: LayerShape, sequences: int) -> Geometry:

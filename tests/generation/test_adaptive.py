@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 import kvant
 from generation.speakers import DEMO, begin, model_of, prompt_of, said
-from kvant.generation.adaptive import steps_down
+from kvant import Cache, CacheSpec
+from kvant.generation.adaptive import LADDER, Adaptive, steps_down, words
+from kvant.retention import Window
 from kvant.spec import parse
+from layers.tagged import forward
 
 BUDGET = 1_200_000
 
@@ -23,19 +26,27 @@ def attached() -> Any:
     kvant.detach(model)
 
 
+def grown(spec: str, count: int, num_layers: int = 2, dim: int = 64) -> Cache:
+    cache = Cache(num_layers, spec)
+    forward(cache, count, dim=dim)
+    return cache
+
+
+def attending(spec: CacheSpec) -> list[Any]:
+    return [recipe for recipe in spec.layers if isinstance(recipe, kvant.LayerSpec)]
+
+
 def test_it_goes_down_and_stays_under_its_budget(
     attached: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = kvant.cache_for(attached, "raw")
     given = {"strategy": "adaptive", "budget": BUDGET, "max_new_tokens": 400}
-    with caplog.at_level(logging.WARNING, "kvant"):
-        steps = [(step, memory.nbytes) for step in begin(DEMO, kv_cache=memory, **given)]
+    steps = [(step, memory.nbytes) for step in begin(DEMO, kv_cache=memory, **given)]
     assert len(steps) == 400
     assert all(nbytes <= BUDGET for _, nbytes in steps)
-    told = [record.getMessage() for record in caplog.records]
-    assert memory.stats()["recodes"] == len(told) >= 3
-    assert "stored as affine8 from now on" in told[0]
-    assert "window=" in told[-1] and "1.14 MiB" in told[-1]
+    assert memory.stats()["recodes"] == len(caplog.messages) >= 2
+    assert "stored as affine8 from now on" in caplog.messages[0]
+    assert "of 1.14 MiB: " in caplog.messages[-1] and "window=" in caplog.messages[-1]
 
 
 def test_with_room_it_changes_nothing() -> None:
@@ -53,15 +64,152 @@ def test_drafts_and_steps_down_go_together(attached: Any) -> None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("raw", ["affine8", "affine4", "affine4,window=150,sinks=4", "affine4,window=75,sinks=4"]),
-        ("affine4", ["affine4/affine4,window=150,sinks=4", "affine4/affine4,window=75,sinks=4"]),
-        ("turbo4v2", ["turbo4/turbo2,window=150,sinks=4", "turbo4/turbo2,window=75,sinks=4"]),
-        ("affine8,window=200", ["affine8/affine8,window=100,sinks=4"]),
-        ("affine8,window=100", []),
+        (
+            "raw",
+            ["affine8", "affine4"]
+            + [
+                f"{form},window={window},sinks=4"
+                for window in (150, 75, 64)
+                for form in ("affine8", "affine4", "raw")
+            ],
+        ),
+        ("affine4", [f"affine4,window={window},sinks=4" for window in (150, 75, 64)]),
+        ("turbo4v2", [f"turbo4/turbo2,window={window},sinks=4" for window in (150, 75, 64)]),
+        ("turbo4,window=64", []),
+        ("affine6/turbo3,window=50", ["affine4/turbo3,window=50"]),
+        (
+            "affine8,window=200",
+            ["affine4,window=200"]
+            + [f"affine{bits},window={window}" for window in (100, 64) for bits in (8, 4)],
+        ),
+        ("affine4,window=200,sinks=9", [f"affine4,window={w},sinks=9" for w in (100, 64)]),
+        ("affine4,sinks=9", [f"affine4,window={w},sinks=9" for w in (150, 75, 64)]),
     ],
 )
 def test_the_steps_down(spec: str, expected: list[str]) -> None:
-    assert list(steps_down(parse(spec, 2), held=300)) == expected
+    assert [words(step) for step in steps_down(parse(spec, 2), held=300)] == expected
+
+
+def test_the_formats_of_the_steps_are_those_of_the_spec_language() -> None:
+    for codec, word in zip(LADDER, ("affine8", "affine4"), strict=True):
+        assert attending(parse(word, 1))[0].keys == codec
+
+
+@pytest.mark.parametrize(
+    ("spec", "sinks"), [("affine8,window=200", 0), ("raw,window=200,sinks=2", 2)]
+)
+def test_a_window_keeps_its_own_sinks(spec: str, sinks: int) -> None:
+    cache = grown(spec, 400)
+    for budget in (cache.nbytes - 1, cache.nbytes // 2, 1):
+        Adaptive(budget).relieve(cache, 0)
+    assert [layer.retention for layer in attending(cache.spec)] == [Window(100, sinks)] * 2
+
+
+@pytest.mark.parametrize(("name", "budget"), [("gemma3", 125_000), ("gpt_oss", 140_000)])
+def test_a_model_whose_first_layer_has_a_window(
+    name: str, budget: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = model_of(name)
+    kvant.attach(model, "raw")
+    try:
+        memory = kvant.cache_for(model, "raw")
+        models = [layer.retention.window for layer in attending(memory.spec)]
+        assert models[0] is not None and None in models
+        given = {"strategy": "adaptive", "budget": budget, "max_new_tokens": 400}
+        assert all(memory.nbytes <= budget for _ in begin(name, kv_cache=memory, **given))
+    finally:
+        kvant.detach(model)
+    assert "as affine8 from now on" in caplog.messages[0] and "window=" in caplog.messages[-1]
+    for window, layer in zip(models, attending(memory.spec), strict=True):
+        assert layer.keys.bits in (4, 8)
+        if window is not None:  # what a model's own layer sees stays
+            assert layer.retention == Window(window)
+
+
+def test_no_step_makes_it_larger(caplog: pytest.LogCaptureFixture) -> None:
+    cache = grown("raw", 250, num_layers=8)
+    in_8, in_4 = cache.nbytes_after(0, "affine8"), cache.nbytes_after(0, "affine4")
+    assert in_8 < in_4  # for the last 128 rows, which stay dense
+    Adaptive(in_4 - 1).relieve(cache, 0)
+    assert (words(cache.spec), cache.nbytes) == ("affine8", in_8)
+    Adaptive(in_8 - 1).relieve(cache, 0)
+    assert words(cache.spec) == "affine8,window=125,sinks=4"
+    assert cache.nbytes < in_8
+    assert len(caplog.messages) == cache.stats()["recodes"] == 2
+
+
+def test_a_step_that_would_not_suffice_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    cache = grown("raw", 5000)
+    Adaptive(cache.nbytes_after(0, "affine4")).relieve(cache, 0)
+    assert words(cache.spec) == "affine4"
+    assert (
+        len(caplog.messages) == 1
+        and "5000 tokens are stored as affine4 from now on, in " in caplog.messages[0]
+    )
+
+
+def test_every_layer_above_a_step_is_lowered() -> None:
+    cache = grown("affine4,edge=1:raw", 5000, num_layers=4)
+    Adaptive(cache.nbytes - 1).relieve(cache, 0)
+    assert [layer.keys.bits for layer in attending(cache.spec)] == [8, 4, 4, 8]
+    assert words(cache.spec) == "affine8 and affine4"
+    Adaptive(cache.nbytes - 1).relieve(cache, 0)
+    assert [layer.keys.bits for layer in attending(cache.spec)] == [4, 4, 4, 4]
+
+
+@pytest.mark.parametrize("form", ["raw", "affine8,rotate", "turbo4", "bf16"])
+def test_a_step_changes_codecs_and_window_only(form: str) -> None:
+    options = "prefill=stored,page=128,tail=70,slack=20,start=90,step=128,capacity=900"
+    spec = parse(f"{form},{options}", 3)
+    steps = list(steps_down(spec, held=300))
+    assert steps
+    for step in steps:
+        for old, new in zip(attending(spec), attending(step), strict=True):
+            for name, codec in old.sides.items():
+                assert new.sides[name].frame == codec.frame  # rotations too, layer by layer
+            kept = {"keys": old.keys, "values": old.values, "retention": old.retention}
+            assert replace(new, **kept) == old
+
+
+def test_codecs_of_others_are_not_lowered() -> None:
+    class Own:
+        name, exact, tail = "own", False, 0
+
+    layer = replace(attending(parse("raw", 1))[0], keys=Own(), values=Own())
+    assert [words(step) for step in steps_down(CacheSpec((layer,)), held=150)] == [
+        "Own,window=75,sinks=4",
+        "Own,window=64,sinks=4",
+    ]
+
+
+def test_rows_that_no_step_can_store_get_a_window() -> None:
+    cache = grown("raw", 400, dim=12)  # affine formats need a multiple of 8
+    Adaptive(cache.nbytes - 1).relieve(cache, 0)
+    assert words(cache.spec) == "raw,window=200,sinks=4"
+
+
+@pytest.mark.parametrize("coming", [1, 40, 300])
+@pytest.mark.parametrize("spec", ["raw", "raw,step=1", "affine8,window=300", "turbo4,page=128"])
+def test_room_is_made_before_it_is_needed(spec: str, coming: int) -> None:
+    cache = grown(spec, 64)
+    least = cache.nbytes_after(900, cache.spec if "turbo" in spec else "affine8,window=64,sinks=4")
+    strategy = Adaptive(max(least, cache.nbytes) + 1000)
+    for _ in range(900 // coming):
+        strategy.relieve(cache, coming)
+        forward(cache, coming, dim=64)
+        assert cache.nbytes <= strategy.budget
+
+
+def test_a_budget_that_cannot_be_met_is_told_once(
+    attached: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = kvant.cache_for(attached, "raw")
+    given = {"strategy": "adaptive", "budget": 50_000, "max_new_tokens": 200}
+    assert len(list(begin(DEMO, kv_cache=memory, **given))) == 200
+    failed = [line for line in caplog.messages if "cannot be met" in line]
+    assert len(failed) == 1 and "a budget of 48.83 KiB cannot be met: " in failed[0]
+    assert memory.stats()["recodes"] == len(caplog.messages) - 1 <= 2
+    assert words(memory.spec) == "affine8,window=64,sinks=4"
 
 
 @pytest.mark.parametrize("budget", [0, -5])

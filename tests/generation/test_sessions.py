@@ -436,3 +436,16 @@ def test_the_verbs_of_a_session_say_what_there_is() -> None:
     assert (stats["tokens"], stats["tokens_asked"], stats["tokens_reused"]) == (12, 3 + 8, 6)
     session.reset()
     assert (session.tokens, session.turns, session.memory.length) == ([], [], 0)
+
+
+def test_layers_that_live_in_the_host_go_on_and_begin_anew() -> None:
+    session = session_of("deepseek_v32")
+    first = say(session, [5, 6, 7])
+    say(session, [8])
+    assert session.memory.length == len(session.tokens) - 1
+    tokens = session.tokens
+    with pytest.raises(kvant.CacheError, match="live in transformers"):
+        session.rewind(len(tokens) - 2)
+    assert session.tokens == tokens
+    session.reset()
+    assert say(session, [5, 6, 7]) == first

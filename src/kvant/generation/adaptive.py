@@ -1,35 +1,48 @@
-"""A memory that stays under a budget: as it nears it, it is stored ever smaller.
+"""A memory that stays under a budget: before it would pass it, it is stored smaller.
 
-First in 8 bits, then in 4, then with a window that is halved for as long as it takes; the first
-tokens stay, since attention leans on them. Every step down is said in the log and counted by the
-memory.
+First in 8 bits, then in 4, then in one of these with a window that is halved for as long as it
+takes; the first tokens stay, since attention leans on them. What a step would take is known before
+it is made, the tokens that come next included: so the nearest one that fits is made, and none that
+does not make it smaller (in 4 bits the last 128 rows stay dense, which a short text does not earn
+back). Of each recipe a step changes the codecs and the window only; a tail is never cut, for in few
+bits it is most of what keeps quality. Every step is said in the log and counted by the memory.
+
+Before the first forward nobody knows how large rows are, so a first chunk may pass the budget until
+it is read; and while a step is made there are old and new rows.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
+from kvant.codecs import Affine, Codebook
+from kvant.contracts import Codec, Retention
+from kvant.errors import CacheError
 from kvant.generation.decoder import Memory
-from kvant.layers import attending
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec
+from kvant.retention import Window
 from kvant.sizes import format_size
 from kvant.spec import spelled
 
+T = TypeVar("T")
 log = logging.getLogger("kvant")
 
-LADDER = ("raw", "affine8", "affine4")
-NEAR = 16  # the last sixteenth of a budget is for what one forward adds
-SINKS = 4
+LADDER = (Affine(8, group=64), Affine(4, group=32))  # what affine8 and affine4 mean in a spec
+RAW = 16  # bits, more than any step has
+SINKS = 4  # of a window where there was none
 NARROWEST = 64  # tokens: a window below this is no memory
 
 
-@dataclass(frozen=True)
+@dataclass
 class Adaptive:
     """Keep everything, in at most `budget` bytes."""
 
     budget: int
+    _told: bool = field(default=False, init=False, repr=False, compare=False)
+    _stuck: Any = field(default=None, init=False, repr=False, compare=False)  # no step helps there
 
     def __post_init__(self) -> None:
         if self.budget < 1:
@@ -38,33 +51,135 @@ class Adaptive:
     def remembers(self, length: int) -> bool:
         return True
 
-    def relieve(self, memory: Memory) -> None:
-        most = self.budget - self.budget // NEAR
-        if memory.nbytes <= most or not attending(memory.spec):
+    def relieve(self, memory: Memory, coming: int) -> None:
+        need = memory.nbytes_after(coming)
+        if need <= self.budget or (memory.spec, need) == self._stuck:
             return
+        step = self._step(memory, coming, need)
+        if step is not None:
+            self._take(memory, step)
+            need = memory.nbytes_after(coming)
+        if need > self.budget:
+            self._stuck = (memory.spec, need)
+            self._tell(memory, coming, need)
+
+    def _step(self, memory: Memory, coming: int, need: int) -> CacheSpec | None:
+        """The nearest that fits; where none does, the smallest, if it is smaller at all."""
+        smallest = None
         for spec in steps_down(memory.spec, memory.held):
-            before = memory.nbytes
-            memory.recode(spec)
+            try:
+                nbytes = memory.nbytes_after(coming, spec)
+            except (CacheError, ValueError):  # a format that these rows cannot have
+                continue
+            if nbytes < need:
+                smallest, need = spec, nbytes
+            if nbytes <= self.budget:
+                break
+        return smallest
+
+    def _take(self, memory: Memory, step: CacheSpec) -> None:
+        before = memory.nbytes
+        memory.recode(step)
+        log.warning(
+            "%s of %s: %d tokens are stored as %s from now on, in %s",
+            *(format_size(before), format_size(self.budget), memory.length),
+            *(words(memory.spec), format_size(memory.nbytes)),
+        )
+
+    def _tell(self, memory: Memory, coming: int, need: int) -> None:
+        """That the budget cannot be met; once, or it would be said at every token."""
+        if not self._told:
             log.warning(
-                "%s of %s: %d tokens are stored as %s from now on, in %s",
-                *(format_size(before), format_size(self.budget), memory.length),
-                *(spec, format_size(memory.nbytes)),
+                "a budget of %s cannot be met: %d tokens take %s as %s, and no step makes it less",
+                *(format_size(self.budget), memory.length + coming),
+                *(format_size(need), words(memory.spec) or "a state"),
             )
-            if memory.nbytes <= most:
-                return
+        self._told = True
 
 
-def steps_down(spec: CacheSpec, held: int) -> Iterator[str]:
-    """What is smaller than a spec, the nearest first."""
-    layer = next(_attention(spec))
-    keys, values = spelled(layer.keys), spelled(layer.values)
-    form, window = f"{keys}/{values}", layer.retention.window
-    if keys == values and keys in LADDER and window is None:
-        for form in LADDER[LADDER.index(keys) + 1 :]:
-            yield form
-    window = held if window is None else min(window, held)
-    while (window := window // 2) >= NARROWEST:
-        yield f"{form},window={window},sinks={SINKS}"
+def steps_down(spec: CacheSpec, held: int) -> Iterator[CacheSpec]:
+    """What may be smaller than a spec, the nearest first."""
+    lowered = [_changed(spec, codec=codec) for codec in LADDER]
+    yield from (form for form in _distinct(lowered) if form != spec)
+    for window in _windows(spec, held):
+        narrowed = (_changed(form, window=window) for form in [*lowered, spec])
+        yield from (form for form in _distinct(narrowed) if form != spec)
+
+
+def words(spec: CacheSpec) -> str:
+    """The formats of its layers, and what stays of the widest one."""
+    layers = list(_attention(spec))
+    if not layers:
+        return ""
+    told = " and ".join(_distinct(_format(layer) for layer in layers))
+    kept = max(layers, key=lambda layer: _width(layer.retention)).retention
+    if kept.window is None:
+        return told
+    return f"{told},window={kept.window}" + (f",sinks={kept.sinks}" if kept.sinks else "")
+
+
+def _windows(spec: CacheSpec, held: int) -> Iterator[int]:
+    """Narrower than the widest layer: halves of what is held."""
+    widest = max((_width(layer.retention) for layer in _attention(spec)), default=0)
+    window = int(min(widest, held))
+    while (window := window // 2) > NARROWEST:
+        yield window
+    if widest > NARROWEST:
+        yield NARROWEST
+
+
+def _changed(spec: CacheSpec, codec: Affine | None = None, window: int | None = None) -> CacheSpec:
+    """Each attention layer with codecs of at most those bits, within a window."""
+
+    def of(recipe: Any) -> Any:
+        if isinstance(recipe, GroupSpec):
+            return GroupSpec(tuple((name, of(part)) for name, part in recipe.parts))
+        if not isinstance(recipe, LayerSpec):
+            return recipe
+        if codec is not None:
+            keys, values = _lowered(recipe.keys, codec), _lowered(recipe.values, codec)
+            recipe = replace(recipe, keys=keys, values=values)
+        if window is not None:
+            recipe = replace(recipe, retention=_narrowed(recipe.retention, window))
+        return recipe
+
+    return CacheSpec(tuple(of(recipe) for recipe in spec.layers))
+
+
+def _lowered(codec: Codec, step: Affine) -> Codec:
+    """The codec of a step in the same frame, or the same codec where that has no fewer bits."""
+    return replace(step, frame=codec.frame) if _bits(codec) > step.bits else codec
+
+
+def _bits(codec: Codec) -> int:
+    """0 for codecs of others: nobody knows what is below them."""
+    if isinstance(codec, Affine | Codebook):
+        return codec.bits
+    return RAW if codec.exact else 0
+
+
+def _narrowed(retention: Retention, window: int) -> Retention:
+    """A window that is there keeps its sinks: others are gone, or the model does not see them."""
+    if _width(retention) <= window:
+        return retention
+    grown = retention.window is None
+    return Window(window, max(retention.sinks, SINKS) if grown else retention.sinks)
+
+
+def _width(retention: Retention) -> float:
+    return float("inf") if retention.window is None else retention.window
+
+
+def _format(layer: LayerSpec) -> str:
+    return "/".join(_distinct(spelled(codec) for codec in layer.sides.values()))
+
+
+def _distinct(things: Iterable[T]) -> list[T]:
+    seen: list[T] = []
+    for thing in things:
+        if thing not in seen:
+            seen.append(thing)
+    return seen
 
 
 def _attention(spec: CacheSpec) -> Iterator[LayerSpec]:

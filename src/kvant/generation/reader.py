@@ -87,6 +87,11 @@ class Reader:
         twin.asked, twin.reused = self.asked, self.reused
         return twin
 
+    def reset(self) -> None:
+        """Forget all, also where a memory cannot go back."""
+        self.memory.reset()
+        self._tokens = []
+
     def adopt(self, tokens: Sequence[int]) -> None:
         """Know what a memory holds that others have filled."""
         self._tokens = list(tokens)
@@ -107,7 +112,8 @@ class Reader:
         self._tokens[begin:] = tokens[begin:stop]
         self.strategy.relieve(self.memory, stop - begin)
         logits = self.decoder.logits(list(tokens[begin:stop]), self.memory, last)
-        self.strategy.relieve(self.memory, 0)
+        if begin == 0:  # now it is known how large rows are
+            self.strategy.relieve(self.memory, 0)
         return logits
 
 

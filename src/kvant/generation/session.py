@@ -135,7 +135,9 @@ class Session:
 
     def reset(self) -> None:
         """Begin a new conversation."""
-        self.rewind(0)
+        self._settle()
+        self.reader.reset()
+        self._turns, self._tokens = [], []
 
     def fork(self) -> Session:
         """A second conversation with the same past, independent of this one from now on."""

@@ -18,8 +18,8 @@ class Strategy(Protocol):
     def remembers(self, length: int) -> bool:
         """Is a sequence of so many tokens kept? What is kept once stays so as it grows."""
 
-    def relieve(self, memory: Memory) -> None:
-        """Make room, if need be: called after every forward."""
+    def relieve(self, memory: Memory, coming: int) -> None:
+        """Make room for so many tokens, if need be: before every forward, and after the first."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Always:
     def remembers(self, length: int) -> bool:
         return True
 
-    def relieve(self, memory: Memory) -> None: ...
+    def relieve(self, memory: Memory, coming: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Disabled:
     def remembers(self, length: int) -> bool:
         return False
 
-    def relieve(self, memory: Memory) -> None: ...
+    def relieve(self, memory: Memory, coming: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Long:
     def remembers(self, length: int) -> bool:
         return length > self.threshold
 
-    def relieve(self, memory: Memory) -> None: ...
+    def relieve(self, memory: Memory, coming: int) -> None: ...
 
 
 ALWAYS = Always()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,6 +24,7 @@ class Verbs:
     described: tuple[HostLayer, ...]
     context: Context
     layers: list[Any]
+    get_seq_length: Callable[..., int]
 
     @property
     def states(self) -> Cache:
@@ -35,7 +37,7 @@ class Verbs:
     @property
     def length(self) -> int:
         """Tokens that every layer has seen."""
-        return self.states.length
+        return self.get_seq_length()
 
     @property
     def held(self) -> int:
@@ -58,14 +60,18 @@ class Verbs:
 
     def reachable(self, to: int) -> int:
         """The longest length <= `to` that every layer can go back to."""
+        if self._foreign():  # they stay where they are, or forget all
+            return self.length if to >= self.length else 0
         return self.states.reachable(to)
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`; every layer, or an error and none."""
+        self._expire()
         if to != self.length:
             self._check_ours("rewind")
-        self._expire()
-        self.states.rewind(to)
+            self.states.rewind(to)
+        elif self.states.layers:  # what a forward that died left is taken back
+            self.states.rewind(self.states.length)
 
     def checkpoint(self) -> None:
         """Make the present length one that recurrent layers can come back to."""

@@ -30,7 +30,7 @@ from kvant.layers.geometry import Geometry
 from kvant.layers.ledger import Alone
 from kvant.layers.reach import check_reach
 from kvant.layers.reading import Held, columns, unframed, view_of
-from kvant.layers.recoding import recoded
+from kvant.layers.recoding import nbytes_after, recoded
 from kvant.layers.record import Record
 from kvant.layers.reopening import reopened
 from kvant.layers.rows import check_order, incoming
@@ -89,6 +89,10 @@ class Attention:
     @property
     def nbytes_used(self) -> int:
         return 0 if self._record is None else self._record.nbytes_used
+
+    def nbytes_after(self, length: int, recipe: LayerSpec) -> int:
+        """Before the first rows nobody knows how large they are: 0."""
+        return 0 if self._record is None else nbytes_after(self._record, length, recipe)
 
     def append(
         self,

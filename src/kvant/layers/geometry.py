@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +13,25 @@ from kvant.contracts import Fields
 from kvant.lasting import lasting
 from kvant.layers.schedule import Schedule
 from kvant.recipes import LayerSpec
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the rows of a layer take by a recipe, before anything is allocated."""
+
+    spec: LayerSpec
+    dense: Growth  # in rows
+    sealed: Growth  # in pages
+    row: int  # bytes
+    page: int
+    sinks: int
+
+    def nbytes(self, length: int) -> int:
+        """Bytes that a layer has taken once it has seen `length` tokens."""
+        if length == 0:
+            return 0
+        rows, pages = _slots(self.dense, length), _slots(self.sealed, self.spec.paging.due(length))
+        return rows * self.row + pages * self.page + self.sinks
 
 
 @dataclass(frozen=True)
@@ -64,6 +83,14 @@ class Geometry:
         growth = Growth(max(1, spec.step // spec.page), pages, Schedule(spec).page_bound)
         return Buffer(slabs, growth, self.device)
 
+    def room(self, spec: LayerSpec) -> Room:
+        """What rows of this geometry take by a recipe."""
+        nowhere = replace(self, device=torch.device("meta"))  # shapes without memory
+        sinks = sum(tensor.nbytes for tensor in nowhere.sinks(spec).values())
+        dense, sealed = nowhere.dense(spec), nowhere.sealed(spec)
+        units = dense.unit_nbytes, sealed.unit_nbytes
+        return Room(spec, dense.growth, sealed.growth, *units, sinks)
+
     def sinks(self, spec: LayerSpec) -> dict[str, Tensor]:
         """Room for the first rows of every sequence."""
         shape = (self.batch, self.heads, spec.retention.sinks)
@@ -72,3 +99,8 @@ class Geometry:
                 name: torch.zeros(*shape, dim, dtype=self.dtypes[name], device=self.device)
                 for name, dim in self.dims.items()
             }
+
+
+def _slots(growth: Growth, need: int) -> int:
+    """Those taken for the first `need` units, where old ones go once there are enough."""
+    return growth.slots(need if growth.bound is None else min(need, growth.bound))

@@ -65,6 +65,9 @@ class Group:
     def nbytes_used(self) -> int:
         return sum(part.nbytes_used for part in self.parts.values())
 
+    def nbytes_after(self, length: int, recipe: GroupSpec) -> int:
+        return sum(self.parts[name].nbytes_after(length, part) for name, part in recipe.parts)
+
     @property
     def tally(self) -> Tally:
         total = Tally()

@@ -20,6 +20,7 @@ from torch import Tensor
 from kvant.arenas import Span
 from kvant.contracts import Fields
 from kvant.errors import CapacityError, SpecError
+from kvant.layers.geometry import Geometry
 from kvant.layers.reading import columns
 from kvant.layers.record import SEAL_AT_ONCE, Record
 from kvant.layers.rows import Rows
@@ -33,13 +34,24 @@ def recoded(record: Record | None, spec: LayerSpec) -> Record | None:
     _check_room(record, spec)
     _check_rows(record, spec)
     old = record.memory
-    dtypes = {name: spec.dtype or dtype for name, dtype in old.geometry.dtypes.items()}
-    geometry = replace(old.geometry, dtypes=dtypes)
-    blank = Record.fresh(spec, geometry, old.tiles, old.tally, old.start)
+    blank = Record.fresh(spec, _geometry(record, spec), old.tiles, old.tally, old.start)
     memory = replace(blank.memory, begins=_reaching(record, record.first_given))
     recoding = Recoding(record, Record(memory, record.length, blank.dense, blank.sealed))
     recoding.fill_sinks()
     return replace(recoding.new, dense=recoding.dense(), sealed=recoding.sealed())
+
+
+def nbytes_after(record: Record, length: int, spec: LayerSpec) -> int:
+    """Bytes once `length` tokens were seen; memory that is there stays, unless it is recoded."""
+    if spec is record.memory.spec or spec == record.memory.spec:
+        return max(record.nbytes, record.memory.room.nbytes(length))
+    return _geometry(record, spec).room(spec).nbytes(length)
+
+
+def _geometry(record: Record, spec: LayerSpec) -> Geometry:
+    old = record.memory.geometry
+    dtypes = {name: spec.dtype or dtype for name, dtype in old.dtypes.items()}
+    return replace(old, dtypes=dtypes)
 
 
 def _check_room(record: Record, spec: LayerSpec) -> None:

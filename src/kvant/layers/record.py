@@ -12,7 +12,7 @@ from kvant.arenas import Span
 from kvant.attention import seal
 from kvant.contracts import Fields, Tally, Tiles
 from kvant.lasting import lasting
-from kvant.layers.geometry import Geometry
+from kvant.layers.geometry import Geometry, Room
 from kvant.layers.rows import Rows
 from kvant.layers.schedule import Schedule
 from kvant.recipes import LayerSpec
@@ -36,6 +36,10 @@ class Memory:
     @cached_property
     def schedule(self) -> Schedule:
         return Schedule(self.spec)
+
+    @cached_property
+    def room(self) -> Room:
+        return self.geometry.room(self.spec)
 
     @property
     def nbytes(self) -> int:

@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
@@ -38,7 +39,7 @@ def said(command: str) -> str:
 
 
 def main() -> None:
-    console = Console(record=True, width=WIDTH, file=open(os.devnull, "w"), force_terminal=True)
+    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
     for command in COMMANDS:
         console.print(Text(f"$ {command}", style="bold"))
         console.print(Text.from_ansi(said(command)))

@@ -1,0 +1,118 @@
+"""Compares the formats on the model inside, and writes docs/benchmarks/formats.md and .json.
+
+A few minutes: `python tools/formats.py`. What a format does to the model is the divergence of its
+next-token distribution from that of the model without a cache, in float32, at every position of
+files that the model was not trained on; prompts are read as stored (`prefill=stored`), so that
+every token sees what it would see in decoding. Speed is that of whole generations in bfloat16, a
+token of each format in turn.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvant
+from demo_data import is_held_out, library_files
+from kvant import demo
+from kvant.bench.candidates import dynamic, ours
+from kvant.bench.markdown import markdown
+from kvant.bench.report import machine
+from kvant.bench.stream import streams
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "formats.md"
+FORMATS = ("raw", "affine8", "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
+LENGTH, TEXTS, CHUNK = 2048, 8, 512
+PROMPT, TOKENS, RUNS = 1024, 512, 3
+HEADS = kvant.Shape(1, 8, 128, 128)  # a layer of many real models
+INTRO = """# The formats, on the model inside
+
+Made by `python tools/formats.py` on {machine}.
+
+* **bytes a token**: sealed rows of one layer with 8 heads of 128, as `kvant.plan` counts them.
+* **KL**: how far the next-token distribution is from that of the model without a cache, in nats:
+  the mean over {positions} positions of {texts} files that the model was not trained on, and what
+  999 of 1000 stay below. **top-1**: how often the likeliest token stays the same.
+* **tokens a second**: {tokens} tokens generated after {prompt}, bfloat16, median of {runs} runs in
+  turn; `vs transformers` is that over its own cache in the same run.
+
+"""
+
+
+def texts(tokenizer: Any) -> Iterator[Tensor]:
+    """The beginnings of the longest files that are held out."""
+    held = sorted((text for name, text in library_files() if is_held_out(name)), key=len)
+    for text in held[-TEXTS:]:
+        ids = tokenizer.encode(text)[:LENGTH]
+        yield torch.tensor([ids])
+
+
+@torch.no_grad()
+def logprobs(model: Any, ids: Tensor, cache: Any = None) -> Tensor:
+    """[tokens, vocabulary], with what a cache makes of it."""
+    if cache is None:
+        return model(ids, use_cache=False).logits[0].log_softmax(-1)
+    parts = [model(part, past_key_values=cache).logits[0] for part in ids.split(CHUNK, 1)]
+    return torch.cat(parts).log_softmax(-1)
+
+
+def divergence(model: Any, spec: str, ids: list[Tensor], right: list[Tensor]) -> dict[str, Any]:
+    found, same = [], []
+    for text, expected in zip(ids, right, strict=True):
+        got = logprobs(model, text, kvant.cache_for(model, f"{spec},prefill=stored"))
+        found.append((expected.exp() * (expected - got)).sum(-1))
+        same.append(expected.argmax(-1) == got.argmax(-1))
+    every = torch.cat(found)
+    return {
+        "KL": f"{max(0.0, float(every.mean())):.2g}",
+        "KL, 999 in 1000": f"{float(every.quantile(0.999)):.2g}",
+        "top-1": f"{float(torch.cat(same).float().mean()):.1%}",
+    }
+
+
+def main() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(demo.PATH)
+    model = AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.float32).eval()
+    ids = list(texts(tokenizer))
+    right = [logprobs(model, text) for text in ids]
+    quality = {spec: divergence(model, spec, ids, right) for spec in FORMATS}
+    half = AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.bfloat16).eval()
+    makes = ours(half, FORMATS) | {"transformers": dynamic(half)}
+    speeds = streams(makes, ids[-1][0].tolist()[:PROMPT], TOKENS, RUNS)
+    found = {row["cache"]: row for row in speeds}
+    raw = kvant.plan(HEADS, "raw").nbytes_per_token
+    rows = []
+    for spec in FORMATS:
+        nbytes = kvant.plan(HEADS, spec).nbytes_per_token
+        row = {
+            "format": f"`{spec}`",
+            "bytes a token": f"{nbytes:.0f}",
+            "of raw": f"{nbytes / raw:.3g}",
+        }
+        row |= quality[spec]
+        row |= {
+            "tokens a second": found[spec]["tokens_s"],
+            "vs transformers": found[spec]["vs_transformers"],
+        }
+        rows.append(row)
+    told = machine()
+    facts = {
+        "machine": f"{told['processor']}, {told['threads']} threads, torch {told['torch']}",
+        "positions": sum(text.shape[1] for text in ids),
+        "texts": len(ids),
+    }
+    intro = INTRO.format(**facts, tokens=TOKENS, prompt=PROMPT, runs=RUNS)
+    PAGE.write_text(intro + markdown(rows) + "\n", encoding="utf-8")
+    line = json.dumps({"bench": "formats", "machine": told, **facts, "rows": rows})
+    PAGE.with_suffix(".json").write_text(line + "\n", encoding="utf-8")
+    print(markdown(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: env
-	$(BIN)/kvant run --kv-cache affine4 --stats
+	$(BIN)/kvant run --kv-cache affine4 --temperature 0.6 --top-p 0.9 --seed 7 --stats
 
 check: env
 	$(BIN)/ruff format --check .

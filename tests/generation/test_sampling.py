@@ -196,8 +196,8 @@ def test_logits_of_any_type(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("temperature", -0.1, "0 to 1.79769e+308"),
-        ("temperature", float("nan"), "0 to 1.79769e+308"),
+        ("temperature", -0.1, "0 or more"),
+        ("temperature", float("nan"), "0 or more"),
         ("top_p", -0.1, "0 to 1"),
         ("top_p", 1.1, "0 to 1"),
         ("top_p", float("nan"), "0 to 1"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json as json_text
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from typer import Option
@@ -44,7 +44,7 @@ def chat(
 ) -> None:
     """Talk with a model; /help says what else there is."""
     cache = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    wanted = Wanted(model, *cache, draft, load, trust_remote_code)
+    wanted = Wanted(model, *cache, draft, load, trust_remote_code=trust_remote_code)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
     if system is not None and load is not None:
@@ -66,7 +66,6 @@ class Talk:
     spec: str
     stats: bool
     quiet: bool
-    last: Reply = field(default_factory=Reply)
 
     @property
     def session(self) -> Any:
@@ -92,7 +91,7 @@ class Talk:
             show(f"error: {error}")
 
     def _say(self, line: str) -> None:
-        reply = self.last = Reply()
+        reply = Reply()
         with Reading(quiet=self.quiet) as reading:
             try:
                 steps = self.session.send(line, **self.asked, progress=reading.show)

@@ -17,6 +17,7 @@ from typer import Argument, Option
 from kvant.attention import explain
 from kvant.cache import Cache
 from kvant.checkpoints import configuration, skeleton
+from kvant.cli import options
 from kvant.configurations import layer_shapes, max_context
 from kvant.contracts import View
 from kvant.files import Header, Stored, header
@@ -42,9 +43,9 @@ class Line(NamedTuple):
 
 def inspect(
     file: Annotated[Path | None, Argument(help="A saved cache.")] = None,
-    model: Annotated[str | None, Option(help="A folder or a name on the hub.")] = None,
+    model: options.Model = None,
     kv_cache: Annotated[str | None, Option(help="How a model's cache is stored.")] = None,
-    json: Annotated[bool, Option(help="Print one JSON object and nothing else.")] = False,
+    json: options.Json = False,
 ) -> None:
     """Show the layers, formats and bytes of a saved cache, or of a model's cache to be."""
     if file is None:

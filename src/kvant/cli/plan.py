@@ -18,6 +18,7 @@ from typer import Option
 
 from kvant import demo
 from kvant.checkpoints import configuration
+from kvant.cli import options
 from kvant.configurations import Entries, layer_shapes, max_context
 from kvant.planner import Plan
 from kvant.planner import plan as planned
@@ -30,7 +31,7 @@ PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
 
 
 def plan(
-    model: Annotated[str | None, Option(help="A folder or a name on the hub.")] = None,
+    model: options.Model = None,
     config: Annotated[Path | None, Option(help="A config.json, read as it is.")] = None,
     context: Annotated[int | None, Option(min=1, help="Tokens of a sequence.")] = None,
     sequences: Annotated[int, Option(min=1)] = 1,
@@ -38,7 +39,7 @@ def plan(
     kv_cache: Annotated[
         list[str] | None, Option(help="A format with its options; again for more.")
     ] = None,
-    json: Annotated[bool, Option(help="Print one JSON object and nothing else.")] = False,
+    json: options.Json = False,
 ) -> None:
     """How many bytes the cache of a model takes, format by format."""
     limit = None if budget is None else parse_size(budget)

@@ -58,11 +58,9 @@ class Reply:
                 reading.stop()
                 if not quiet:
                     print(before, end="")
-            self.text, self.tokens, self.rest = (
-                self.text + step.text,
-                self.tokens + 1,
-                now - self.first,
-            )
+            self.text += step.text
+            self.tokens += 1
+            self.rest = now - self.first
             self.finish_reason = step.finish_reason
             if not quiet:
                 print(step.text, end="", flush=True)

@@ -46,7 +46,7 @@ def run(
     if save is not None:
         check_writable(save, "--save")
     cache = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    wanted = Wanted(model, *cache, draft, load, trust_remote_code)
+    wanted = Wanted(model, *cache, draft, load, trust_remote_code=trust_remote_code)
     session = wanted.session(template=False)
     reply = Reply()
     with Reading(quiet=json) as reading:

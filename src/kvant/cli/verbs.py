@@ -45,7 +45,7 @@ def _stats(branches: Branches, rest: str) -> str:
 
 
 def _rewind(branches: Branches, rest: str) -> str:
-    session, count = branches.now, _number(rest, "/rewind", 1)
+    session, count = branches.now, _number(rest, "/rewind")
     turns = session.turns
     if not 0 < count <= len(turns):
         raise ValueError(f"/rewind {count}: there are {len(turns)} turns")
@@ -58,7 +58,7 @@ def _fork(branches: Branches, rest: str) -> str:
     if not rest:
         branches.kept.append(branches.now.fork())
         return f"kept as {len(branches.kept)}: /fork {len(branches.kept)} goes back there"
-    number = _number(rest, "/fork", 1)
+    number = _number(rest, "/fork")
     if not 0 < number <= len(branches.kept):
         raise ValueError(f"/fork {number}: {len(branches.kept)} are kept")
     branches.now = branches.kept[number - 1].fork()
@@ -84,10 +84,10 @@ def _reset(branches: Branches, rest: str) -> str:
     return "a new conversation"
 
 
-def _number(rest: str, verb: str, otherwise: int) -> int:
+def _number(rest: str, verb: str) -> int:
     if rest and not rest.isdecimal():
         raise ValueError(f"{verb} {rest}: a number is needed")
-    return int(rest) if rest else otherwise
+    return int(rest) if rest else 1
 
 
 def _path(rest: str, verb: str) -> Path:

@@ -171,9 +171,7 @@ class CallDecoder:
         return self.call(torch.tensor([ids]), memory)[0, -last:].float()
 
 
-def decoder_of(model: PreTrainedModel | Call | Decoder) -> Decoder:
+def decoder_of(model: PreTrainedModel | Call) -> Decoder:
     if isinstance(model, PreTrainedModel):
         return HostDecoder(model)
-    if isinstance(model, HostDecoder | CallDecoder):
-        return model
     return CallDecoder(cast(Call, model))

@@ -44,7 +44,9 @@ class Limits:
         if count == 0:
             raise ValueError("the prompt has no tokens: give at least one")
         if min(tokens) < 0 or (most is not None and max(tokens) >= most):
-            raise ValueError(f"a prompt with tokens that are not from 0 to {most}, without it")
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            allowed = "0 or more" if most is None else f"0 to {most - 1}"
+            raise ValueError(f"the prompt has token {wrong}: {allowed} is needed")
         if self.max_context is not None and count >= self.max_context:
             raise CapacityError(
                 f"a prompt of {count} tokens for a context of {self.max_context}: shorten it, or "

@@ -7,7 +7,6 @@ token, whatever is left out. The same seed draws the same tokens.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,14 +28,11 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least, most in (
-            ("temperature", 0.0, sys.float_info.max),
-            ("top_p", 0.0, 1.0),
-            ("min_p", 0.0, 1.0),
-        ):
-            value = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(f"{name}={value}: {least:g} to {most:g} is needed")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: 0 or more is needed")
+        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name}={value}: 0 to 1 is needed")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k}: 1 or more, or None for all tokens")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
@@ -67,13 +63,13 @@ class Sampler:
     def draw(self, logits: Tensor, before: Sequence[int]) -> tuple[int, float]:
         """A token for logits [vocabulary] after the tokens `before`, and its log-probability."""
         logprobs = self.distribution(logits, before)
-        token = self._likeliest(logprobs) if self._greedy else self._any(logprobs.exp())
+        token = self._chosen(logprobs)
         return token, float(logprobs[token])
 
     def draft(self, logits: Tensor, before: Sequence[int]) -> Draft:
         """A guess by another model, drawn as its tokens would be."""
         logprobs = self.distribution(logits, before)
-        token = self._likeliest(logprobs) if self._greedy else self._any(logprobs.exp())
+        token = self._chosen(logprobs)
         return Draft(token, logprobs)
 
     def verify(self, logits: Tensor, before: Sequence[int], draft: Draft) -> tuple[int, float]:
@@ -94,9 +90,12 @@ class Sampler:
         if chance * guessed[token] < right[token]:
             return token
         above = (right - guessed).clamp_min(0.0)
-        return self._any(above if above.sum() > 0 else right)  # rounding may leave nothing above
+        return self._random(above if above.sum() > 0 else right)  # rounding may leave nothing above
 
-    def _any(self, probabilities: Tensor) -> int:
+    def _chosen(self, logprobs: Tensor) -> int:
+        return self._likeliest(logprobs) if self._greedy else self._random(logprobs.exp())
+
+    def _random(self, probabilities: Tensor) -> int:
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
 
     def _likeliest(self, logprobs: Tensor) -> int:
@@ -110,7 +109,7 @@ class Sampler:
         """Log-probabilities that a token is drawn from; at temperature 0 those of temperature 1."""
         sampling = self.sampling
         logits = penalized(logits.cpu().double(), before, sampling.repetition_penalty)
-        if sampling.temperature == 0:
+        if self._greedy:
             return logits.log_softmax(-1)
         # From the largest down: then a tiny temperature overflows to "never", and not to NaN.
         logprobs = ((logits - logits.max()) / sampling.temperature).log_softmax(-1)

@@ -1,4 +1,4 @@
-"""When a sequence is kept in memory, and when it is computed anew for every token."""
+"""How a loop uses its memory: what is kept, what is computed anew, and who makes room."""
 
 from __future__ import annotations
 

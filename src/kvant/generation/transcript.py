@@ -60,7 +60,7 @@ class Transcript:
 
     def _check(self) -> None:
         if not isinstance(self.template, bool):
-            raise ValueError("a template that is neither used nor not")
+            raise ValueError(f"template={self.template!r}: true or false is needed")
         if not all(isinstance(text, str | None) for text in (self.system, self.model)):
             raise ValueError("a system message or a model that is no text")
         before = 0
@@ -72,7 +72,7 @@ class Transcript:
 def _check_turn(turn: Turn, before: int) -> None:
     numbers = (turn.shared, turn.begin, *turn.tokens)
     if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError("a turn with what is no number of a token, or of tokens")
+        raise ValueError("a turn whose tokens or counts are not whole numbers from 0 on")
     if not (turn.shared <= before and turn.begin < turn.end):
         raise ValueError("a turn that does not fit behind the one before")
     if not isinstance(turn.message, str) or not isinstance(turn.reply, str):

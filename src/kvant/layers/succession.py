@@ -37,8 +37,8 @@ def within(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
 
     def meet(old: LayerSpec, new: LayerSpec) -> LayerSpec:
         window = old.retention.window
-        models = _width(old) < widest and _width(old) <= _width(new)
-        if window is not None and (new.retention.window is None or models):
+        from_model = _width(old) < widest and _width(old) <= _width(new)
+        if window is not None and (new.retention.window is None or from_model):
             new = replace(new, retention=old.retention)
         return replace(new, chunk=old.chunk, value_dim=old.value_dim)
 

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: demo env check test laws format clean
+.PHONY: native demo env check test laws format clean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -15,6 +15,11 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
+
+native:
+	@cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release > /dev/null
+	@cmake --build build/native
+	@cp build/native/libkvant.so src/kvant/attention/native/
 
 demo: env
 	$(BIN)/kvant run --kv-cache affine4 --temperature 0.6 --top-p 0.9 --seed 7 --stats

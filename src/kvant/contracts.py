@@ -143,10 +143,13 @@ class Mask:
 class Tiles(Protocol):
     """How the bytes of a sealed page lie in memory. Only an arena and a backend know of it."""
 
-    def pack(self, field: Tensor) -> Tensor:
-        """[..., rows, width] in canonical order -> the same shape and bytes, rearranged."""
+    def pack(self, name: str, field: Tensor) -> Tensor:
+        """[..., rows, width] in canonical order -> the same shape and bytes, rearranged.
 
-    def unpack(self, field: Tensor) -> Tensor: ...
+        The name says the side too, as in "keys.codes".
+        """
+
+    def unpack(self, name: str, field: Tensor) -> Tensor: ...
 
 
 class Arena(Protocol):

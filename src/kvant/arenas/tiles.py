@@ -12,15 +12,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tiled:
-    """Tiles of `rows` rows x `width` values; fields they do not divide stay as they are."""
+    """Tiles of `rows` rows x `width` values for every field that they divide."""
 
     rows: int = 16
     width: int = 4
 
-    def pack(self, field: Tensor) -> Tensor:
+    def pack(self, name: str, field: Tensor) -> Tensor:
         return self._swap(field, self.rows, self.width, packed=False)
 
-    def unpack(self, field: Tensor) -> Tensor:
+    def unpack(self, name: str, field: Tensor) -> Tensor:
         return self._swap(field, self.rows, self.width, packed=True)
 
     def _swap(self, field: Tensor, rows: int, width: int, packed: bool) -> Tensor:

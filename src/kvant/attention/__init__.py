@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvant.attention.native import Native, arrangement
 from kvant.attention.opening import dense_rows, framed_rows, open_pages
 from kvant.attention.reference import Reference
 from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, View
@@ -18,6 +19,7 @@ from kvant.errors import UnsupportedView
 __all__ = [
     "BACKENDS",
     "Explanation",
+    "arrangement",
     "attend",
     "dense_rows",
     "explain",
@@ -26,7 +28,8 @@ __all__ = [
     "seal",
 ]
 
-BACKENDS: list[Backend] = [Reference()]  # in order of preference; the last serves everything
+# In order of preference; the last serves everything.
+BACKENDS: list[Backend] = [Native(), Reference()]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ def open_pages(view: View, side: Side, first: int, stop: int) -> Tensor:
     slots = view.page_table[:, first:stop]
     fields = {name: tensor[slots] for name, tensor in side.sealed.items()}
     if view.tiles is not None:
-        fields = {name: view.tiles.unpack(tensor) for name, tensor in fields.items()}
+        which = "keys" if side is view.keys else "values"
+        fields = {n: view.tiles.unpack(f"{which}.{n}", tensor) for n, tensor in fields.items()}
     return side.codec.open(fields).transpose(1, 2).flatten(2, 3)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvant.arenas import Span
-from kvant.attention import seal
+from kvant.attention import arrangement, seal
 from kvant.contracts import Fields, Tally, Tiles
 from kvant.lasting import lasting
 from kvant.layers.geometry import Geometry, Room
@@ -68,6 +68,7 @@ class Record:
         with lasting():
             start_tensor = torch.tensor(start, device=geometry.device)
         sinks = geometry.sinks(spec)
+        tiles = arrangement(geometry.device) if tiles is None else tiles
         memory = Memory(spec, geometry, tiles, tally, start, start_tensor, sinks)
         return cls(memory, 0, Span(geometry.dense(spec)), Span(geometry.sealed(spec)))
 
@@ -190,7 +191,8 @@ class Record:
             batch, heads, _, dim = part.shape
             pages = part.reshape(batch, heads, count, page, dim).transpose(1, 2)
             for field, tensor in seal(codec, pages, self.memory.tally).items():
-                units[f"{name}.{field}"] = tensor if tiles is None else tiles.pack(tensor)
+                full = f"{name}.{field}"
+                units[full] = tensor if tiles is None else tiles.pack(full, tensor)
         return units
 
     def fill_sinks(self, units: Fields) -> None:

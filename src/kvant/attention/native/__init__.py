@@ -1,0 +1,97 @@
+"""The backend for CPUs: C++ on the stored bytes, behind a plain C interface.
+
+It reads raw rows, affine and codebook pages, all queries of a key head in one pass over its rows,
+and says of everything else why not. Sealed pages must lie as `Lanes` says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvant.attention.native.interface import DTYPES, FORMS, record
+from kvant.attention.native.lanes import Lanes
+from kvant.attention.native.library import library
+from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
+
+__all__ = ["Native", "arrangement"]
+
+MAX_DIM, MAX_GROUP = 256, 16  # of the kernels
+MAX_QUERIES = 16  # each passes over all rows
+UNEVEN = (3, 5)  # bits whose planes need rows of whole 32 channels
+
+
+class Native:
+    """Decoding, natively."""
+
+    name = "native"
+
+    def supports(self, view: View, request: Request | None = None) -> str | None:
+        if view.start.device.type != "cpu":
+            return f"rows on {view.start.device}"
+        if library().functions is None:
+            return library().reason
+        if view.values is view.keys:
+            return "values that lie inside the keys"
+        for name, side in (("keys", view.keys), ("values", view.values)):
+            if (reason := _refused(side, name, view)) is not None:
+                return reason
+        return None if request is None else _asks_too_much(request, view)
+
+    def seal(self, codec: Codec, rows: Tensor) -> Fields | None:
+        return None
+
+    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
+        functions = library().functions
+        assert functions is not None
+        q = request.q
+        batch, heads, queries, _ = q.shape
+        out = torch.empty(batch, heads, queries, view.values.dense.shape[3])
+        lse = torch.empty(batch, heads, queries) if request.lse else None
+        first = view.columns - queries
+        seams = torch.tensor([view.seam(first + t) for t in range(queries)])
+        if request.sink_logits is not None:
+            request = replace(request, sink_logits=request.sink_logits.float().contiguous())
+        given = record(request, view, seams, out, lse, torch.get_num_threads())
+        if functions.kvant_attend(given):
+            raise RuntimeError("the native library refused what it is said to serve")
+        return out, lse
+
+
+def arrangement(device: torch.device) -> Tiles | None:
+    """How sealed pages are to lie in the memory of this device, so that they are read fastest."""
+    native = device.type == "cpu" and library().functions is not None
+    return Lanes() if native else None
+
+
+def _refused(side: Side, name: str, view: View) -> str | None:
+    dense, codec = side.dense, side.codec
+    dim = dense.shape[3]
+    if type(codec) not in FORMS:
+        return f"{name} of codec {codec.name!r}"
+    if dim % 16 or dim > MAX_DIM:
+        return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
+    if dense.dtype not in DTYPES or dense.stride(3) != 1 or side.sinks.stride(3) != 1:
+        return f"{name} of {dense.dtype}, or not contiguous"
+    if "codes" not in side.sealed:
+        return None
+    if codec.bits in UNEVEN and dim % 32:
+        return f"{name} of {codec.bits} bits, {dim} wide: a multiple of 32 is needed"
+    if view.tiles != Lanes():
+        return "sealed pages that lie otherwise"
+    return None
+
+
+def _asks_too_much(request: Request, view: View) -> str | None:
+    group = request.q.shape[1] // view.keys.dense.shape[1]
+    if group > MAX_GROUP:
+        return f"{group} queries share a key head: {MAX_GROUP} at most"
+    if request.q.dtype != torch.float32 or request.q.stride(3) != 1:
+        return f"queries of {request.q.dtype}, or not contiguous"
+    if not isinstance(request.mask, Mask):
+        return "a mask that is a tensor"
+    if request.q.shape[2] > MAX_QUERIES:
+        return f"{request.q.shape[2]} queries: {MAX_QUERIES} at most"
+    return None

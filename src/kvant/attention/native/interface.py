@@ -1,0 +1,90 @@
+"""The request of src/native/kvant.h, written from a view as one record of 8-byte numbers.
+
+The order is that of the C structs. It is written anew for every call, so this is kept to what is
+cheap: what a codec amounts to is worked out once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvant.codecs import Affine, Codebook, Raw
+from kvant.codecs.levels import levels
+from kvant.contracts import Codec, Mask, Request, Side, View
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+RECORD = struct.Struct("@46q 19q 2d 8q")  # two sides; sizes and places; the rule; the rest
+NO_PAGES = (0, 0, 0)
+# (format, bits, group, address of levels)
+Form = tuple[int, int, int, int]
+
+
+def record(
+    request: Request, view: View, seams: Tensor, out: Tensor, lse: Tensor | None, threads: int
+) -> bytes:
+    """What the library reads; good as long as the tensors are."""
+    q, mask, table, logits = request.q, request.mask, view.page_table, request.sink_logits
+    assert isinstance(mask, Mask)
+    batch, heads, count, _ = view.keys.dense.shape
+    return RECORD.pack(
+        *_side(view.keys),
+        *_side(view.values),
+        *(batch, heads, q.shape[1] // heads, q.shape[2]),
+        *(view.page, view.first_page, table.shape[1], view.dense_from, count),
+        *(view.keys.sinks.shape[2], view.columns),
+        *(table.data_ptr(), table.stride(0), view.start.data_ptr(), seams.data_ptr()),
+        *(int(mask.causal), mask.window or 0, mask.sinks, mask.chunk or 0),
+        *(request.scale, request.softcap or 0.0),
+        *(0 if logits is None else logits.data_ptr(), q.data_ptr(), *q.stride()[:3]),
+        *(out.data_ptr(), 0 if lse is None else lse.data_ptr(), threads),
+    )
+
+
+def _side(side: Side) -> tuple[int, ...]:
+    dense, sealed = side.dense, side.sealed
+    kind, bits, group, table = form(side.codec, dense.shape[3])
+    pages = NO_PAGES * 3
+    if sealed:
+        first, *params = sealed.values()
+        pages = (*_pages(first), *(n for field in params for n in _pages(field)))
+        pages += NO_PAGES * (2 - len(params))
+    shape = (kind, bits, group, DTYPES[dense.dtype], dense.shape[3])
+    return (*shape, *_rows(dense), *_rows(side.sinks), *pages, table)
+
+
+def _rows(rows: Tensor) -> tuple[int, ...]:
+    size, strides = rows.element_size(), rows.stride()
+    return (rows.data_ptr(), strides[0] * size, strides[1] * size, strides[2] * size)
+
+
+def _pages(field: Tensor) -> tuple[int, ...]:
+    size, strides = field.element_size(), field.stride()
+    return (field.data_ptr(), strides[0] * size, strides[1] * size)
+
+
+@lru_cache(maxsize=256)
+def form(codec: Codec, dim: int) -> Form:
+    """What a codec is to the library; a foreign one is a KeyError."""
+    return FORMS[type(codec)](codec, dim)
+
+
+def _codebook(codec: Codebook, dim: int) -> Form:
+    return 2, codec.bits, dim, ctypes.addressof(_levels(codec.bits, dim))
+
+
+@lru_cache(maxsize=64)
+def _levels(bits: int, dim: int) -> ctypes.Array[ctypes.c_float]:
+    return (ctypes.c_float * (1 << bits))(*levels(bits, dim))
+
+
+FORMS: dict[type, Callable[..., Form]] = {
+    Raw: lambda codec, dim: (0, 0, dim, 0),
+    Affine: lambda codec, dim: (1, codec.bits, codec.group, 0),
+    Codebook: _codebook,
+}

@@ -1,0 +1,72 @@
+"""The shared library: found, loaded and checked once.
+
+It is built by the package build where there is a C++ compiler. What it runs on is chosen when it is
+loaded, from the processor; KVANT_ISA (avx512, avx2, plain) forces one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sysconfig
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+ABI = 1
+NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded functions, or the reason why there are none."""
+
+    functions: ctypes.CDLL | None
+    isa: str = ""
+    reason: str = ""
+
+
+@lru_cache(maxsize=1)
+def library() -> Library:
+    """What this process runs; what is missing is said once, in the log."""
+    found = _loaded()
+    if found.functions is None:
+        logger.warning("kvant runs its reference backend: %s", found.reason)
+    return found
+
+
+def _loaded() -> Library:
+    path = next((place / NAME for place in _places() if (place / NAME).exists()), None)
+    if path is None:
+        return Library(None, reason="the native library was not built (is there a C++ compiler?)")
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError as error:
+        return Library(None, reason=f"{path} cannot be loaded: {error}")
+    if functions.kvant_abi() != ABI:
+        return Library(None, reason=f"{path} is of another version: reinstall kvant")
+    functions.kvant_isa.restype = ctypes.c_char_p
+    isa = functions.kvant_isa()
+    if isa is None:
+        wish = os.environ.get("KVANT_ISA")
+        return Library(None, reason=f"KVANT_ISA={wish} is nothing that this processor has")
+    _share_team(functions)
+    return Library(functions, isa.decode())
+
+
+def _places() -> list[Path]:
+    """Beside this file, or where an editable install puts what it has compiled."""
+    paths = sysconfig.get_paths()
+    installed = (Path(paths[name]) for name in ("platlib", "purelib"))
+    return [Path(__file__).parent, *(place / "kvant" / "attention" / "native" for place in installed)]
+
+
+def _share_team(functions: ctypes.CDLL) -> None:
+    """Let it run on the threads that torch has anyway: two teams would compete for the cores."""
+    try:
+        team = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):  # torch was built with another OpenMP, or none
+        return
+    functions.kvant_share_team(ctypes.cast(team, ctypes.c_void_p))

@@ -1,0 +1,118 @@
+// Attention over a view, compiled once for each instruction set (KVANT_TARGET, KVANT_LEVEL).
+#include <atomic>
+#include <memory>
+
+#include "decode.hpp"
+#include "kernels.hpp"
+#include "team.hpp"
+
+namespace kvant::KVANT_TARGET {
+namespace {
+
+// One head's queries at one position; `parts` of it are computed apart.
+struct Unit {
+    int64_t sequence, head, query;
+};
+
+class Attend {
+public:
+    explicit Attend(const kvant_request &r) : r(r), keys(r.keys), values(r.values) {
+        const int64_t units = r.batch * r.heads * r.queries, blocks = most_blocks();
+        // Enough parts that no thread idles for long; few enough that merging costs nothing.
+        const int64_t wanted = r.threads > 1 ? (4 * r.threads + units - 1) / units : 1;
+        parts = std::max<int64_t>(1, std::min(wanted, blocks / MIN_BLOCKS));
+        tasks = units * parts;
+        width = r.values.dim + 2;
+        partial.reset(new float[tasks * r.group * width]);
+    }
+
+    void run() {
+        const int64_t busy = most_blocks() * tasks / parts;
+        const int64_t threads = busy < MIN_BLOCKS ? 1 : std::min(r.threads, tasks);
+        in_parallel((int)threads, [](void *self) { ((Attend *)self)->work(); }, this);
+    }
+
+private:
+    static constexpr int64_t MIN_BLOCKS = 8;  // 512 rows: some tens of microseconds
+
+    const kvant_request &r;
+    SideTables keys, values;
+    int64_t parts, tasks, width;
+    std::atomic<int64_t> next{0};
+    std::unique_ptr<float[]> partial;  // [task][group]: largest score, sum of weights, values
+    std::unique_ptr<std::atomic<int>[]> left;
+
+    int64_t most_blocks() const {
+        return (r.columns - std::min(r.first_page * r.page, r.dense_from)) / BLOCK + 1;
+    }
+
+    Unit unit(int64_t index) const {
+        return {index / r.queries / r.heads, index / r.queries % r.heads, index % r.queries};
+    }
+
+    void work() {
+        alignas(64) Scratch scratch;
+        for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
+            const Unit u = unit(i / parts);
+            const Walk walk(r, u.sequence, u.query);
+            const int64_t part = i % parts;
+            Decode(r, keys, values, scratch)
+                .run(walk, u.sequence, u.head, u.query, walk.total * part / parts,
+                     walk.total * (part + 1) / parts);
+            for (int g = 0; g < r.group; g++) keep(scratch, i, g);
+        }
+    }
+
+    void keep(const Scratch &s, int64_t task, int g) {
+        float *at = partial.get() + (task * r.group + g) * width;
+        at[0] = s.softmax.top[g], at[1] = s.softmax.total[g];
+        std::memcpy(at + 2, s.sums.acc[g], r.values.dim * sizeof(float));
+    }
+
+public:
+    // The parts of every query as one: what stands in `out` and `lse`.
+    void merge() const {
+        for (int64_t i = 0; i < tasks / parts; i++)
+            for (int g = 0; g < r.group; g++) merge(unit(i), i, g);
+    }
+
+private:
+    void merge(const Unit &u, int64_t index, int g) const {
+        const int64_t head = u.head * r.group + g, dim = r.values.dim;
+        const int64_t row = (u.sequence * r.heads * r.group + head) * r.queries + u.query;
+        float *out = r.out + row * dim;
+        const auto part = [&](int64_t p) {
+            return partial.get() + ((index * parts + p) * r.group + g) * width;
+        };
+        float top = r.sink_logits ? r.sink_logits[head] : NOTHING;
+        // Not std::max: a NaN must come through.
+        for (int64_t p = 0; p < parts; p++) top = part(p)[0] <= top ? top : part(p)[0];
+        const float finite = top == NOTHING ? 0.0f : top;
+        float total = r.sink_logits ? std::exp(r.sink_logits[head] - finite) : 0.0f;
+        for (int64_t d = 0; d < dim; d++) out[d] = 0.0f;
+        for (int64_t p = 0; p < parts; p++) {
+            const float *from = part(p);
+            if (from[0] == NOTHING) continue;
+            const float fade = std::exp(from[0] - finite);
+            total += from[1] * fade;
+            for (int64_t d = 0; d < dim; d++) out[d] += from[2 + d] * fade;
+        }
+        const float by = total == 0.0f ? 0.0f : 1.0f / total;
+        for (int64_t d = 0; d < dim; d++) out[d] *= by;
+        if (r.lse) r.lse[row] = top + std::log(total);
+    }
+};
+
+int attend(const kvant_request &request) {
+    Attend attend(request);
+    attend.run();
+    attend.merge();
+    return 0;
+}
+
+}  // namespace
+
+extern const Kernels KERNELS;
+const Kernels KERNELS = {KVANT_NAME, attend};
+
+}  // namespace kvant::KVANT_TARGET

@@ -1,0 +1,100 @@
+// Scores of one block of rows, whatever they are stored as.
+#pragma once
+
+#include "query.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+template <int N> struct Int {
+    static constexpr int value = N;
+};
+
+// f(Int<n>, first) for the queries of a group, four at a time: the block stays in the first cache.
+template <class Fn> inline void by_four(int group, Fn f) {
+    int g = 0;
+    for (; g + 4 <= group; g += 4) f(Int<4>(), g);
+    if (g + 2 <= group) f(Int<2>(), g), g += 2;
+    if (g < group) f(Int<1>(), g);
+}
+
+// A format's levels where it has a table, by the bits of a code.
+struct Tables {
+    Levels<2> two;
+    Levels<3> three;
+    Levels<4> four;
+    Levels<5> five;
+    Levels<6> six;
+    explicit Tables(const float *levels)
+        : two(levels), three(levels), four(levels), five(levels), six(levels) {}
+};
+
+// The levels of a side as 64 floats: a codebook's own, or whole numbers around zero.
+struct LevelList {
+    float middle = 0, values[64];
+    explicit LevelList(const kvant_side &side) {
+        const int count = side.format == KVANT_RAW || side.bits > 6 ? 0 : 1 << side.bits;
+        if (side.format == KVANT_AFFINE && count) middle = (float)(1 << (side.bits - 1));
+        for (int i = 0; i < 64; i++) values[i] = 0;
+        for (int i = 0; i < count; i++)
+            values[i] = side.format == KVANT_CODEBOOK ? side.levels[i] : (float)i - middle;
+    }
+};
+
+// What is the same for all blocks of a side.
+struct SideTables {
+    LevelList list;
+    Tables tables;
+    int span;  // channels that bytes interleave: a divisor of the width, at most 32
+    explicit SideTables(const kvant_side &side)
+        : list(side), tables(list.values), span(side.dim % 32 ? 16 : 32) {}
+};
+
+inline void dense_scores(const RowBlock &rows, int64_t dtype, const Query &q, float *s) {
+    by_four(q.group, [&](auto n, int g) {
+        constexpr int GN = decltype(n)::value;
+        float *at = s + g * PITCH;
+#if KVANT_BFLOAT_DOT
+        if (dtype == KVANT_BF16) {
+            bfloat_scores<GN>(rows, q.high[g], q.dim, at);
+            if (q.exact) return;
+            float rest[GN * PITCH];
+            bfloat_scores<GN>(rows, q.low[g], q.dim, rest);
+            for (int i = 0; i < GN; i++)
+                for (int r = 0; r < rows.count; r++) at[i * PITCH + r] += rest[i * PITCH + r];
+            return;
+        }
+#endif
+        if (dtype == KVANT_BF16) row_scores<Bfloat, GN>(rows, q.rows[g], q.dim, at);
+        if (dtype == KVANT_F16) row_scores<Half, GN>(rows, q.rows[g], q.dim, at);
+        if (dtype == KVANT_F32) row_scores<float, GN>(rows, q.rows[g], q.dim, at);
+    });
+}
+
+template <int BITS, int GN>
+inline void coded_scores(const SealedBlock &block, const SideTables &side,
+                         const Levels<BITS> &levels, const Query &q, int g, float *s) {
+    const uint32_t *pairs = q.pairs[g];
+    if (side.span == 32)
+        pair_scores<BITS, 32, GN>(block, levels, side.list.middle, pairs, q.sums[g], s);
+    else if constexpr (BITS != 3 && BITS != 5)
+        pair_scores<BITS, 16, GN>(block, levels, side.list.middle, pairs, q.sums[g], s);
+}
+
+inline void sealed_scores(const SealedBlock &block, int bits, const SideTables &side,
+                          const Query &q, float *s) {
+    by_four(q.group, [&](auto n, int g) {
+        constexpr int GN = decltype(n)::value;
+        float *at = s + g * PITCH;
+        const Tables &t = side.tables;
+        switch (bits) {
+        case 8: return quad_scores<GN>(block, q.fours[g], q.step + g, q.sums[g], at);
+        case 6: return coded_scores<6, GN>(block, side, t.six, q, g, at);
+        case 5: return coded_scores<5, GN>(block, side, t.five, q, g, at);
+        case 4: return coded_scores<4, GN>(block, side, t.four, q, g, at);
+        case 3: return coded_scores<3, GN>(block, side, t.three, q, g, at);
+        case 2: return coded_scores<2, GN>(block, side, t.two, q, g, at);
+        }
+    });
+}
+
+}  // namespace kvant::KVANT_TARGET

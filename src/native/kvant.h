@@ -1,0 +1,85 @@
+/* The C interface of kvant's CPU kernels: plain structs of pointers and numbers, no Python.
+ *
+ * Strides are in bytes unless said otherwise. A request describes one View and its queries; the
+ * caller keeps all memory alive during the call. Nothing is kept between calls but the threads.
+ * Calls from several threads at a time are allowed. Functions give 0, or -1 for what they do not
+ * serve (the caller is to ask first: src/kvant/attention/native says what is served).
+ */
+#ifndef KVANT_H
+#define KVANT_H
+
+#include <stdint.h>
+
+#define KVANT_ABI 1
+
+#ifdef _WIN32
+#define KVANT_EXPORT __declspec(dllexport)
+#else
+#define KVANT_EXPORT __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum kvant_format { KVANT_RAW = 0, KVANT_AFFINE = 1, KVANT_CODEBOOK = 2 };
+enum kvant_dtype { KVANT_F32 = 0, KVANT_BF16 = 1, KVANT_F16 = 2 };
+
+/* Dense rows [batch, head, row, dim], the last dimension contiguous. */
+typedef struct {
+    const void *data;
+    int64_t batch, head, row;
+} kvant_rows;
+
+/* One field of the sealed pages: [slot, head, bytes]. */
+typedef struct {
+    const void *data;
+    int64_t slot, head;
+} kvant_pages;
+
+/* The keys, or the values. `codes` holds the rows where the format is raw. In memory:
+ *   codes of keys     [page / 16][bytes of a row / 4][16 rows][4]
+ *   codes of values   [page / 4][bytes of a row][4 rows]
+ *   scale and bias    [page / 16][groups][16 rows], 16-bit floats
+ *   raw rows          [page][dim] */
+typedef struct {
+    int64_t format, bits, group, dtype, dim;
+    kvant_rows dense, sinks;
+    kvant_pages codes, scale, bias;
+    const float *levels; /* of a codebook: 1 << bits of them */
+} kvant_side;
+
+typedef struct {
+    kvant_side keys, values;
+    int64_t batch, heads, group, queries; /* heads of keys; query heads are heads * group */
+    int64_t page, first_page, num_pages, dense_from, num_dense, num_sinks, columns;
+    const int64_t *page_table; /* [batch, num_pages] */
+    int64_t table_stride;      /* in elements */
+    const int64_t *start;      /* [batch] */
+    const int64_t *seams;      /* [queries] */
+    int64_t causal, window, mask_sinks, chunk; /* window, chunk: 0 is none */
+    double scale, softcap;                     /* softcap: 0 is none */
+    const float *sink_logits;                  /* [heads * group], or null */
+    const float *q;                            /* the last `queries` columns */
+    int64_t q_batch, q_head, q_row;            /* in elements */
+    float *out;                                /* [batch, heads * group, queries, dim of values] */
+    float *lse;                                /* [batch, heads * group, queries], or null */
+    int64_t threads;
+} kvant_request;
+
+KVANT_EXPORT int kvant_abi(void);
+
+/* "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names (null
+ * where it names none that this processor has). */
+KVANT_EXPORT const char *kvant_isa(void);
+
+/* Run parallel parts on the threads of a host's OpenMP, given its GOMP_parallel, instead of on
+ * threads of our own: so there never are two teams that compete for the cores. */
+KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
+
+KVANT_EXPORT int kvant_attend(const kvant_request *request);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,40 @@
+// The entry points, and the choice among the instruction sets that were compiled.
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels.hpp"
+
+namespace {
+
+using kvant::Kernels;
+
+const Kernels *best() {
+    const char *wish = std::getenv("KVANT_ISA");
+    const auto fits = [&](const char *name) { return !wish || !*wish || !std::strcmp(wish, name); };
+#if KVANT_X86
+    __builtin_cpu_init();
+    const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+    if (wide && fits("avx512")) return &kvant::avx512::KERNELS;
+    // Every processor with AVX2 and FMA also converts 16-bit floats (F16C).
+    const bool middle = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (middle && fits("avx2")) return &kvant::avx2::KERNELS;
+#endif
+    return fits("plain") ? &kvant::plain::KERNELS : nullptr;
+}
+
+const Kernels *kernels() {
+    static const Kernels *const chosen = best();
+    return chosen;
+}
+
+}  // namespace
+
+extern "C" int kvant_abi(void) { return KVANT_ABI; }
+
+extern "C" const char *kvant_isa(void) { return kernels() ? kernels()->name : nullptr; }
+
+extern "C" int kvant_attend(const kvant_request *request) {
+    return kernels() ? kernels()->attend(*request) : -1;
+}

@@ -1,0 +1,45 @@
+// The 16-bit floats of the interface, and how planes of bits make up a code.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace kvant::KVANT_TARGET {
+
+struct Bfloat {
+    uint16_t bits;
+};
+struct Half {
+    uint16_t bits;
+};
+
+inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits;
+}
+inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+// To nearest, ties to even; NaN stays NaN.
+inline Bfloat to_bfloat(float x) {
+    const uint32_t bits = bits_of(x);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return {(uint16_t)((bits >> 16) | 0x40)};
+    return {(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+inline float to_float(Bfloat x) { return float_of((uint32_t)x.bits << 16); }
+
+inline uint32_t pair_of(float a, float b) {
+    return (uint32_t)to_bfloat(a).bits | (uint32_t)to_bfloat(b).bits << 16;
+}
+
+// A code of BITS is a plane of LOW bits and one of HIGH bits above them (see codecs/packing.py).
+template <int BITS> struct Planes {
+    static constexpr int LOW = BITS >= 8 ? 8 : BITS >= 4 ? 4 : 2;
+    static constexpr int HIGH = BITS - LOW;
+};
+
+}  // namespace kvant::KVANT_TARGET

@@ -1,0 +1,78 @@
+// Codes of 8 bits: integer products, four codes a lane, with numbers of 15 bits.
+//
+// Queries and weights are made fixed-point numbers (Quads), fine enough that the format's own error
+// is tens of times larger. A lane is a row (keys) or a channel (values), as in pairs.hpp.
+#pragma once
+
+#include "pairs.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+constexpr float FIXED = 16256.0f;  // 127 * 128: the largest fixed-point number
+
+// Queries as fours [GN][MAX_DIM / 4], each with a step; sums [GN][MAX_GROUPS] of what they stand
+// for.
+template <int GN>
+void quad_scores(const SealedBlock &block, const uint64_t *q, const float *step, const float *sums,
+                 float *s) {
+    for (int t = 0; t < BLOCK / 16; t++) {
+        const uint8_t *codes = block.codes + t * 16 * block.width;
+        const int params = t * 16 * block.groups;
+        for (int i = 0; i < block.groups; i += 2) {
+            fetch((const char *)(block.scale + params + 16 * i) + block.scale_ahead);
+            fetch((const char *)(block.bias + params + 16 * i) + block.scale_ahead);
+        }
+        F total[GN], shift[GN];
+        for (int g = 0; g < GN; g++) total[g] = shift[g] = zero();
+        for (int u = 0; u < block.groups; u++) {
+            const int stop = (u + 1) * block.group < block.dim ? (u + 1) * block.group : block.dim;
+            Quads x[GN];
+            for (int d = u * block.group; d < stop; d += 16) {
+#pragma GCC unroll 4
+                for (int i = d; i < d + 16; i += 4) {
+                    const I four = loadi(codes + 16 * i);
+                    fetch(codes + 16 * i + block.ahead);
+                    for (int g = 0; g < GN; g++) x[g].add(four, q[g * (MAX_DIM / 4) + i / 4]);
+                }
+            }
+            const F scale = load(block.scale + params + 16 * u);
+            const F bias = load(block.bias + params + 16 * u);
+            for (int g = 0; g < GN; g++) {
+                total[g] = fma(x[g].total(), scale, total[g]);
+                shift[g] = fma(bias, set1(sums[g * MAX_GROUPS + u]), shift[g]);
+            }
+        }
+        for (int g = 0; g < GN; g++)
+            store(s + g * PITCH + 16 * t, fma(total[g], set1(step[g]), shift[g]));
+    }
+}
+
+// Weights as fours [GN][w_stride], one for four rows, each query's with a step.
+template <int GN, int NC>
+void quad_values_part(const SealedBlock &block, int first, const uint64_t *w, int64_t w_stride,
+                      const float *step, float *acc, int64_t stride) {
+    Quads x[GN][NC];
+    const uint8_t *row = block.codes + 4 * first;
+    for (int r = 0; r < BLOCK / 4; r++, row += 4 * block.width) {
+        I four[NC];
+        for (int c = 0; c < NC; c++) four[c] = loadi(row + 64 * c);
+        for (int c = 0; c < NC; c++) fetch(row + 64 * c + block.ahead);
+        for (int g = 0; g < GN; g++)
+            for (int c = 0; c < NC; c++) x[g][c].add(four[c], w[g * w_stride + r]);
+    }
+    for (int g = 0; g < GN; g++)
+        for (int c = 0; c < NC; c++) {
+            float *at = acc + g * stride + first + 16 * c;
+            store(at, fma(x[g][c].total(), set1(step[g]), load(at)));
+        }
+}
+
+template <int GN>
+void quad_values(const SealedBlock &block, int first, int stop, const uint64_t *w,
+                 int64_t w_stride, const float *step, float *acc, int64_t stride) {
+    for (; first + 32 <= stop; first += 32)
+        quad_values_part<GN, 2>(block, first, w, w_stride, step, acc, stride);
+    if (first < stop) quad_values_part<GN, 1>(block, first, w, w_stride, step, acc, stride);
+}
+
+}  // namespace kvant::KVANT_TARGET

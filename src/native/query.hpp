@@ -1,0 +1,77 @@
+// The queries of one key head, in every form that the kernels of its rows want.
+#pragma once
+
+#include <cmath>
+
+#include "kvant.h"
+#include "quads.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+struct Query {
+    int group, dim;
+    bool exact = true;  // are they 16-bit floats as they came?
+    alignas(64) float rows[MAX_GROUP][MAX_DIM];
+    alignas(64) Bfloat high[MAX_GROUP][MAX_DIM], low[MAX_GROUP][MAX_DIM];
+    alignas(64) uint32_t pairs[MAX_GROUP][MAX_DIM / 2];
+    alignas(64) uint64_t fours[MAX_GROUP][MAX_DIM / 4];
+    float step[MAX_GROUP], sums[MAX_GROUP][MAX_GROUPS];
+
+    void take(const float *q, int64_t stride, int count, const kvant_side &keys, bool dense) {
+        group = count, dim = (int)keys.dim;
+        for (int g = 0; g < group; g++) {
+            std::memcpy(rows[g], q + g * stride, dim * sizeof(float));
+            if (dense && keys.dtype == KVANT_BF16) split(g);
+            if (keys.format == KVANT_RAW) continue;
+            if (keys.bits == 8)
+                make_fours(g, (int)keys.group);
+            else
+                make_pairs(g, (int)keys.group);
+        }
+    }
+
+private:
+    void split(int g) {
+        for (int d = 0; d < dim; d++) {
+            high[g][d] = to_bfloat(rows[g][d]);
+            const float rest = rows[g][d] - to_float(high[g][d]);
+            low[g][d] = to_bfloat(rest);
+            exact = exact && rest == 0.0f;
+        }
+    }
+
+    // Channels 0 2 1 3 of every four, as key_codes yields them.
+    void make_pairs(int g, int width) {
+        const float *x = rows[g];
+        for (int d = 0; d < dim; d += 4) {
+            pairs[g][d / 2] = pair_of(x[d], x[d + 2]);
+            pairs[g][d / 2 + 1] = pair_of(x[d + 1], x[d + 3]);
+        }
+        for (int u = 0; u * width < dim; u++) {
+            float sum = 0;
+            for (int d = u * width; d < dim && d < (u + 1) * width; d++)
+                sum += to_float(to_bfloat(x[d]));
+            sums[g][u] = sum;
+        }
+    }
+
+    void make_fours(int g, int width) {
+        const float *x = rows[g];
+        F top = zero();
+        for (int d = 0; d < dim; d += 16) top = max(top, abs(load(x + d)));
+        step[g] = std::fmax(largest(top) / FIXED, 1e-30f);
+        alignas(64) int32_t fixed[MAX_DIM];
+        for (int d = 0; d < dim; d += 16) {
+            const I n = to_int(mul(load(x + d), set1(1.0f / step[g])));
+            store_fixed(fours[g] + d / 4, n);
+            storei(fixed + d, n);
+        }
+        for (int u = 0; u * width < dim; u++) {
+            int64_t sum = 0;
+            for (int d = u * width; d < dim && d < (u + 1) * width; d++) sum += fixed[d];
+            sums[g][u] = (float)sum * step[g];
+        }
+    }
+};
+
+}  // namespace kvant::KVANT_TARGET

@@ -1,0 +1,153 @@
+// Dense rows, one after the other: scores and weighted sums straight from memory.
+//
+// Lanes are channels. Scores of several rows and queries are summed over their lanes together.
+// Where there is a dot product of 16-bit floats, rows of that type are never widened.
+#pragma once
+
+#include "shape.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+struct RowBlock {
+    const char *data;
+    int64_t stride;  // bytes
+    int count;       // 1 to BLOCK
+    int64_t ahead;   // bytes from here to what is read next, to be fetched meanwhile
+
+    const char *at(int row) const { return data + (row < count ? row : count - 1) * stride; }
+};
+
+inline void fetch(const void *p) { __builtin_prefetch(p); }
+
+// Queries [GN][dim] at q, scores [GN][PITCH] at s.
+template <class T, int GN> void row_scores(const RowBlock &rows, const float *q, int dim, float *s) {
+    constexpr int R = 16 / GN;
+    for (int first = 0; first < rows.count; first += R) {
+        const T *row[R];
+        for (int r = 0; r < R; r++) row[r] = (const T *)rows.at(first + r);
+        F acc[16];
+        for (F &x : acc) x = zero();
+        for (int d = 0; d < dim; d += 16) {
+            F x[GN];
+            for (int g = 0; g < GN; g++) x[g] = load(q + g * MAX_DIM + d);
+            for (int r = 0; r < R; r++) {
+                const F k = load(row[r] + d);
+                fetch((const char *)(row[r] + d) + rows.ahead);
+                for (int g = 0; g < GN; g++) acc[g * R + r] = fma(k, x[g], acc[g * R + r]);
+            }
+        }
+        float total[16];
+        store(total, sums(acc));
+        for (int i = 0; i < 16; i++) s[i / R * PITCH + first + i % R] = total[i];
+    }
+}
+
+// acc [GN][stride] += weights [GN][PITCH] times channels [first, first + 16 NC) of the rows.
+template <class T, int GN, int NC>
+void row_values_part(const RowBlock &rows, const float *p, int first, float *acc, int64_t stride) {
+    F sum[GN][NC];
+    for (int g = 0; g < GN; g++)
+        for (int c = 0; c < NC; c++) sum[g][c] = load(acc + g * stride + first + 16 * c);
+    for (int r = 0; r < rows.count; r++) {
+        const T *row = (const T *)rows.at(r) + first;
+        F v[NC];
+        for (int c = 0; c < NC; c++) v[c] = load(row + 16 * c);
+        for (int c = 0; c < NC; c += 2) fetch((const char *)(row + 16 * c) + rows.ahead);
+        for (int g = 0; g < GN; g++) {
+            const F w = set1(p[g * PITCH + r]);
+            for (int c = 0; c < NC; c++) sum[g][c] = fma(w, v[c], sum[g][c]);
+        }
+    }
+    for (int g = 0; g < GN; g++)
+        for (int c = 0; c < NC; c++) store(acc + g * stride + first + 16 * c, sum[g][c]);
+}
+
+template <class T, int GN>
+void row_values(const RowBlock &rows, const float *p, int dim, float *acc, int64_t stride) {
+    int d = 0;
+    for (; d + 64 <= dim; d += 64) row_values_part<T, GN, 4>(rows, p, d, acc, stride);
+    if (d + 32 <= dim) row_values_part<T, GN, 2>(rows, p, d, acc, stride), d += 32;
+    if (d < dim) row_values_part<T, GN, 1>(rows, p, d, acc, stride);
+}
+
+#if KVANT_BFLOAT_DOT
+
+// Queries [GN][MAX_DIM] as Bfloat, zero behind dim.
+template <int GN>
+void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
+    constexpr int R = 16 / GN;
+    for (int first = 0; first < rows.count; first += R) {
+        const Bfloat *row[R];
+        for (int r = 0; r < R; r++) row[r] = (const Bfloat *)rows.at(first + r);
+        F acc[16];
+        for (F &x : acc) x = zero();
+        int d = 0;
+        for (; d + 32 <= dim; d += 32) {
+            Pairs x[GN];
+            for (int g = 0; g < GN; g++) x[g] = load_pairs(q + g * MAX_DIM + d);
+            for (int r = 0; r < R; r++) {
+                const Pairs k = load_pairs(row[r] + d);
+                fetch((const char *)(row[r] + d) + rows.ahead);
+                for (int g = 0; g < GN; g++) acc[g * R + r] = dot2(acc[g * R + r], k, x[g]);
+            }
+        }
+        if (d < dim)  // 16 channels are left
+            for (int r = 0; r < R; r++)
+                for (int g = 0; g < GN; g++)
+                    acc[g * R + r] =
+                        fma(load(row[r] + d), load(q + g * MAX_DIM + d), acc[g * R + r]);
+        float total[16];
+        store(total, sums(acc));
+        for (int i = 0; i < 16; i++) s[i / R * PITCH + first + i % R] = total[i];
+    }
+}
+
+// Weights [GN][PITCH] as Bfloat, zero behind the rows; channels [first, first + 32 NC).
+template <int GN, int NC>
+void bfloat_values_part(const RowBlock &rows, const Bfloat *w, int first, float *acc,
+                        int64_t stride) {
+    F sum[GN][2 * NC];
+    for (int g = 0; g < GN; g++)
+        for (int c = 0; c < 2 * NC; c += 2) {
+            const float *at = acc + g * stride + first + 16 * c;
+            sum[g][c] = load(at);
+            sum[g][c + 1] = load(at + 16);
+            crossed(sum[g][c], sum[g][c + 1]);
+        }
+    for (int r = 0; r < rows.count; r += 2) {
+        const Bfloat *a = (const Bfloat *)rows.at(r) + first;
+        const Bfloat *b = (const Bfloat *)rows.at(r + 1) + first;
+        Pairs v[2 * NC];
+        for (int c = 0; c < NC; c++) {
+            interleaved(a + 32 * c, b + 32 * c, v + 2 * c);
+            fetch((const char *)(a + 32 * c) + rows.ahead);
+            fetch((const char *)(b + 32 * c) + rows.ahead);
+        }
+        for (int g = 0; g < GN; g++) {
+            uint32_t pair;
+            std::memcpy(&pair, w + g * PITCH + r, 4);
+            for (int c = 0; c < 2 * NC; c++) sum[g][c] = dot2(sum[g][c], v[c], pair);
+        }
+    }
+    for (int g = 0; g < GN; g++)
+        for (int c = 0; c < 2 * NC; c += 2) {
+            float *at = acc + g * stride + first + 16 * c;
+            straight(sum[g][c], sum[g][c + 1]);
+            store(at, sum[g][c]);
+            store(at + 16, sum[g][c + 1]);
+        }
+}
+
+// `p` are the same weights as `w`, in single precision.
+template <int GN>
+void bfloat_values(const RowBlock &rows, const Bfloat *w, const float *p, int dim, float *acc,
+                   int64_t stride) {
+    int d = 0;
+    for (; d + 64 <= dim; d += 64) bfloat_values_part<GN, 2>(rows, w, d, acc, stride);
+    if (d + 32 <= dim) bfloat_values_part<GN, 1>(rows, w, d, acc, stride), d += 32;
+    if (d < dim) row_values_part<Bfloat, GN, 1>(rows, p, d, acc, stride);
+}
+
+#endif
+
+}  // namespace kvant::KVANT_TARGET

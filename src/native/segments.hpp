@@ -1,0 +1,58 @@
+// Which rows a query sees, as runs of neighbouring rows that are all seen.
+//
+// The rule is that of attention/mask.py, over positions. Positions below `num_sinks` are read from
+// the sinks and nowhere else; columns below the seam from sealed pages, the others from dense rows.
+#pragma once
+
+#include <algorithm>
+
+#include "kvant.h"
+
+namespace kvant::KVANT_TARGET {
+
+enum class Part { sinks, sealed, dense };
+
+// Rows [first, stop): columns, or positions of sinks.
+struct Segment {
+    Part part;
+    int64_t first, stop;
+};
+
+struct Segments {
+    Segment list[6];
+    int count = 0;
+
+    Segments(const kvant_request &r, int64_t sequence, int64_t query) {
+        const int64_t start = r.start[sequence], column = r.columns - r.queries + query;
+        const int64_t position = column - start;
+        if (position < 0) return;
+        int64_t low = 0, high = r.causal ? position + 1 : r.columns - start;
+        if (r.chunk) {
+            low = position / r.chunk * r.chunk;
+            high = std::min(high, low + r.chunk);
+        }
+        const int64_t near = r.window ? std::max(low, position - r.window + 1) : low;
+        const int64_t seam = r.seams[query];
+        if (near > low) add(r, start, seam, low, std::min({high, near, r.mask_sinks}));
+        add(r, start, seam, near, high);
+    }
+
+private:
+    // Positions [low, high).
+    void add(const kvant_request &r, int64_t start, int64_t seam, int64_t low, int64_t high) {
+        const int64_t sinks = std::min(r.num_sinks, r.columns - start);
+        put(Part::sinks, low, std::min(high, sinks));
+        low = std::max(low, r.num_sinks) + start, high += start;
+        const int64_t sealed = r.first_page * r.page;
+        put(Part::sealed, std::max(low, sealed),
+            std::min({high, seam, sealed + r.num_pages * r.page}));
+        put(Part::dense, std::max({low, seam, r.dense_from}),
+            std::min(high, r.dense_from + r.num_dense));
+    }
+
+    void put(Part part, int64_t first, int64_t stop) {
+        if (first < stop) list[count++] = {part, first, stop};
+    }
+};
+
+}  // namespace kvant::KVANT_TARGET

@@ -1,0 +1,157 @@
+// Weighted sums of one block of rows, whatever they are stored as.
+#pragma once
+
+#include "keys.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+// Sums so far: of each query [channels], then for each group of channels the weighted biases, which
+// all its channels share, not yet summed over their lanes.
+struct Sums {
+    static constexpr int WIDTH = MAX_DIM + 16 * MAX_GROUPS;
+    int dim, groups;
+    alignas(64) float acc[MAX_GROUP][WIDTH];
+
+    void clear(int group, const kvant_side &side) {
+        dim = (int)side.dim;
+        groups = side.format == KVANT_AFFINE ? (int)((dim + side.group - 1) / side.group) : 0;
+        for (int g = 0; g < group; g++) fade(g, 0.0f);
+    }
+    float *biases(int g) { return acc[g] + MAX_DIM; }
+
+    // A factor of zero forgets whatever was there.
+    void fade(int g, float factor) {
+        const F by = set1(factor);
+        const auto scaled = [&](float *p) { store(p, factor == 0.0f ? zero() : mul(load(p), by)); };
+        for (int d = 0; d < dim; d += 16) scaled(acc[g] + d);
+        for (int u = 0; u < groups; u++) scaled(biases(g) + 16 * u);
+    }
+
+    void finish(int g, int64_t width) {
+        for (int u = 0; u < groups; u++) {
+            const float bias = sum(load(biases(g) + 16 * u));
+            for (int64_t d = u * width; d < dim && d < (u + 1) * width; d++) acc[g][d] += bias;
+        }
+    }
+};
+
+// Weights of one block as the kernels of sealed values want them.
+struct Weights {
+    alignas(64) Bfloat rows[MAX_GROUP][PITCH];  // for dense rows
+    alignas(64) uint32_t pairs[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
+    alignas(64) uint64_t fours[MAX_GROUPS][MAX_GROUP][BLOCK / 4];
+    float step[MAX_GROUPS][MAX_GROUP];
+};
+
+// Scales and biases of one group of channels, for the rows of a block.
+struct Params {
+    F scale[BLOCK / 16], bias[BLOCK / 16];
+    Params(const SealedBlock &block, int u, float middle) {
+        for (int t = 0; t < BLOCK / 16; t++) {
+            const int at = (t * block.groups + u) * 16;
+            fetch((const char *)(block.scale + at) + block.scale_ahead);
+            scale[t] = load(block.scale + at);
+            if (!block.bias) continue;
+            fetch((const char *)(block.bias + at) + block.scale_ahead);
+            bias[t] = fma(scale[t], set1(middle), load(block.bias + at));
+        }
+    }
+};
+
+// Weights times scales to w; adds the weighted biases to `biases`. Rows that are `hidden` have no
+// weight, and then not even a NaN among the scales counts.
+inline void weigh(const Params &params, const float *p, bool biased, bool hidden, F *w,
+                  float *biases) {
+    F total = biased ? load(biases) : zero();
+    for (int t = 0; t < BLOCK / 16; t++) {
+        const F x = load(p + 16 * t);
+        F y = biased ? params.bias[t] : zero();
+        w[t] = mul(x, params.scale[t]);
+        if (hidden) w[t] = where_zero(x, zero(), w[t]), y = where_zero(x, zero(), y);
+        total = fma(x, y, total);
+    }
+    if (biased) store(biases, total);
+}
+
+inline void store_pairs(const F *w, uint32_t *pairs) {
+    for (int t = 0; t < BLOCK / 16; t++) store((Bfloat *)pairs + 16 * t, swapped(w[t]));
+}
+
+// The step that the numbers at `fours` are multiples of.
+inline float store_fours(const F *w, uint64_t *fours) {
+    F top = zero();
+    for (int t = 0; t < BLOCK / 16; t++) top = max(top, w[t]);
+    const float step = std::fmax(largest(top), 1e-30f) / FIXED;
+    for (int t = 0; t < BLOCK / 16; t++)
+        store_fixed(fours + 4 * t, to_int(mul(w[t], set1(1.0f / step))));
+    return step;
+}
+
+inline void make_weights(const SealedBlock &block, int bits, float middle, const float *p,
+                         int group, bool hidden, Weights &weights, Sums &sums) {
+    for (int u = 0; u < block.groups; u++) {
+        const Params params(block, u, middle);
+        for (int g = 0; g < group; g++) {
+            F w[BLOCK / 16];
+            weigh(params, p + g * PITCH, block.bias, hidden, w, sums.biases(g) + 16 * u);
+            if (bits == 8)
+                weights.step[u][g] = store_fours(w, weights.fours[u][g]);
+            else
+                store_pairs(w, weights.pairs[u][g]);
+        }
+    }
+}
+
+inline void dense_values(const RowBlock &rows, int64_t dtype, int group, const float *p,
+                         [[maybe_unused]] const Weights &weights, int lead, Sums &sums) {
+    const int dim = sums.dim;
+    by_four(group, [&](auto n, int g) {
+        constexpr int GN = decltype(n)::value;
+        const float *w = p + g * PITCH + lead;
+        float *acc = sums.acc[g];
+#if KVANT_BFLOAT_DOT
+        if (dtype == KVANT_BF16)
+            return bfloat_values<GN>(rows, weights.rows[g] + lead, w, dim, acc, Sums::WIDTH);
+#endif
+        if (dtype == KVANT_BF16) row_values<Bfloat, GN>(rows, w, dim, acc, Sums::WIDTH);
+        if (dtype == KVANT_F16) row_values<Half, GN>(rows, w, dim, acc, Sums::WIDTH);
+        if (dtype == KVANT_F32) row_values<float, GN>(rows, w, dim, acc, Sums::WIDTH);
+    });
+}
+
+template <int BITS, int GN>
+inline void coded_values(const SealedBlock &block, const SideTables &side,
+                         const Levels<BITS> &levels, int first, int stop, const uint32_t *w,
+                         float *acc) {
+    constexpr int64_t pitch = BLOCK / 2;
+    if (side.span == 32)
+        pair_values<BITS, 32, GN>(block, levels, first, stop, w, pitch, acc, Sums::WIDTH);
+    else if constexpr (BITS != 3 && BITS != 5)
+        pair_values<BITS, 16, GN>(block, levels, first, stop, w, pitch, acc, Sums::WIDTH);
+}
+
+inline void sealed_values(const SealedBlock &block, int bits, const SideTables &side, int group,
+                          const Weights &weights, Sums &sums) {
+    for (int u = 0; u < block.groups; u++) {
+        const int first = u * block.group;
+        const int stop = first + block.group < block.dim ? first + block.group : block.dim;
+        by_four(group, [&](auto n, int g) {
+            constexpr int GN = decltype(n)::value;
+            const uint32_t *w = weights.pairs[u][g];
+            float *acc = sums.acc[g];
+            const Tables &t = side.tables;
+            switch (bits) {
+            case 8:
+                return quad_values<GN>(block, first, stop, weights.fours[u][g], BLOCK / 4,
+                                       weights.step[u] + g, acc, Sums::WIDTH);
+            case 6: return coded_values<6, GN>(block, side, t.six, first, stop, w, acc);
+            case 5: return coded_values<5, GN>(block, side, t.five, first, stop, w, acc);
+            case 4: return coded_values<4, GN>(block, side, t.four, first, stop, w, acc);
+            case 3: return coded_values<3, GN>(block, side, t.three, first, stop, w, acc);
+            case 2: return coded_values<2, GN>(block, side, t.two, first, stop, w, acc);
+            }
+        });
+    }
+}
+
+}  // namespace kvant::KVANT_TARGET

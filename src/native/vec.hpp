@@ -1,0 +1,13 @@
+// The vector types of the instruction set that this translation unit is compiled for.
+#pragma once
+
+#if KVANT_LEVEL == 512
+#include "vec512.hpp"
+#define KVANT_BFLOAT_DOT 1
+#elif KVANT_LEVEL == 256
+#include "vec256.hpp"
+#define KVANT_BFLOAT_DOT 0
+#else
+#include "vec_plain.hpp"
+#define KVANT_BFLOAT_DOT 0
+#endif

@@ -1,0 +1,192 @@
+// Sixteen lanes in two registers: AVX2 with FMA and F16C. Products of 16-bit floats are made in
+// single precision, those of codes of 8 bits as integers of 16.
+#pragma once
+
+#include <immintrin.h>
+
+#include "numbers.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+struct F {
+    __m256 a, b;
+};
+struct I {
+    __m256i a, b;
+};
+
+inline F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
+inline F set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline F load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+inline void store(float *p, F x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+}
+inline F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+inline F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+inline F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+inline F fma(F x, F y, F z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline F abs(F x) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
+}
+inline float sum(F x) {
+    float lanes[8], total = 0;
+    _mm256_storeu_ps(lanes, _mm256_add_ps(x.a, x.b));
+    for (float lane : lanes) total += lane;
+    return total;
+}
+inline float largest(F x) {
+    float lanes[8];
+    _mm256_storeu_ps(lanes, _mm256_max_ps(x.a, x.b));
+    float top = lanes[0];
+    for (float lane : lanes) top = lane <= top ? top : lane;
+    return top;
+}
+inline __m256 where_zero(__m256 a, __m256 b, __m256 rest) {
+    return _mm256_blendv_ps(rest, b, _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_EQ_OQ));
+}
+inline F where_zero(F a, F b, F rest) {
+    return {where_zero(a.a, b.a, rest.a), where_zero(a.b, b.b, rest.b)};
+}
+
+inline I zeros() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline I set1i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+inline __m256i load8(const void *p) { return _mm256_loadu_si256((const __m256i *)p); }
+inline I loadi(const void *p) { return {load8(p), load8((const char *)p + 32)}; }
+inline void storei(void *p, I x) {
+    _mm256_storeu_si256((__m256i *)p, x.a);
+    _mm256_storeu_si256((__m256i *)p + 1, x.b);
+}
+inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+inline I to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
+template <int N> inline I right(I x) {
+    return {_mm256_srli_epi32(x.a, N), _mm256_srli_epi32(x.b, N)};
+}
+template <int N> inline I left(I x) {
+    return {_mm256_slli_epi32(x.a, N), _mm256_slli_epi32(x.b, N)};
+}
+inline I rightv(I x, I by) {
+    return {_mm256_srlv_epi32(x.a, by.a), _mm256_srlv_epi32(x.b, by.b)};
+}
+inline I leftv(I x, I by) {
+    return {_mm256_sllv_epi32(x.a, by.a), _mm256_sllv_epi32(x.b, by.b)};
+}
+inline __m256i choose(__m256i mask, __m256i a, __m256i b) {
+    return _mm256_or_si256(_mm256_and_si256(mask, a), _mm256_andnot_si256(mask, b));
+}
+inline I choose(I mask, I x, I y) {
+    return {choose(mask.a, x.a, y.a), choose(mask.b, x.b, y.b)};
+}
+
+template <int N> inline I repeated(const void *p) {
+    if constexpr (N == 16) return loadi(p);
+    if constexpr (N == 8) return {load8(p), load8(p)};
+    const __m256i four = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    return {four, four};
+}
+
+inline __m128i load4(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
+inline F load(const Half *p) { return {_mm256_cvtph_ps(load4(p)), _mm256_cvtph_ps(load4(p + 8))}; }
+inline __m256 widened(__m128i x) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+}
+inline F load(const Bfloat *p) { return {widened(load4(p)), widened(load4(p + 8))}; }
+inline void store(Bfloat *p, F x) {
+    float lanes[16];
+    store(lanes, x);
+    for (int i = 0; i < 16; i++) p[i] = to_bfloat(lanes[i]);
+}
+inline F rounded(F x) {
+    Bfloat halves[16];
+    store(halves, x);
+    return load(halves);
+}
+inline F swapped(F x) { return {_mm256_permute_ps(x.a, 0xD8), _mm256_permute_ps(x.b, 0xD8)}; }
+
+inline __m256 exp(__m256 x) {
+    const __m256 low = _mm256_set1_ps(-87.0f);
+    const __m256 tiny = _mm256_cmp_ps(x, low, _CMP_LT_OQ);
+    const __m256 y = _mm256_max_ps(low, x);
+    const __m256 n = _mm256_round_ps(_mm256_mul_ps(y, _mm256_set1_ps(1.44269504f)),
+                                     _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m256 f = _mm256_fmadd_ps(n, _mm256_set1_ps(-0.693359375f), y);
+    f = _mm256_fmadd_ps(n, _mm256_set1_ps(2.12194440e-4f), f);
+    __m256 p = _mm256_set1_ps(1.9875691500e-4f);
+    for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                    5.0000001201e-1f})
+        p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(c));
+    p = _mm256_add_ps(_mm256_fmadd_ps(_mm256_mul_ps(f, f), p, f), _mm256_set1_ps(1.0f));
+    // A NaN comes through p; its power is some number.
+    const __m256i power = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    const __m256 scale = _mm256_castsi256_ps(_mm256_slli_epi32(power, 23));
+    return _mm256_andnot_ps(tiny, _mm256_mul_ps(p, scale));
+}
+inline F exp(F x) { return {exp(x.a), exp(x.b)}; }
+
+struct Pairs {
+    F even, odd;
+};
+inline F dot2(F acc, Pairs x, uint32_t pair) {
+    acc = fma(x.even, set1(float_of(pair << 16)), acc);
+    return fma(x.odd, set1(float_of(pair & 0xffff0000u)), acc);
+}
+
+template <int BITS> struct Levels {
+    alignas(32) float table[64];
+    explicit Levels(const float *levels) {
+        for (int i = 0; i < 64; i++)
+            table[i] = to_float(to_bfloat(levels[i & ((1 << BITS) - 1)]));
+    }
+    __m256 at(__m256i index) const {
+        const __m256i i = _mm256_and_si256(index, _mm256_set1_epi32((1 << BITS) - 1));
+        if constexpr (BITS > 4) return _mm256_i32gather_ps(table, i, 4);
+        const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(table), i);
+        if constexpr (BITS <= 3) return low;
+        const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), i);
+        return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    }
+    Pairs at(I index) const {
+        const I up = right<16>(index);
+        return {{at(index.a), at(index.b)}, {at(up.a), at(up.b)}};
+    }
+};
+
+// Four numbers of 16 bits: 0 2 for the codes at even places, 1 3 for the others.
+struct Quads {
+    I all = zeros();
+    void add(I codes, uint64_t four) {
+        const __m256i even = _mm256_set1_epi32((int32_t)four);
+        const __m256i odd = _mm256_set1_epi32((int32_t)(four >> 32));
+        all.a = _mm256_add_epi32(all.a, products(codes.a, even, odd));
+        all.b = _mm256_add_epi32(all.b, products(codes.b, even, odd));
+    }
+    F total() const { return to_float(all); }
+
+private:
+    static __m256i products(__m256i codes, __m256i even, __m256i odd) {
+        const __m256i low = _mm256_and_si256(codes, _mm256_set1_epi16(255));
+        return _mm256_add_epi32(_mm256_madd_epi16(low, even),
+                                _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), odd));
+    }
+};
+inline void store_fixed(uint64_t *p, I x) {
+    int32_t n[16];
+    storei(n, x);
+    for (int i = 0; i < 16; i += 4) {
+        const uint32_t even = (uint16_t)n[i] | (uint32_t)n[i + 2] << 16;
+        p[i / 4] = even | (uint64_t)((uint16_t)n[i + 1] | (uint32_t)n[i + 3] << 16) << 32;
+    }
+}
+
+// Lane i of the result is the sum of x[i].
+inline F sums(const F *x) {
+    float total[16];
+    for (int i = 0; i < 16; i++) total[i] = sum(x[i]);
+    return load(total);
+}
+
+}  // namespace kvant::KVANT_TARGET

@@ -1,0 +1,162 @@
+// Sixteen lanes in one register: AVX-512 with VNNI and BF16.
+#pragma once
+
+#include <immintrin.h>
+
+#include "numbers.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+using F = __m512;   // 16 floats
+using I = __m512i;  // 16 integers of 32 bits, or 64 bytes
+
+inline F zero() { return _mm512_setzero_ps(); }
+inline F set1(float x) { return _mm512_set1_ps(x); }
+inline F load(const float *p) { return _mm512_loadu_ps(p); }
+inline void store(float *p, F x) { _mm512_storeu_ps(p, x); }
+inline F add(F a, F b) { return _mm512_add_ps(a, b); }
+inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+// The second operand where either is NaN.
+inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+inline F abs(F a) { return _mm512_abs_ps(a); }
+inline float sum(F x) { return _mm512_reduce_add_ps(x); }
+inline float largest(F x) { return _mm512_reduce_max_ps(x); }
+// b where a is zero: what has no weight does not count, not even NaN.
+inline F where_zero(F a, F b, F rest) {
+    return _mm512_mask_mov_ps(rest, _mm512_cmp_ps_mask(a, zero(), _CMP_EQ_OQ), b);
+}
+
+inline I zeros() { return _mm512_setzero_si512(); }
+inline void storei(void *p, I x) { _mm512_storeu_si512(p, x); }
+inline I set1i(int32_t x) { return _mm512_set1_epi32(x); }
+inline I loadi(const void *p) { return _mm512_loadu_si512(p); }
+inline F to_float(I x) { return _mm512_cvtepi32_ps(x); }
+inline I to_int(F x) { return _mm512_cvtps_epi32(x); }
+template <int N> inline I right(I x) { return N ? _mm512_srli_epi32(x, N) : x; }
+template <int N> inline I left(I x) { return N ? _mm512_slli_epi32(x, N) : x; }
+inline I rightv(I x, I by) { return _mm512_srlv_epi32(x, by); }
+inline I leftv(I x, I by) { return _mm512_sllv_epi32(x, by); }
+// Bits of a where mask is set, else of b.
+inline I choose(I mask, I a, I b) { return _mm512_ternarylogic_epi32(mask, a, b, 0xCA); }
+
+// 16 lanes from N dwords, again and again.
+template <int N> inline I repeated(const void *p) {
+    if constexpr (N == 16) return loadi(p);
+    if constexpr (N == 8) return _mm512_broadcast_i64x4(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+}
+
+inline F load(const Half *p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+}
+inline F load(const Bfloat *p) {
+    const __m256i half = _mm256_loadu_si256((const __m256i *)p);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+inline void store(Bfloat *p, F x) {
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
+}
+inline F rounded(F x) {  // to what a Bfloat holds
+    const __m256i half = (__m256i)_mm512_cvtneps_pbh(x);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+// Lanes 0 2 1 3 of every four.
+inline F swapped(F x) { return _mm512_permute_ps(x, 0xD8); }
+
+inline F exp(F x) {
+    const F low = set1(-87.0f);
+    const __mmask16 tiny = _mm512_cmp_ps_mask(x, low, _CMP_LT_OQ);
+    const F n = _mm512_roundscale_ps(mul(max(low, x), set1(1.44269504f)), 0);
+    F f = fma(n, set1(-0.693359375f), max(low, x));
+    f = fma(n, set1(2.12194440e-4f), f);
+    F p = set1(1.9875691500e-4f);
+    p = fma(p, f, set1(1.3981999507e-3f));
+    p = fma(p, f, set1(8.3334519073e-3f));
+    p = fma(p, f, set1(4.1665795894e-2f));
+    p = fma(p, f, set1(1.6666665459e-1f));
+    p = fma(p, f, set1(5.0000001201e-1f));
+    p = add(fma(mul(f, f), p, f), set1(1.0f));
+    return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, zero());
+}
+
+// Two values a lane, for dot2.
+using Pairs = __m512bh;
+
+inline Pairs load_pairs(const void *p) { return (Pairs)loadi(p); }
+inline F dot2(F acc, Pairs x, uint32_t pair) {
+    return _mm512_dpbf16_ps(acc, x, (Pairs)_mm512_set1_epi32((int32_t)pair));
+}
+inline F dot2(F acc, Pairs x, Pairs y) { return _mm512_dpbf16_ps(acc, x, y); }
+
+// A table of up to 64 levels, looked up by the low bits of each half of a lane.
+template <int BITS> struct Levels {
+    I low, high;
+    explicit Levels(const float *levels) {
+        alignas(64) Bfloat table[64];
+        for (int i = 0; i < 64; i++) table[i] = to_bfloat(levels[i & ((1 << BITS) - 1)]);
+        low = loadi(table);
+        high = loadi(table + 32);
+    }
+    Pairs at(I index) const {
+        if constexpr (BITS <= 5) return (Pairs)_mm512_permutexvar_epi16(index, low);
+        return (Pairs)_mm512_permutex2var_epi16(low, index, high);
+    }
+};
+
+// Sums of 8-bit codes times numbers of 15 bits, four a lane; a number is 128 high + low.
+struct Quads {
+    I high = zeros(), low = zeros();
+    void add(I codes, uint64_t four) {
+        high = _mm512_dpbusd_epi32(high, codes, _mm512_set1_epi32((int32_t)four));
+        low = _mm512_dpbusd_epi32(low, codes, _mm512_set1_epi32((int32_t)(four >> 32)));
+    }
+    F total() const { return to_float(_mm512_add_epi32(left<7>(high), low)); }
+};
+// Sixteen numbers as the four dwords pairs that Quads wants.
+inline void store_fixed(uint64_t *p, I x) {
+    const __m128i high = _mm512_cvtepi32_epi8(_mm512_srai_epi32(x, 7));
+    const __m128i low = _mm512_cvtepi32_epi8(_mm512_and_si512(x, set1i(127)));
+    _mm_storeu_si128((__m128i *)p, _mm_unpacklo_epi32(high, low));
+    _mm_storeu_si128((__m128i *)(p + 2), _mm_unpackhi_epi32(high, low));
+}
+
+// Lane i of the result is the sum of x[i].
+inline F sums(const F *x) {
+    F a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++)
+        a[i] = add(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]),
+                   _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
+    for (int i = 0; i < 4; i++)
+        b[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[2 * i]),
+                                                       _mm512_castps_pd(a[2 * i + 1]))),
+                   _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[2 * i]),
+                                                       _mm512_castps_pd(a[2 * i + 1]))));
+    for (int i = 0; i < 2; i++)
+        c[i] = add(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                   _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xDD));
+    return add(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xDD));
+}
+
+// Two rows of 32 values as pairs: channels in an order that `straight` puts right again.
+inline void interleaved(const Bfloat *a, const Bfloat *b, Pairs out[2]) {
+    const I x = loadi(a), y = loadi(b);
+    out[0] = (Pairs)_mm512_unpacklo_epi16(x, y);
+    out[1] = (Pairs)_mm512_unpackhi_epi16(x, y);
+}
+inline void straight(F &a, F &b) {
+    const F x = _mm512_shuffle_f32x4(a, b, 0x44), y = _mm512_shuffle_f32x4(a, b, 0xEE);
+    a = _mm512_shuffle_f32x4(x, x, 0xD8);
+    b = _mm512_shuffle_f32x4(y, y, 0xD8);
+}
+// What `straight` undoes.
+inline void crossed(F &a, F &b) {
+    const I even = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const I odd = _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    const F x = _mm512_permutex2var_ps(a, even, b), y = _mm512_permutex2var_ps(a, odd, b);
+    a = x;
+    b = y;
+}
+
+}  // namespace kvant::KVANT_TARGET

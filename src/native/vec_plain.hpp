@@ -1,0 +1,140 @@
+// Sixteen lanes as an array: any processor, and what the other two are to agree with.
+#pragma once
+
+#include <cmath>
+
+#include "numbers.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+struct F {
+    float at[16];
+};
+struct I {
+    uint32_t at[16];
+};
+
+template <class Fn> inline F each(Fn fn) {
+    F x;
+    for (int i = 0; i < 16; i++) x.at[i] = fn(i);
+    return x;
+}
+template <class Fn> inline I eachi(Fn fn) {
+    I x;
+    for (int i = 0; i < 16; i++) x.at[i] = fn(i);
+    return x;
+}
+
+inline float from_half(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, power = h >> 10 & 31, rest = h & 1023;
+    if (power == 0) return float_of(sign | bits_of((float)rest * 0x1p-24f));
+    if (power == 31) return float_of(sign | 0x7f800000u | rest << 13);
+    return float_of(sign | (power + 112) << 23 | rest << 13);
+}
+
+inline F set1(float x) { return each([&](int) { return x; }); }
+inline F zero() { return set1(0.0f); }
+inline F load(const float *p) { return each([&](int i) { return p[i]; }); }
+inline F load(const Half *p) { return each([&](int i) { return from_half(p[i].bits); }); }
+inline F load(const Bfloat *p) { return each([&](int i) { return to_float(p[i]); }); }
+inline void store(float *p, F x) { std::memcpy(p, x.at, sizeof x.at); }
+inline void store(Bfloat *p, F x) {
+    for (int i = 0; i < 16; i++) p[i] = to_bfloat(x.at[i]);
+}
+inline F add(F x, F y) { return each([&](int i) { return x.at[i] + y.at[i]; }); }
+inline F sub(F x, F y) { return each([&](int i) { return x.at[i] - y.at[i]; }); }
+inline F mul(F x, F y) { return each([&](int i) { return x.at[i] * y.at[i]; }); }
+inline F fma(F x, F y, F z) { return each([&](int i) { return x.at[i] * y.at[i] + z.at[i]; }); }
+inline F max(F x, F y) { return each([&](int i) { return x.at[i] > y.at[i] ? x.at[i] : y.at[i]; }); }
+inline F abs(F x) { return each([&](int i) { return std::fabs(x.at[i]); }); }
+inline F exp(F x) { return each([&](int i) { return x.at[i] < -87.0f ? 0.0f : std::exp(x.at[i]); }); }
+inline F rounded(F x) { return each([&](int i) { return to_float(to_bfloat(x.at[i])); }); }
+inline F swapped(F x) {
+    constexpr int from[4] = {0, 2, 1, 3};
+    return each([&](int i) { return x.at[(i & ~3) + from[i & 3]]; });
+}
+inline F where_zero(F a, F b, F rest) {
+    return each([&](int i) { return a.at[i] == 0.0f ? b.at[i] : rest.at[i]; });
+}
+inline float sum(F x) {
+    float total = 0;
+    for (float lane : x.at) total += lane;
+    return total;
+}
+inline float largest(F x) {
+    float top = x.at[0];
+    for (float lane : x.at) top = lane <= top ? top : lane;
+    return top;
+}
+
+inline I set1i(int32_t x) { return eachi([&](int) { return (uint32_t)x; }); }
+inline I zeros() { return set1i(0); }
+inline I loadi(const void *p) {
+    I x;
+    std::memcpy(x.at, p, sizeof x.at);
+    return x;
+}
+inline void storei(void *p, I x) { std::memcpy(p, x.at, sizeof x.at); }
+inline F to_float(I x) { return each([&](int i) { return (float)(int32_t)x.at[i]; }); }
+// NaN becomes the same number as in the others.
+inline I to_int(F x) {
+    return eachi([&](int i) {
+        const float n = std::nearbyint(x.at[i]);
+        return std::fabs(n) < 2147483648.0f ? (uint32_t)(int32_t)n : 0x80000000u;
+    });
+}
+template <int N> inline I right(I x) { return eachi([&](int i) { return x.at[i] >> N; }); }
+template <int N> inline I left(I x) { return eachi([&](int i) { return x.at[i] << N; }); }
+inline I rightv(I x, I by) { return eachi([&](int i) { return x.at[i] >> by.at[i]; }); }
+inline I leftv(I x, I by) { return eachi([&](int i) { return x.at[i] << by.at[i]; }); }
+inline I choose(I mask, I x, I y) {
+    return eachi([&](int i) { return (x.at[i] & mask.at[i]) | (y.at[i] & ~mask.at[i]); });
+}
+template <int N> inline I repeated(const void *p) {
+    I x;
+    for (int i = 0; i < 16; i++) std::memcpy(x.at + i, (const char *)p + i % N * 4, 4);
+    return x;
+}
+
+struct Pairs {
+    F even, odd;
+};
+inline F dot2(F acc, Pairs x, uint32_t pair) {
+    acc = fma(x.even, set1(float_of(pair << 16)), acc);
+    return fma(x.odd, set1(float_of(pair & 0xffff0000u)), acc);
+}
+
+template <int BITS> struct Levels {
+    float table[1 << BITS];
+    explicit Levels(const float *levels) {
+        for (int i = 0; i < 1 << BITS; i++) table[i] = to_float(to_bfloat(levels[i]));
+    }
+    Pairs at(I x) const {
+        constexpr uint32_t mask = (1 << BITS) - 1;
+        return {each([&](int i) { return table[x.at[i] & mask]; }),
+                each([&](int i) { return table[x.at[i] >> 16 & mask]; })};
+    }
+};
+
+struct Quads {
+    I all = zeros();
+    void add(I codes, uint64_t four) {
+        for (int i = 0; i < 16; i++)
+            for (int n = 0; n < 4; n++)
+                all.at[i] += (codes.at[i] >> 8 * n & 255) * (uint32_t)(int16_t)(four >> 16 * n);
+    }
+    F total() const { return to_float(all); }
+};
+inline void store_fixed(uint64_t *p, I x) {
+    for (int i = 0; i < 16; i++) {
+        if (i % 4 == 0) p[i / 4] = 0;
+        p[i / 4] |= (uint64_t)(uint16_t)x.at[i] << 16 * (i % 4);
+    }
+}
+
+// Lane i of the result is the sum of x[i].
+inline F sums(const F *x) {
+    return each([&](int i) { return sum(x[i]); });
+}
+
+}  // namespace kvant::KVANT_TARGET

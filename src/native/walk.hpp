@@ -1,0 +1,83 @@
+// Blocks of at most BLOCK rows, one after the other, over the segments that a query sees.
+#pragma once
+
+#include "segments.hpp"
+#include "values.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+// Rows [first, stop) of a block are seen; those of a dense one begin at zero.
+struct Span {
+    Part part;
+    int64_t slot, row;  // of a page: where it lies, and the block in it; else the first row
+    int first, stop;
+};
+
+class Walk {
+public:
+    Walk(const kvant_request &request, int64_t sequence, int64_t query)
+        : r(request), sequence(sequence), segments(request, sequence, query) {
+        for (int i = 0; i < segments.count; i++) total += blocks(segments.list[i]);
+    }
+
+    int64_t total = 0;
+
+    Span at(int64_t index) const {
+        int i = 0;
+        for (; index >= blocks(segments.list[i]); i++) index -= blocks(segments.list[i]);
+        const Segment &s = segments.list[i];
+        if (s.part != Part::sealed) {
+            const int64_t row = s.first + index * BLOCK - (s.part == Part::dense ? r.dense_from : 0);
+            return {s.part, 0, row, 0, (int)std::min<int64_t>(BLOCK, s.stop - s.first - index * BLOCK)};
+        }
+        const int64_t begin = (s.first / BLOCK + index) * BLOCK, page = begin / r.page;
+        const int64_t slot = r.page_table[sequence * r.table_stride + page - r.first_page];
+        return {s.part, slot, begin % r.page, (int)std::max<int64_t>(0, s.first - begin),
+                (int)std::min<int64_t>(BLOCK, s.stop - begin)};
+    }
+
+private:
+    const kvant_request &r;
+    int64_t sequence;
+    Segments segments;
+
+    static int64_t blocks(const Segment &s) {
+        if (s.part == Part::sealed) return (s.stop + BLOCK - 1) / BLOCK - s.first / BLOCK;
+        return (s.stop - s.first + BLOCK - 1) / BLOCK;
+    }
+};
+
+inline int64_t size_of(int64_t dtype) { return dtype == KVANT_F32 ? 4 : 2; }
+
+// The rows of a span that is dense, or sealed as they came.
+inline RowBlock row_block(const kvant_side &side, const Span &span, int64_t sequence, int64_t head) {
+    const int count = span.stop - span.first;
+    if (span.part == Part::sealed) {
+        const int64_t stride = side.dim * size_of(side.dtype);
+        const char *data = (const char *)side.codes.data + span.slot * side.codes.slot +
+                           head * side.codes.head + (span.row + span.first) * stride;
+        return {data, stride, count, 0};
+    }
+    const kvant_rows &rows = span.part == Part::sinks ? side.sinks : side.dense;
+    const char *data = (const char *)rows.data + sequence * rows.batch + head * rows.head;
+    return {data + span.row * rows.row, rows.row, count, 0};
+}
+
+inline SealedBlock sealed_block(const kvant_side &side, const Span &span, int64_t head) {
+    const int width = (int)(side.dim * side.bits / 8);
+    const int groups = (int)((side.dim + side.group - 1) / side.group);
+    const auto place = [&](const kvant_pages &pages, int64_t row) {
+        if (!pages.data) return (const char *)nullptr;
+        return (const char *)pages.data + span.slot * pages.slot + head * pages.head + span.row * row;
+    };
+    return {(const uint8_t *)place(side.codes, width),
+            (const Half *)place(side.scale, 2 * groups),
+            (const Half *)place(side.bias, 2 * groups),
+            0, 0, (int)side.dim, (int)side.group, groups, width};
+}
+
+inline bool is_coded(const kvant_side &side, const Span &span) {
+    return span.part == Part::sealed && side.format != KVANT_RAW;
+}
+
+}  // namespace kvant::KVANT_TARGET

@@ -65,7 +65,7 @@ private:
 
     void keep(const Scratch &s, int64_t task, int g) {
         float *at = partial.get() + (task * r.group + g) * width;
-        at[0] = s.softmax.top[g], at[1] = s.softmax.total[g];
+        at[0] = s.softmax.top[g], at[1] = s.softmax.total(g);
         std::memcpy(at + 2, s.sums.acc[g], r.values.dim * sizeof(float));
     }
 

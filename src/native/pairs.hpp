@@ -45,22 +45,38 @@ inline I key_codes(const uint8_t *low, [[maybe_unused]] const uint8_t *high) {
     }
 }
 
-template <int BITS, int SPAN, int GN, int H, int Q>
-inline void score_quad(const uint8_t *low, const uint8_t *high, const Levels<BITS> &levels,
-                       const uint32_t *q, F *x) {
-    const Pairs a = levels.at(key_codes<BITS, SPAN, H, Q, 0>(low, high));
-    const Pairs b = levels.at(key_codes<BITS, SPAN, H, Q, 8>(low, high));
-    for (int g = 0; g < GN; g++) x[g] = dot2(x[g], a, q[g * (MAX_DIM / 2) + 2 * Q]);
-    for (int g = 0; g < GN; g++) x[g] = dot2(x[g], b, q[g * (MAX_DIM / 2) + 2 * Q + 1]);
+// Scores so far of GN queries with the rows of TILES tiles: pairs A and pairs B apart, so that no
+// product waits for the one before it.
+template <int GN, int TILES> struct Chains {
+    F a[TILES][GN], b[TILES][GN];
+    void clear() {
+        for (int t = 0; t < TILES; t++)
+            for (int g = 0; g < GN; g++) a[t][g] = b[t][g] = zero();
+    }
+};
+
+template <int BITS, int SPAN, int GN, int TILES, int H, int Q>
+inline void score_quad(const uint8_t *low, const uint8_t *high, int tile,
+                       const Levels<BITS> &levels, const uint32_t *q, Chains<GN, TILES> &x) {
+    Pairs a[TILES], b[TILES];
+    for (int t = 0; t < TILES; t++) {
+        a[t] = levels.at(key_codes<BITS, SPAN, H, Q, 0>(low + t * tile, high + t * tile));
+        b[t] = levels.at(key_codes<BITS, SPAN, H, Q, 8>(low + t * tile, high + t * tile));
+    }
+    for (int g = 0; g < GN; g++) {
+        const uint32_t *pairs = q + g * (MAX_DIM / 2) + 2 * Q;
+        for (int t = 0; t < TILES; t++) x.a[t][g] = dot2(x.a[t][g], a[t], pairs[0]);
+        for (int t = 0; t < TILES; t++) x.b[t][g] = dot2(x.b[t][g], b[t], pairs[1]);
+    }
 }
 
-template <int BITS, int SPAN, int GN, int H>
-inline void score_span(const uint8_t *low, const uint8_t *high, const Levels<BITS> &levels,
-                       const uint32_t *q, F *x) {
-    score_quad<BITS, SPAN, GN, H, 0>(low, high, levels, q, x);
-    score_quad<BITS, SPAN, GN, H, 1>(low, high, levels, q, x);
-    score_quad<BITS, SPAN, GN, H, 2>(low, high, levels, q, x);
-    score_quad<BITS, SPAN, GN, H, 3>(low, high, levels, q, x);
+template <int BITS, int SPAN, int GN, int TILES, int H>
+inline void score_span(const uint8_t *low, const uint8_t *high, int tile,
+                       const Levels<BITS> &levels, const uint32_t *q, Chains<GN, TILES> &x) {
+    score_quad<BITS, SPAN, GN, TILES, H, 0>(low, high, tile, levels, q, x);
+    score_quad<BITS, SPAN, GN, TILES, H, 1>(low, high, tile, levels, q, x);
+    score_quad<BITS, SPAN, GN, TILES, H, 2>(low, high, tile, levels, q, x);
+    score_quad<BITS, SPAN, GN, TILES, H, 3>(low, high, tile, levels, q, x);
 }
 
 // Queries as pairs [GN][MAX_DIM / 2], in the order of key_codes, and their sums [GN][MAX_GROUPS];
@@ -69,111 +85,133 @@ template <int BITS, int SPAN, int GN>
 void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float middle,
                  const uint32_t *q, const float *sums, float *s) {
     using P = Planes<BITS>;
+    constexpr int TILES = 2;
     const int low_size = block.dim * P::LOW / 8, tile = 16 * block.width;
-    for (int t = 0; t < BLOCK / 16; t++) {
+    for (int t = 0; t < BLOCK / 16; t += TILES) {
         const uint8_t *low = block.codes + t * tile, *high = low + 16 * low_size;
         const uint8_t *next = low + block.ahead;
-        const int params = t * 16 * block.groups;
-        for (int i = 0; i < block.groups; i += 2) {
-            fetch((const char *)(block.scale + params + 16 * i) + block.scale_ahead);
-            if (block.bias) fetch((const char *)(block.bias + params + 16 * i) + block.scale_ahead);
-        }
-        F total[GN], x[GN];
-        for (int g = 0; g < GN; g++) total[g] = x[g] = zero();
+        F total[TILES][GN];
+        for (auto &row : total)
+            for (F &x : row) x = zero();
+        Chains<GN, TILES> x;
+        x.clear();
         int u = 0;
         for (int d = 0; d < block.dim; d += 16) {
             constexpr int low_step = SPAN * P::LOW * 2, high_step = SPAN * P::HIGH * 2;
             const uint8_t *a = low + d / SPAN * low_step, *b = high + d / SPAN * high_step;
             const uint32_t *pairs = q + d / 2;
             if (SPAN == 16 || d % SPAN == 0)
-                score_span<BITS, SPAN, GN, 0>(a, b, levels, pairs, x);
+                score_span<BITS, SPAN, GN, TILES, 0>(a, b, tile, levels, pairs, x);
             else
-                score_span<BITS, SPAN, GN, SPAN == 32>(a, b, levels, pairs, x);
-            for (int i = 0; i < BITS; i += 2) fetch(next + 32 * i);
-            next += 32 * BITS;
+                score_span<BITS, SPAN, GN, TILES, SPAN == 32>(a, b, tile, levels, pairs, x);
+            for (int i = 0; i < TILES * BITS; i += 2) fetch(next + 32 * i);
+            next += TILES * 32 * BITS;
             if ((d + 16) % block.group && d + 16 < block.dim) continue;
-            const F scale = load(block.scale + params + 16 * u);
-            for (int g = 0; g < GN; g++) total[g] = fma(x[g], scale, total[g]), x[g] = zero();
-            if (block.bias) {
-                const F bias = fma(scale, set1(middle), load(block.bias + params + 16 * u));
+            for (int i = 0; i < TILES; i++) {
+                const int at = ((t + i) * block.groups + u) * 16;
+                fetch((const char *)(block.scale + at) + block.scale_ahead);
+                const F scale = load(block.scale + at);
                 for (int g = 0; g < GN; g++)
-                    total[g] = fma(bias, set1(sums[g * MAX_GROUPS + u]), total[g]);
+                    total[i][g] = fma(add(x.a[i][g], x.b[i][g]), scale, total[i][g]);
+                if (!block.bias) continue;
+                fetch((const char *)(block.bias + at) + block.scale_ahead);
+                const F bias = fma(scale, set1(middle), load(block.bias + at));
+                for (int g = 0; g < GN; g++)
+                    total[i][g] = fma(bias, set1(sums[g * MAX_GROUPS + u]), total[i][g]);
             }
+            x.clear();
             u++;
         }
-        for (int g = 0; g < GN; g++) store(s + g * PITCH + 16 * t, total[g]);
+        for (int g = 0; g < GN; g++)
+            for (int i = 0; i < TILES; i++) store(s + g * PITCH + 16 * (t + i), total[i][g]);
     }
 }
 
-// Where the codes of 16 channels of the values lie in one plane, and the shifts to get at them.
-struct Lanes {
-    int column, columns;
-    I left, first, second;  // for pair A: left, then first to the right; for pair B: second
+// How 16 channels of the values are found in a plane of WIDTH bits: those of a span of SPAN from
+// 16 * HALF on. Lane i is byte `column + i % columns` of four rows, and its code is to be moved
+// right by `by` for its first rows, by 8 more for the others, so that it ends at bit TO.
+template <int WIDTH, int SPAN, int HALF, int TO> struct Lanes {
+    static constexpr int step = SPAN * WIDTH / 8;
+    static constexpr int columns = step < 16 ? step : 16;
+    static constexpr int first = 16 * HALF / step * WIDTH - TO;
+    static constexpr bool even = columns == 16;  // the same for all lanes
+    static constexpr int column(int channel) { return channel / SPAN * step; }
 
-    Lanes(int bits, int span, int channel, int to) {
-        const int step = span * bits / 8, inside = channel % span;
-        columns = step < 16 ? step : 16;
-        column = channel / span * step + inside % step;
-        alignas(64) int32_t up[16], a[16], b[16];
+    static I codes(const uint8_t *row, int column) { return repeated<columns>(row + 4 * column); }
+    static I a(I x) {
+        if constexpr (even)
+            return shifted<first>(x);
+        else if constexpr (first < 0)
+            return rightv(leftv(x, by(-1, 0)), by(1, 0));
+        else
+            return rightv(x, by(1, 0));
+    }
+    static I b(I x) {
+        if constexpr (even)
+            return shifted<first + 8>(x);
+        else
+            return rightv(x, by(1, 8));
+    }
+
+private:
+    static I by(int sign, int more) {
+        alignas(64) int32_t lanes[16];
         for (int i = 0; i < 16; i++) {
-            const int by = bits * (inside / step + i / columns) - to;
-            up[i] = by < 0 ? -by : 0;
-            a[i] = by < 0 ? 0 : by;
-            b[i] = by + 8;
+            const int n = sign * (first + i / columns * WIDTH + more);
+            lanes[i] = n < 0 ? 0 : n;
         }
-        left = loadi(up), first = loadi(a), second = loadi(b);
+        return loadi(lanes);
     }
 };
 
-template <int COLUMNS> inline I lanes_at(const uint8_t *row, int column) {
-    return repeated<COLUMNS>(row + 4 * column);
+template <int BITS, int SPAN, int HALF>
+inline void value_codes(const uint8_t *row, int low, int high, const Levels<BITS> &levels,
+                        Pairs &a, Pairs &b) {
+    using P = Planes<BITS>;
+    using Low = Lanes<P::LOW, SPAN, HALF, 0>;
+    const I x = Low::codes(row, low);
+    if constexpr (P::HIGH == 0) {
+        a = levels.at(Low::a(x)), b = levels.at(Low::b(x));
+    } else {
+        using High = Lanes<P::HIGH, SPAN, HALF, P::LOW>;
+        const I y = High::codes(row, high);
+        a = levels.at(joined<BITS>(Low::a(x), High::a(y)));
+        b = levels.at(joined<BITS>(Low::b(x), High::b(y)));
+    }
 }
 
-// How many columns of one plane 16 channels take.
-constexpr int columns_of(int bits, int span) { return span * bits / 8 < 16 ? span * bits / 8 : 16; }
-
-// Weights [GN][PITCH] at `w`, rows 0 2 1 3 of every four swapped to pairs; acc [GN][stride] gets
-// the channels [first, first + 16 NC).
-template <int BITS, int SPAN, int GN, int NC>
+// Weights [GN][w_stride] as pairs, rows 0 2 and 1 3 of every four; acc [GN][stride] gets the
+// channels [first, first + 16 NC), of which the first is the HALFth of its span.
+template <int BITS, int SPAN, int GN, int NC, int HALF>
 void pair_values_part(const SealedBlock &block, const Levels<BITS> &levels, int first,
                       const uint32_t *w, int64_t w_stride, float *acc, int64_t stride) {
     using P = Planes<BITS>;
-    constexpr int low_columns = columns_of(P::LOW, SPAN);
-    constexpr int high_columns = P::HIGH ? columns_of(P::HIGH, SPAN) : 4;
     constexpr int TWINS = GN * NC <= 8 ? 2 : 1;  // chains, so that none waits for itself
     F sum[TWINS][GN][NC];
-    I by[NC], by8[NC], up[NC], hi[NC], hi8[NC];
-    int low[NC], high[NC];
-    for (int c = 0; c < NC; c++) {
-        const Lanes a(P::LOW, SPAN, first + 16 * c, 0);
-        by[c] = a.first, by8[c] = a.second, low[c] = a.column;
-        if constexpr (P::HIGH > 0) {
-            const Lanes b(P::HIGH, SPAN, first + 16 * c, P::LOW);
-            up[c] = b.left, hi[c] = b.first, hi8[c] = b.second;
-            high[c] = b.column + block.dim * P::LOW / 8;
-        }
-        for (int g = 0; g < GN; g++) {
+    for (int g = 0; g < GN; g++)
+        for (int c = 0; c < NC; c++) {
             sum[0][g][c] = load(acc + g * stride + first + 16 * c);
-            if (TWINS == 2) sum[1][g][c] = zero();
+            if (TWINS == 2) sum[TWINS - 1][g][c] = zero();
         }
-    }
+    const int low_size = block.dim * P::LOW / 8;
+    const auto low = [&](int c) { return Lanes<P::LOW, SPAN, 0, 0>::column(first + 16 * c); };
+    const auto high = [&](int c) {
+        return low_size + (P::HIGH ? (first + 16 * c) / SPAN * (SPAN * P::HIGH / 8) : 0);
+    };
     const uint8_t *row = block.codes;
     for (int r = 0; r < BLOCK / 4; r++, row += 4 * block.width, w += 2) {
         Pairs a[NC], b[NC];
+#pragma GCC unroll 4
         for (int c = 0; c < NC; c++) {
-            const I x = lanes_at<low_columns>(row, low[c]);
-            I one = rightv(x, by[c]), other = rightv(x, by8[c]);
-            if constexpr (P::HIGH > 0) {
-                const I y = lanes_at<high_columns>(row, high[c]);
-                one = joined<BITS>(one, rightv(leftv(y, up[c]), hi[c]));
-                other = joined<BITS>(other, rightv(y, hi8[c]));
-            }
-            a[c] = levels.at(one), b[c] = levels.at(other);
+            if (SPAN == 16 || (HALF + c) % 2 == 0)
+                value_codes<BITS, SPAN, 0>(row, low(c), high(c), levels, a[c], b[c]);
+            else
+                value_codes<BITS, SPAN, SPAN == 32>(row, low(c), high(c), levels, a[c], b[c]);
         }
-        for (int i = 0; i < NC * P::LOW * 8; i += 64) fetch(row + 4 * low[0] + i + block.ahead);
+        for (int i = 0; i < NC * P::LOW * 8; i += 64) fetch(row + 4 * low(0) + i + block.ahead);
         if constexpr (P::HIGH > 0)
             for (int i = 0; i < NC * P::HIGH * 8; i += 64)
-                fetch(row + 4 * high[0] + i + block.ahead);
+                fetch(row + 4 * high(0) + i + block.ahead);
         for (int g = 0; g < GN; g++)
             for (int c = 0; c < NC; c++)
                 sum[0][g][c] = dot2(sum[0][g][c], a[c], w[g * w_stride]);
@@ -193,13 +231,16 @@ template <int BITS, int SPAN, int GN>
 void pair_values(const SealedBlock &block, const Levels<BITS> &levels, int first, int stop,
                  const uint32_t *w, int64_t w_stride, float *acc, int64_t stride) {
     for (; first + 64 <= stop; first += 64)
-        pair_values_part<BITS, SPAN, GN, 4>(block, levels, first, w, w_stride, acc, stride);
+        pair_values_part<BITS, SPAN, GN, 4, 0>(block, levels, first, w, w_stride, acc, stride);
     if (first + 32 <= stop) {
-        pair_values_part<BITS, SPAN, GN, 2>(block, levels, first, w, w_stride, acc, stride);
+        pair_values_part<BITS, SPAN, GN, 2, 0>(block, levels, first, w, w_stride, acc, stride);
         first += 32;
     }
-    if (first < stop)
-        pair_values_part<BITS, SPAN, GN, 1>(block, levels, first, w, w_stride, acc, stride);
+    if (first >= stop) return;
+    if (first % 32 == 0)
+        pair_values_part<BITS, SPAN, GN, 1, 0>(block, levels, first, w, w_stride, acc, stride);
+    else
+        pair_values_part<BITS, SPAN, GN, 1, 1>(block, levels, first, w, w_stride, acc, stride);
 }
 
 }  // namespace kvant::KVANT_TARGET

@@ -29,6 +29,11 @@ inline F fma(F x, F y, F z) {
     return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
 }
 inline F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline bool any_above(F x, float y) {
+    const __m256 level = _mm256_set1_ps(y);
+    return _mm256_movemask_ps(_mm256_cmp_ps(x.a, level, _CMP_NLE_UQ)) ||
+           _mm256_movemask_ps(_mm256_cmp_ps(x.b, level, _CMP_NLE_UQ));
+}
 inline F abs(F x) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};

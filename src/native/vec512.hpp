@@ -20,6 +20,10 @@ inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // The second operand where either is NaN.
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }
+// Is any lane above x, or NaN?
+inline bool any_above(F a, float x) {
+    return _mm512_cmp_ps_mask(a, set1(x), _CMP_NLE_UQ) != 0;
+}
 inline F abs(F a) { return _mm512_abs_ps(a); }
 inline float sum(F x) { return _mm512_reduce_add_ps(x); }
 inline float largest(F x) { return _mm512_reduce_max_ps(x); }

@@ -67,6 +67,12 @@ inline float largest(F x) {
     return top;
 }
 
+inline bool any_above(F x, float y) {
+    bool any = false;
+    for (float lane : x.at) any = any || !(lane <= y);
+    return any;
+}
+
 inline I set1i(int32_t x) { return eachi([&](int) { return (uint32_t)x; }); }
 inline I zeros() { return set1i(0); }
 inline I loadi(const void *p) {

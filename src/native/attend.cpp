@@ -2,6 +2,7 @@
 #include <atomic>
 #include <memory>
 
+#include "chunk.hpp"
 #include "decode.hpp"
 #include "kernels.hpp"
 #include "team.hpp"
@@ -54,7 +55,7 @@ private:
         alignas(64) Scratch scratch;
         for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
             const Unit u = unit(i / parts);
-            const Walk walk(r, u.sequence, u.query);
+            const Walk walk(r, u.sequence, u.query, u.query + 1);
             const int64_t part = i % parts;
             Decode(r, keys, values, scratch)
                 .run(walk, u.sequence, u.head, u.query, walk.total * part / parts,
@@ -65,7 +66,7 @@ private:
 
     void keep(const Scratch &s, int64_t task, int g) {
         float *at = partial.get() + (task * r.group + g) * width;
-        at[0] = s.softmax.top[g], at[1] = s.softmax.total(g);
+        at[0] = s.top[g], at[1] = sum(load(s.totals[g]));
         std::memcpy(at + 2, s.sums.acc[g], r.values.dim * sizeof(float));
     }
 
@@ -103,7 +104,43 @@ private:
     }
 };
 
+// Many positions: each unit is up to MANY queries of one head.
+class AttendMany {
+public:
+    explicit AttendMany(const kvant_request &r) : r(r), keys(r.keys), values(r.values) {
+        step = Chunk::positions(r);
+        pieces = (r.queries + step - 1) / step;
+        units = r.batch * r.heads * pieces;
+    }
+
+    void run() {
+        const int64_t threads = std::min(r.threads, units);
+        in_parallel((int)threads, [](void *self) { ((AttendMany *)self)->work(); }, this);
+    }
+
+private:
+    const kvant_request &r;
+    SideTables keys, values;
+    int64_t step, pieces, units;
+    std::atomic<int64_t> next{0};
+
+    void work() {
+        const std::unique_ptr<ChunkScratch> scratch(new ChunkScratch);
+        Chunk chunk(r, keys, values, *scratch);
+        for (int64_t i; (i = next.fetch_add(1)) < units;) {
+            const int64_t pair = i / pieces, first = i % pieces * step;
+            chunk.run(pair / r.heads, pair % r.heads, first, std::min(first + step, r.queries));
+        }
+    }
+};
+
+constexpr int64_t FEW = 2;  // positions up to which each may pass over all rows alone
+
 int attend(const kvant_request &request) {
+    if (request.queries > FEW) {
+        AttendMany(request).run();
+        return 0;
+    }
     Attend attend(request);
     attend.run();
     attend.merge();

@@ -21,7 +21,8 @@ namespace kvant::KVANT_TARGET {
 // What one thread needs, on its stack.
 struct Scratch {
     Query query;
-    Softmax softmax;
+    float top[MAX_GROUP];
+    alignas(64) float totals[MAX_GROUP][16];  // of weights, a sum a lane
     Sums sums;
     Weights weights;
     alignas(64) float scores[MAX_GROUP * PITCH];
@@ -39,7 +40,7 @@ public:
         const float *q = r.q + sequence * r.q_batch + head * group * r.q_head + query * r.q_row;
         s.query.exact = true;
         s.query.take(q, r.q_head, group, r.keys, true);
-        s.softmax.clear(group);
+        for (int g = 0; g < group; g++) s.top[g] = NOTHING, store(s.totals[g], zero());
         s.sums.clear(group, r.values);
         if (first >= stop) return;
         Span now = walk.at(first);
@@ -86,7 +87,8 @@ private:
             cap(at, (float)r.scale, (float)r.softcap);
             for (int i = 0; i < lead; i++) at[i] = NOTHING;
             for (int i = stop; i < BLOCK; i++) at[i] = NOTHING;
-            s.softmax.add(g, at, halves ? s.weights.rows[g] : nullptr, s.sums);
+            soften(s.top[g], s.totals[g], at, halves ? s.weights.rows[g] : nullptr,
+                   [&](float by) { s.sums.fade(g, by); });
         }
         if (dense) {
             const RowBlock block = rows(r.values, now, next, b, h);

@@ -22,6 +22,7 @@ struct Segments {
     Segment list[6];
     int count = 0;
 
+    Segments() = default;
     Segments(const kvant_request &r, int64_t sequence, int64_t query) {
         const int64_t start = r.start[sequence], column = r.columns - r.queries + query;
         const int64_t position = column - start;
@@ -35,6 +36,21 @@ struct Segments {
         const int64_t seam = r.seams[query];
         if (near > low) add(r, start, seam, low, std::min({high, near, r.mask_sinks}));
         add(r, start, seam, near, high);
+    }
+
+    // Take in what others hold: a part of which there is a run already becomes one run.
+    void widen(const Segments &others) {
+        for (int i = 0; i < others.count; i++) {
+            const Segment &other = others.list[i];
+            int at = 0;
+            while (at < count && list[at].part != other.part) at++;
+            if (at == count) {
+                list[count++] = other;
+                continue;
+            }
+            list[at].first = std::min(list[at].first, other.first);
+            list[at].stop = std::max(list[at].stop, other.stop);
+        }
     }
 
 private:

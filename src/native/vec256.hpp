@@ -4,6 +4,8 @@
 
 #include <immintrin.h>
 
+#include <initializer_list>
+
 #include "numbers.hpp"
 
 namespace kvant::KVANT_TARGET {
@@ -139,6 +141,14 @@ inline F dot2(F acc, Pairs x, uint32_t pair) {
     acc = fma(x.even, set1(float_of(pair << 16)), acc);
     return fma(x.odd, set1(float_of(pair & 0xffff0000u)), acc);
 }
+
+inline void unpaired(Pairs x, F &even, F &odd) { even = x.even, odd = x.odd; }
+inline I left_cleared(I x) {
+    const __m256i byte = _mm256_set1_epi32(255);
+    return {_mm256_and_si256(x.a, byte), _mm256_and_si256(x.b, byte)};
+}
+inline F load_line(const float *p) { return load(p); }
+inline F times(F acc, F x, float y) { return fma(x, set1(y), acc); }
 
 template <int BITS> struct Levels {
     alignas(32) float table[64];

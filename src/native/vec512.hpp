@@ -94,6 +94,23 @@ inline F dot2(F acc, Pairs x, uint32_t pair) {
 }
 inline F dot2(F acc, Pairs x, Pairs y) { return _mm512_dpbf16_ps(acc, x, y); }
 
+// The two values of every lane apart, and together again.
+inline void unpaired(Pairs x, F &even, F &odd) {
+    even = _mm512_castsi512_ps(_mm512_slli_epi32((I)x, 16));
+    odd = _mm512_castsi512_ps(_mm512_and_si512((I)x, _mm512_set1_epi32((int32_t)0xffff0000u)));
+}
+inline I paired(F even, F odd) {
+    const I low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
+    const I high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
+    return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+inline I left_cleared(I x) { return _mm512_and_si512(x, _mm512_set1_epi32(255)); }
+
+inline F load_line(const float *p) { return load(p); }
+inline Pairs load_line(const uint32_t *p) { return load_pairs(p); }
+inline F times(F acc, F x, float y) { return fma(x, set1(y), acc); }
+inline F times(F acc, Pairs x, uint32_t pair) { return dot2(acc, x, pair); }
+
 // A table of up to 64 levels, looked up by the low bits of each half of a lane.
 template <int BITS> struct Levels {
     I low, high;

@@ -110,6 +110,11 @@ inline F dot2(F acc, Pairs x, uint32_t pair) {
     return fma(x.odd, set1(float_of(pair & 0xffff0000u)), acc);
 }
 
+inline void unpaired(Pairs x, F &even, F &odd) { even = x.even, odd = x.odd; }
+inline I left_cleared(I x) { return eachi([&](int i) { return x.at[i] & 255; }); }
+inline F load_line(const float *p) { return load(p); }
+inline F times(F acc, F x, float y) { return fma(x, set1(y), acc); }
+
 template <int BITS> struct Levels {
     float table[1 << BITS];
     explicit Levels(const float *levels) {

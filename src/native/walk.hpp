@@ -11,12 +11,17 @@ struct Span {
     Part part;
     int64_t slot, row;  // of a page: where it lies, and the block in it; else the first row
     int first, stop;
+    int64_t begin;  // the column, or the position of a sink, of its first row
 };
 
 class Walk {
 public:
-    Walk(const kvant_request &request, int64_t sequence, int64_t query)
-        : r(request), sequence(sequence), segments(request, sequence, query) {
+    // All rows that any of the queries [first, stop) sees.
+    Walk(const kvant_request &request, int64_t sequence, int64_t first, int64_t stop)
+        : r(request), sequence(sequence) {
+        if (stop == first + 1) segments = Segments(r, sequence, first);
+        for (int64_t query = first; stop > first + 1 && query < stop; query++)
+            segments.widen(Segments(r, sequence, query));
         for (int i = 0; i < segments.count; i++) total += blocks(segments.list[i]);
     }
 
@@ -27,13 +32,14 @@ public:
         for (; index >= blocks(segments.list[i]); i++) index -= blocks(segments.list[i]);
         const Segment &s = segments.list[i];
         if (s.part != Part::sealed) {
-            const int64_t row = s.first + index * BLOCK - (s.part == Part::dense ? r.dense_from : 0);
-            return {s.part, 0, row, 0, (int)std::min<int64_t>(BLOCK, s.stop - s.first - index * BLOCK)};
+            const int64_t begin = s.first + index * BLOCK;
+            const int count = (int)std::min<int64_t>(BLOCK, s.stop - begin);
+            return {s.part, 0, begin - (s.part == Part::dense ? r.dense_from : 0), 0, count, begin};
         }
         const int64_t begin = (s.first / BLOCK + index) * BLOCK, page = begin / r.page;
         const int64_t slot = r.page_table[sequence * r.table_stride + page - r.first_page];
         return {s.part, slot, begin % r.page, (int)std::max<int64_t>(0, s.first - begin),
-                (int)std::min<int64_t>(BLOCK, s.stop - begin)};
+                (int)std::min<int64_t>(BLOCK, s.stop - begin), begin};
     }
 
 private:

@@ -19,7 +19,7 @@ from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
 __all__ = ["Native", "arrangement"]
 
 MAX_DIM, MAX_GROUP = 256, 16  # of the kernels
-MAX_QUERIES = 16  # each passes over all rows
+
 UNEVEN = (3, 5)  # bits whose planes need rows of whole 32 channels
 
 
@@ -92,6 +92,4 @@ def _asks_too_much(request: Request, view: View) -> str | None:
         return f"queries of {request.q.dtype}, or not contiguous"
     if not isinstance(request.mask, Mask):
         return "a mask that is a tensor"
-    if request.q.shape[2] > MAX_QUERIES:
-        return f"{request.q.shape[2]} queries: {MAX_QUERIES} at most"
     return None

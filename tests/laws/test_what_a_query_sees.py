@@ -8,7 +8,7 @@ import torch
 from kvant import attend
 from kvant.recipes import Prefill
 from laws import oracle
-from laws.cases import Case
+from laws.cases import Case, readers
 
 CHUNKS = (63, 1, 7, 1, 130, 1, 63, 1, 2, 90)  # with single tokens that end a page
 CASES = [
@@ -37,13 +37,16 @@ def test_every_query_sees_what_the_rule_says(case: Case, prefill: Prefill) -> No
     for count in CHUNKS:
         rows = (r[:, :, place : place + count] for r in (keys, values))
         view = state.append(*rows, start=None if state.length else start, prefill=prefill)
-        got = attend(q[:, :, place : place + count], view)
+        asked = q[:, :, place : place + count]
+        got = {name: attend(asked, view, backend=name) for name in readers(view)}
         own_from = place if prefill == "dense" and count > 1 else place + count
         for query in range(place, place + count):
             seen = oracle.seen(spec, keys, values, start, query, own_from)
             expected = oracle.attention(q[:, :, query : query + 1], *seen)
-            error = (got[:, :, query - place].double() - expected[:, :, 0]).abs().max()
-            assert error < 1e-5, f"query {query} of the chunk at {place}"
+            for name, out in got.items():
+                error = (out[:, :, query - place].double() - expected[:, :, 0]).abs().max()
+                where = f"query {query} of the chunk at {place}, {name}"
+                assert error < case.tolerance(name), where
         place += count
 
 
@@ -56,5 +59,5 @@ def test_prefill_modes_differ_where_they_should() -> None:
     for prefill in ("dense", "stored"):
         view = case.state().append(keys, values, prefill=prefill)  # type: ignore[arg-type]
         seen[prefill] = attend(q, view)
-    assert torch.equal(seen["dense"][:, :, :63], seen["stored"][:, :, :63])
+    assert (seen["dense"][:, :, :63] - seen["stored"][:, :, :63]).abs().max() < 1e-5
     assert (seen["dense"][:, :, 200:] - seen["stored"][:, :, 200:]).abs().max() > 1e-3

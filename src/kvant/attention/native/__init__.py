@@ -18,7 +18,7 @@ from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
 
 __all__ = ["Native", "arrangement"]
 
-MAX_DIM, MAX_GROUP = 256, 16  # of the kernels
+MAX_DIM, MAX_GROUP, BLOCK = 256, 16, 64  # of the kernels
 
 UNEVEN = (3, 5)  # bits whose planes need rows of whole 32 channels
 
@@ -75,6 +75,8 @@ def _refused(side: Side, name: str, view: View) -> str | None:
         return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
     if dense.dtype not in DTYPES or dense.stride(3) != 1 or side.sinks.stride(3) != 1:
         return f"{name} of {dense.dtype}, or not contiguous"
+    if side.sealed and view.page % BLOCK:
+        return f"pages of {view.page} rows: a multiple of {BLOCK} is needed"
     if "codes" not in side.sealed:
         return None
     if codec.bits in UNEVEN and dim % 32:

@@ -284,8 +284,11 @@ class Backend(Protocol):
     def supports(self, view: View, request: Request | None = None) -> str | None:
         """None, or the reason why this view (and this request) is not read here."""
 
-    def seal(self, codec: Codec, rows: Tensor) -> Fields | None:
-        """What `codec.seal` would give, or None where this backend does not seal the codec."""
+    def seal(self, codec: Codec, rows: Tensor, side: str, tiles: Tiles | None) -> Fields | None:
+        """What `codec.seal` gives for rows [B, n, H, P, D] of a side, packed as `tiles` says.
+
+        None where this backend does not seal the codec.
+        """
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
         """Outputs [B, H * group, T, D] in the frame of the values; log-sum-exp, without D."""

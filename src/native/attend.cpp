@@ -5,6 +5,7 @@
 #include "chunk.hpp"
 #include "decode.hpp"
 #include "kernels.hpp"
+#include "seal.hpp"
 #include "team.hpp"
 
 namespace kvant::KVANT_TARGET {
@@ -150,6 +151,6 @@ int attend(const kvant_request &request) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KVANT_NAME, attend};
+const Kernels KERNELS = {KVANT_NAME, attend, seal};
 
 }  // namespace kvant::KVANT_TARGET

@@ -8,6 +8,7 @@ namespace kvant {
 struct Kernels {
     const char *name;
     int (*attend)(const kvant_request &);
+    int (*seal)(const kvant_seal_request &);
 };
 
 namespace avx512 {

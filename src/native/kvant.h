@@ -67,6 +67,22 @@ typedef struct {
     int64_t threads;
 } kvant_request;
 
+enum kvant_arrangement { KVANT_ROWS = 0, KVANT_KEYS = 1, KVANT_VALUES = 2 };
+
+/* Pages to be sealed, `pages` of `page` rows each that follow one another, into memory without
+ * gaps: codes [batch, pages, heads, page, bytes], scale and bias [batch, pages, heads, page, groups],
+ * arranged as one row after another, or as keys or values are read. */
+typedef struct {
+    kvant_rows rows;
+    int64_t dtype, batch, pages, heads, page, dim; /* dim: a multiple of 16, at most 256 */
+    int64_t format, bits, group, corrected;
+    const float *levels, *boundaries; /* of a codebook */
+    int64_t arrangement;
+    uint8_t *codes;
+    uint16_t *scale, *bias; /* bias of a codebook: null */
+    int64_t threads;
+} kvant_seal_request;
+
 KVANT_EXPORT int kvant_abi(void);
 
 /* "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names (null
@@ -78,6 +94,7 @@ KVANT_EXPORT const char *kvant_isa(void);
 KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
 
 KVANT_EXPORT int kvant_attend(const kvant_request *request);
+KVANT_EXPORT int kvant_seal(const kvant_seal_request *request);
 
 #ifdef __cplusplus
 }

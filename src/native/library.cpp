@@ -38,3 +38,7 @@ extern "C" const char *kvant_isa(void) { return kernels() ? kernels()->name : nu
 extern "C" int kvant_attend(const kvant_request *request) {
     return kernels() ? kernels()->attend(*request) : -1;
 }
+
+extern "C" int kvant_seal(const kvant_seal_request *request) {
+    return kernels() ? kernels()->seal(*request) : -1;
+}

@@ -333,7 +333,7 @@ class Choosy:
     def supports(self, view, request=None):
         return "it is Tuesday"
 
-    def seal(self, codec, rows):
+    def seal(self, codec, rows, side, tiles):
         return None
 
 

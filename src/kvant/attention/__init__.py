@@ -13,7 +13,7 @@ from torch import Tensor
 from kvant.attention.native import Native, arrangement
 from kvant.attention.opening import dense_rows, framed_rows, open_pages
 from kvant.attention.reference import Reference
-from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, View
+from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, Tiles, View
 from kvant.errors import UnsupportedView
 
 __all__ = [
@@ -91,10 +91,10 @@ def _(view: View) -> Explanation:
     return Explanation(chosen.name, refused)
 
 
-def seal(codec: Codec, rows: Tensor, tally: Tally) -> Fields:
+def seal(codec: Codec, rows: Tensor, side: str, tiles: Tiles | None, tally: Tally) -> Fields:
     """Seal pages [B, n, H, P, D] with the first backend that does it for this codec."""
     for backend in BACKENDS:
-        fields = backend.seal(codec, rows)
+        fields = backend.seal(codec, rows, side, tiles)
         if fields is not None:
             tally.sealed[backend.name] += rows.shape[1]
             return fields

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvant.attention.mask import Block, allowed, relation
 from kvant.attention.opening import open_pages
-from kvant.contracts import Codec, Fields, Request, Side, View
+from kvant.contracts import Codec, Fields, Request, Side, Tiles, View
 
 ROWS = 1 << 20  # values of opened rows at a time, 4 MiB: what a processor's cache still holds
 SCORES = 2 << 20  # scores at a time
@@ -29,8 +29,11 @@ class Reference:
     def supports(self, view: View, request: Request | None = None) -> str | None:
         return None
 
-    def seal(self, codec: Codec, rows: Tensor) -> Fields | None:
-        return codec.seal(rows)
+    def seal(self, codec: Codec, rows: Tensor, side: str, tiles: Tiles | None) -> Fields | None:
+        fields = codec.seal(rows)
+        if tiles is None:
+            return fields
+        return {name: tiles.pack(f"{side}.{name}", field) for name, field in fields.items()}
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
         _keep_scratch()

@@ -190,9 +190,8 @@ class Record:
             part = rows.tensors[name].narrow(2, first * page - rows.first, count * page)
             batch, heads, _, dim = part.shape
             pages = part.reshape(batch, heads, count, page, dim).transpose(1, 2)
-            for field, tensor in seal(codec, pages, self.memory.tally).items():
-                full = f"{name}.{field}"
-                units[full] = tensor if tiles is None else tiles.pack(full, tensor)
+            for field, tensor in seal(codec, pages, name, tiles, self.memory.tally).items():
+                units[f"{name}.{field}"] = tensor
         return units
 
     def fill_sinks(self, units: Fields) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvant.attention.native.interface import DTYPES, FORMS, record
 from kvant.attention.native.lanes import Lanes
 from kvant.attention.native.library import library
+from kvant.attention.native.sealing import sealed
 from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
 
 __all__ = ["Native", "arrangement"]
@@ -40,8 +41,11 @@ class Native:
                 return reason
         return None if request is None else _asks_too_much(request, view)
 
-    def seal(self, codec: Codec, rows: Tensor) -> Fields | None:
-        return None
+    def seal(self, codec: Codec, rows: Tensor, side: str, tiles: Tiles | None) -> Fields | None:
+        functions = library().functions
+        if functions is None or rows.device.type != "cpu" or type(codec) not in FORMS:
+            return None
+        return sealed(functions, codec, rows, side, tiles)
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
         functions = library().functions

@@ -1,0 +1,175 @@
+// Sealing pages: what codecs/affine.py and codecs/codebook.py give, to the bit, written straight to
+// where the kernels read it. Compiled for each instruction set without fused operations, which
+// round otherwise than the codecs do. One unit of work is a page of one head.
+#include "seal.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+#include "pack.hpp"
+#include "team.hpp"
+
+namespace kvant::KVANT_TARGET {
+namespace {
+
+constexpr float LIMIT = 65504.0f;
+constexpr uint16_t NOT_A_NUMBER = 0x7e00;
+
+struct Row {
+    alignas(64) float x[MAX_DIM];
+    alignas(64) uint8_t codes[MAX_DIM], packed[MAX_DIM];
+    uint16_t scale[MAX_GROUPS], bias[MAX_GROUPS];
+};
+
+// The largest of numbers times a sign; NaN where one of them is that or infinite.
+float top_of(const float *x, int count, float sign) {
+    F top = set1(-3.4028235e38f), odd = zero();
+    for (int d = 0; d < count; d += 16) {
+        const F y = mul(load(x + d), set1(sign));
+        top = max(top, y);
+        odd = fma(y, zero(), odd);
+    }
+    return sum(odd) == 0.0f ? largest(top) : __builtin_nanf("");
+}
+
+float clamped(float x, float limit) { return std::min(std::max(x, -limit), limit); }
+
+void affine_row(Row &row, const kvant_seal_request &r) {
+    const float most = (float)((1 << r.bits) - 1);
+    for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++) {
+        const int count = (int)std::min(r.group, r.dim - d);
+        float *x = row.x + d;
+        const float high = top_of(x, count, 1.0f), low = -top_of(x, count, -1.0f);
+        if (!std::isfinite(high) || !std::isfinite(low)) {
+            row.scale[u] = row.bias[u] = NOT_A_NUMBER;
+            std::memset(row.codes + d, 0, count);
+            continue;
+        }
+        row.bias[u] = half_below(clamped(low, LIMIT) + 0.0f);
+        const float bias = half_value(row.bias[u]);
+        row.scale[u] = half_above((clamped(high, LIMIT) - bias) / most);
+        const float scale = half_value(row.scale[u]), step = scale > 0 ? scale : 1.0f;
+        for (int i = 0; i < count; i++) {
+            const float n = std::rint((clamped(x[i], LIMIT) - bias) / step);
+            row.codes[d + i] = (uint8_t)(int)std::min(std::max(n, 0.0f), most);
+        }
+    }
+}
+
+// In the one order that the codec sums in.
+double tree_sum(double *x, int64_t width) {
+    while (width > 1) {
+        const int64_t half = (width + 1) / 2;
+        for (int64_t i = 0; i < width - half; i++) x[i] += x[half + i];
+        width = half;
+    }
+    return x[0];
+}
+
+void codebook_row(Row &row, const kvant_seal_request &r) {
+    const int dim = (int)r.dim;
+    std::memset(row.codes, 0, dim);
+    if (!std::isfinite(top_of(row.x, dim, 1.0f)) || !std::isfinite(top_of(row.x, dim, -1.0f))) {
+        row.scale[0] = NOT_A_NUMBER;
+        return;
+    }
+    double sums[MAX_DIM], squares[MAX_DIM];
+    float unit[MAX_DIM];
+    for (int d = 0; d < dim; d++) {
+        row.x[d] = clamped(row.x[d], LIMIT);
+        sums[d] = (double)row.x[d] * row.x[d];
+    }
+    double scale = std::sqrt(tree_sum(sums, dim) / dim);
+    const float rms = (float)scale, by = rms > 0 ? rms : 1.0f;
+    for (int d = 0; d < dim; d++) unit[d] = row.x[d] / by;
+    for (int b = 0; b + 1 < 1 << r.bits; b++)
+        for (int d = 0; d < dim; d++) row.codes[d] += unit[d] >= r.boundaries[b];
+    if (r.corrected) {
+        for (int d = 0; d < dim; d++) {
+            const double level = r.levels[row.codes[d]];
+            sums[d] = level * row.x[d];
+            squares[d] = level * level;
+        }
+        scale = (tree_sum(sums, dim) + 0.0) / tree_sum(squares, dim);
+    }
+    row.scale[0] = to_half(std::min((float)scale, LIMIT));
+}
+
+// Bytes of rows where they belong: tiles of `rows` rows and `width` bytes, row after row without.
+struct Place {
+    int64_t rows, width;
+    int64_t at(int64_t row, int64_t column, int64_t columns) const {
+        return row / rows * rows * columns + column / width * rows * width + row % rows * width +
+               column % width;
+    }
+};
+
+class Sealing {
+public:
+    explicit Sealing(const kvant_seal_request &r) : r(r) {
+        width = r.dim * r.bits / 8;
+        groups = r.format == KVANT_CODEBOOK ? 1 : (r.dim + r.group - 1) / r.group;
+        units = r.batch * r.pages * r.heads;
+        codes = r.arrangement == KVANT_KEYS     ? Place{16, 4}
+                : r.arrangement == KVANT_VALUES ? Place{4, 1}
+                                                : Place{1, width};
+        params = r.arrangement == KVANT_ROWS ? Place{1, groups} : Place{16, 1};
+    }
+
+    void run() {
+        in_parallel((int)std::min(r.threads, units),
+                    [](void *self) { ((Sealing *)self)->work(); }, this);
+    }
+
+private:
+    const kvant_seal_request &r;
+    int64_t width, groups, units;
+    Place codes, params;
+    std::atomic<int64_t> next{0};
+
+    void work() {
+        Row row;
+        for (int64_t unit; (unit = next.fetch_add(1)) < units;)
+            for (int64_t n = 0; n < r.page; n++) {
+                take(row, unit, n);
+                r.format == KVANT_CODEBOOK ? codebook_row(row, r) : affine_row(row, r);
+                pack_row(row.codes, (int)r.dim, (int)r.bits, row.packed);
+                put(row, unit, n);
+            }
+    }
+
+    void take(Row &row, int64_t unit, int64_t n) const {
+        const int64_t head = unit % r.heads, page = unit / r.heads % r.pages;
+        const char *from = (const char *)r.rows.data + unit / r.heads / r.pages * r.rows.batch +
+                           head * r.rows.head + (page * r.page + n) * r.rows.row;
+        for (int64_t d = 0; d < r.dim; d += 16) {
+            if (r.dtype == KVANT_F32) store(row.x + d, load((const float *)from + d));
+            if (r.dtype == KVANT_F16) store(row.x + d, load((const Half *)from + d));
+            if (r.dtype == KVANT_BF16) store(row.x + d, load((const Bfloat *)from + d));
+        }
+    }
+
+    void put(const Row &row, int64_t unit, int64_t n) const {
+        uint8_t *to = r.codes + unit * r.page * width + codes.at(n, 0, width);
+        if (r.arrangement == KVANT_KEYS)
+            for (int64_t j = 0; j < width; j += 4) std::memcpy(to + 16 * j, row.packed + j, 4);
+        else if (r.arrangement == KVANT_VALUES)
+            for (int64_t j = 0; j < width; j++) to[4 * j] = row.packed[j];
+        else
+            std::memcpy(to, row.packed, width);
+        for (int64_t u = 0; u < groups; u++) {
+            const int64_t at = unit * r.page * groups + params.at(n, u, groups);
+            r.scale[at] = row.scale[u];
+            if (r.bias) r.bias[at] = row.bias[u];
+        }
+    }
+};
+
+}  // namespace
+
+int seal(const kvant_seal_request &request) {
+    Sealing(request).run();
+    return 0;
+}
+
+}  // namespace kvant::KVANT_TARGET

@@ -1,0 +1,10 @@
+// Sealing, for the table of kernels.
+#pragma once
+
+#include "kvant.h"
+
+namespace kvant::KVANT_TARGET {
+
+int seal(const kvant_seal_request &request);
+
+}  // namespace kvant::KVANT_TARGET

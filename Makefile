@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: native demo env check test laws format clean
+.PHONY: native sanitize demo env check test laws format clean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -40,6 +40,17 @@ laws: env
 format: env
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+# What the sanitizers find in the kernels, every instruction set: sizes that end inside of tiles.
+sanitize: env
+	@cmake -S . -B build/sanitize -DCMAKE_BUILD_TYPE=Debug -DKVANT_SANITIZE=ON > /dev/null
+	@cmake --build build/sanitize
+	@for isa in avx512 avx2 plain; do \
+	  echo "$$isa"; \
+	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 KVANT_ISA=$$isa KVANT_LIBRARY=build/sanitize/libkvant.so \
+	  $(PYTEST) -q -p no:cacheprovider tests/attention/test_native.py || exit 1; \
+	done
 
 clean:
 	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,6 +13,7 @@ namespace kvant::KVANT_TARGET {
 namespace {
 
 constexpr float LIMIT = 65504.0f;
+constexpr int64_t ALONE = 32;  // units: some hundreds of microseconds
 constexpr uint16_t NOT_A_NUMBER = 0x7e00;
 
 struct Row {
@@ -117,7 +118,8 @@ public:
     }
 
     void run() {
-        in_parallel((int)std::min(r.threads, units),
+        // A page of a few heads takes less time than to wake another thread for it.
+        in_parallel((int)std::min(r.threads, units / ALONE + 1),
                     [](void *self) { ((Sealing *)self)->work(); }, this);
     }
 

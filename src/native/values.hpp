@@ -43,17 +43,22 @@ struct Weights {
     float step[MAX_GROUPS][MAX_GROUP];
 };
 
-// Scales and biases of one group of channels, for the rows of a block.
+// Scales and biases of one group of channels, for the rows of a block. Where codes are fine, biases
+// are in units of the scale (`even`): they are then weighed with the same rounded weights as the
+// codes, or an outlier, which makes the scale large, would show the rounding in all its group.
 struct Params {
     F scale[BLOCK / 16], bias[BLOCK / 16];
-    Params(const SealedBlock &block, int u, float middle) {
+    bool even;
+    Params(const SealedBlock &block, int u, float middle, bool even) : even(even) {
         for (int t = 0; t < BLOCK / 16; t++) {
             const int at = (t * block.groups + u) * 16;
             fetch((const char *)(block.scale + at) + block.scale_ahead);
             scale[t] = load(block.scale + at);
+            if (even) scale[t] = where_zero(scale[t], set1(1.0f), scale[t]);
             if (!block.bias) continue;
             fetch((const char *)(block.bias + at) + block.scale_ahead);
             bias[t] = fma(scale[t], set1(middle), load(block.bias + at));
+            if (even) bias[t] = divide(bias[t], scale[t]);
         }
     }
 };
@@ -68,7 +73,7 @@ inline void weigh(const Params &params, const float *p, bool biased, bool hidden
         F y = biased ? params.bias[t] : zero();
         w[t] = mul(x, params.scale[t]);
         if (hidden) w[t] = where_zero(x, zero(), w[t]), y = where_zero(x, zero(), y);
-        total = fma(x, y, total);
+        total = fma(params.even ? rounded(w[t]) : x, y, total);
     }
     if (biased) store(biases, total);
 }
@@ -90,7 +95,7 @@ inline float store_fours(const F *w, uint64_t *fours) {
 inline void make_weights(const SealedBlock &block, int bits, float middle, const float *p,
                          int group, bool hidden, Weights &weights, Sums &sums) {
     for (int u = 0; u < block.groups; u++) {
-        const Params params(block, u, middle);
+        const Params params(block, u, middle, block.bias && (bits == 5 || bits == 6));
         for (int g = 0; g < group; g++) {
             F w[BLOCK / 16];
             weigh(params, p + g * PITCH, block.bias, hidden, w, sums.biases(g) + 16 * u);

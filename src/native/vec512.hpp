@@ -17,6 +17,7 @@ inline void store(float *p, F x) { _mm512_storeu_ps(p, x); }
 inline F add(F a, F b) { return _mm512_add_ps(a, b); }
 inline F sub(F a, F b) { return _mm512_sub_ps(a, b); }
 inline F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+inline F divide(F a, F b) { return _mm512_div_ps(a, b); }
 inline F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
 // The second operand where either is NaN.
 inline F max(F a, F b) { return _mm512_max_ps(a, b); }

@@ -44,6 +44,7 @@ inline void store(Bfloat *p, F x) {
 inline F add(F x, F y) { return each([&](int i) { return x.at[i] + y.at[i]; }); }
 inline F sub(F x, F y) { return each([&](int i) { return x.at[i] - y.at[i]; }); }
 inline F mul(F x, F y) { return each([&](int i) { return x.at[i] * y.at[i]; }); }
+inline F divide(F x, F y) { return each([&](int i) { return x.at[i] / y.at[i]; }); }
 inline F fma(F x, F y, F z) { return each([&](int i) { return x.at[i] * y.at[i] + z.at[i]; }); }
 inline F max(F x, F y) { return each([&](int i) { return x.at[i] > y.at[i] ? x.at[i] : y.at[i]; }); }
 inline F abs(F x) { return each([&](int i) { return std::fabs(x.at[i]); }); }

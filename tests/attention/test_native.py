@@ -55,3 +55,89 @@ def test_sealed_bytes_are_those_of_the_codec(codec: Codec, dtype: torch.dtype) -
                 assert ours.keys() == theirs.keys()
                 for name, field in theirs.items():
                     assert torch.equal(ours[name].view(torch.uint8), field.view(torch.uint8)), name
+
+
+FORMATS = ("raw", "affine8", "affine6", "affine5", "affine4", "affine3", "affine2")
+FORMATS += ("turbo4", "turbo3", "turbo2", "affine8v4", "raw/affine4", "turbo4/affine8")
+# heads of keys, queries a head, key width, value width, rows
+SHAPES = ((2, 4, 128, 128, 333), (1, 7, 64, 96, 201), (2, 1, 80, 80, 65), (1, 16, 256, 192, 131))
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+def promised(text: str, dtype: torch.dtype, own: float) -> float:
+    """A tenth of the format's own error and at most 1e-2; what the rows' type allows otherwise."""
+    rows = 2e-3 if dtype == torch.bfloat16 else 1e-5
+    if "turbo" in text and dtype == torch.bfloat16:  # queries are rotated, and then rounded too
+        rows = 3e-3
+    return max(rows, min(1e-2, own / 10))
+
+
+@pytest.mark.parametrize("queries", [1, 2, 37])
+@pytest.mark.parametrize("outliers", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("text", FORMATS)
+def test_the_error_is_what_is_promised(
+    text: str, dtype: torch.dtype, outliers: bool, queries: int
+) -> None:
+    for heads, group, dim, wide, count in SHAPES:
+        keys, values = torch.randn(1, heads, count, dim), torch.randn(1, heads, count, wide)
+        if outliers:
+            keys[..., 5] *= 30
+            values[..., 7] *= 30
+        cache = Cache(1, f"{text},prefill=stored,tail=3")
+        view = cache[0].append(keys.to(dtype), values.to(dtype))
+        if explain(view).backend != "native":
+            assert dim == 80
+            continue
+        q = torch.randn(1, heads * group, queries, dim).to(dtype).float()
+        expected = attend(q, view, backend="reference")
+        raw = Cache(1, "raw")[0].append(keys.to(dtype), values.to(dtype))
+        own = relative(attend(q, raw, backend="reference"), expected)
+        assert relative(attend(q, view), expected) < promised(text, dtype, own)
+
+
+RULES = ("window=40", "window=70,sinks=5", "sinks=3", "capacity=400,tail=70")
+
+
+@pytest.mark.parametrize("queries", [1, 2, 9, 90])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("text", ["raw", "affine8", "turbo3", "raw/affine4"])
+def test_windows_sinks_padding_and_caps_are_those_of_the_reference(
+    text: str, rule: str, queries: int
+) -> None:
+    cache = Cache(1, f"{text},{rule}")
+    keys, values = torch.randn(2, 3, 2, 300, 64)
+    cache[0].append(keys[:, :, : 300 - queries], values[:, :, : 300 - queries], start=[0, 3, 100])
+    view = cache[0].append(keys[:, :, 300 - queries :], values[:, :, 300 - queries :])
+    q = torch.randn(3, 6, queries, 64)
+    asked = {"softcap": 5.0, "sink_logits": torch.randn(6), "return_lse": True, "scale": 0.2}
+    ours, theirs = (attend(q, view, backend=b, **asked) for b in ("native", "reference"))
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one - other).abs().max() < (1e-5 if text == "raw" else 6e-3)
+
+
+def test_two_threads_with_a_cache_each() -> None:
+    caches = [Cache(1, text) for text in ("raw", "affine8")]
+    rows = torch.randn(1, 2, 2000, 64)
+    for cache in caches:
+        cache[0].append(rows, rows)
+    q = torch.randn(1, 8, 1, 64)
+    expected = [attend(q, cache[0].view()) for cache in caches]
+    wrong: list[int] = []
+
+    def run(index: int) -> None:
+        torch.set_num_threads(2)
+        for _ in range(50):
+            if (attend(q, caches[index][0].view()) - expected[index]).abs().max() > 1e-3:
+                wrong.append(index)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(1)
+    assert not wrong

@@ -1,7 +1,8 @@
 """The shared library: found, loaded and checked once.
 
 It is built by the package build where there is a C++ compiler. What it runs on is chosen when it is
-loaded, from the processor; KVANT_ISA (avx512, avx2, plain) forces one.
+loaded, from the processor; KVANT_ISA (avx512, avx2, plain) forces one. KVANT_LIBRARY
+names another file to load, such as one with sanitizers.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def library() -> Library:
 
 
 def _loaded() -> Library:
-    path = next((place / NAME for place in _places() if (place / NAME).exists()), None)
+    given = os.environ.get("KVANT_LIBRARY")
+    paths = [Path(given)] if given else [place / NAME for place in _places()]
+    path = next((path for path in paths if path.exists()), None)
     if path is None:
         return Library(None, reason="the native library was not built (is there a C++ compiler?)")
     try:

@@ -18,7 +18,7 @@ struct ChunkScratch {
     alignas(64) float keys[BLOCK * MAX_DIM], values[BLOCK * MAX_DIM];
     alignas(64) uint32_t key_pairs[BLOCK * MAX_DIM / 2], value_pairs[BLOCK * MAX_DIM / 2];
     alignas(64) float q[MANY * MAX_DIM];
-    alignas(64) uint32_t q_pairs[MANY * MAX_DIM / 2];
+    alignas(64) uint32_t q_pairs[MANY * MAX_DIM / 2], q_rest[MANY * MAX_DIM / 2];
     alignas(64) float scores[MANY * PITCH];
     alignas(64) Bfloat weights[MANY * PITCH];
     alignas(64) float acc[MANY * MAX_DIM];
@@ -42,12 +42,14 @@ inline void pair_lines(const float *from, int64_t lines, int64_t width, uint32_t
 }
 #endif
 
-// Scores of MQ queries with all rows of a block.
+// Scores of MQ queries with all rows of a block, or more of them.
 template <int MQ, class Number, class Query>
-inline void tile_scores(const Number *keys, int steps, const Query *q, int64_t pitch, float *s) {
+inline void tile_scores(const Number *keys, int steps, const Query *q, int64_t pitch, bool more,
+                        float *s) {
     F acc[MQ][BLOCK / 16];
-    for (auto &row : acc)
-        for (F &x : row) x = zero();
+    for (int m = 0; m < MQ; m++)
+        for (int t = 0; t < BLOCK / 16; t++)
+            acc[m][t] = more ? load(s + m * PITCH + 16 * t) : zero();
     for (int d = 0; d < steps; d++)
         for (int t = 0; t < BLOCK / 16; t++) {
             const auto k = load_line(keys + 16 * ((int64_t)t * steps + d));
@@ -106,18 +108,29 @@ private:
     ChunkScratch &s;
     int64_t sequence = 0, head = 0, first = 0, stop = 0;
     int many = 0;
+    bool exact = true;  // are the queries 16-bit floats as they came?
 
     int64_t query_of(int m) const { return first + m / r.group; }
     int64_t head_of(int m) const { return head * r.group + m % r.group; }
 
+    // Two channels of a query as 16-bit floats, and what that leaves over.
+    void halve(const float *q, int64_t at) {
+        s.q_pairs[at] = pair_of(q[0], q[1]);
+        const float a = q[0] - float_of(s.q_pairs[at] << 16);
+        const float b = q[1] - float_of(s.q_pairs[at] & 0xffff0000u);
+        s.q_rest[at] = pair_of(a, b);
+        exact = exact && a == 0.0f && b == 0.0f;
+    }
+
     void take_queries() {
         const int64_t dim = r.keys.dim;
+        exact = true;
         for (int m = 0; m < many; m++) {
             const float *q =
                 r.q + sequence * r.q_batch + head_of(m) * r.q_head + query_of(m) * r.q_row;
             std::memcpy(s.q + m * dim, q, dim * sizeof(float));
             for (int64_t d = 0; d < dim; d += 2)
-                s.q_pairs[(m * dim + d) / 2] = pair_of(q[d], q[d + 1]);
+                halve(q + d, (m * dim + d) / 2);
             s.top[m] = NOTHING;
             store(s.totals[m], zero());
             for (int d = 0; d < r.values.dim; d += 16) store(s.acc + m * MAX_DIM + d, zero());
@@ -166,10 +179,15 @@ private:
             constexpr int MQ = decltype(n)::value;
             float *at = s.scores + m * PITCH;
 #if KVANT_BFLOAT_DOT
-            if (in_pairs(r.keys))
-                return tile_scores<MQ>(s.key_pairs, dim / 2, s.q_pairs + m * dim / 2, dim / 2, at);
+            if (in_pairs(r.keys)) {
+                const int half = dim / 2;
+                tile_scores<MQ>(s.key_pairs, half, s.q_pairs + m * half, half, false, at);
+                if (!exact)
+                    tile_scores<MQ>(s.key_pairs, half, s.q_rest + m * half, half, true, at);
+                return;
+            }
 #endif
-            tile_scores<MQ>(s.keys, dim, s.q + m * dim, dim, at);
+            tile_scores<MQ>(s.keys, dim, s.q + m * dim, dim, false, at);
         });
     }
 

@@ -10,46 +10,51 @@ namespace kvant::KVANT_TARGET {
 
 constexpr float FIXED = 16256.0f;  // 127 * 128: the largest fixed-point number
 
-// Queries as fours [GN][MAX_DIM / 4], each with a step; sums [GN][MAX_GROUPS] of what they stand
+// Queries as fours [GN][MAX_DIM / 2], each with a step; sums [GN][MAX_GROUPS] of what they stand
 // for.
 template <int GN>
-void quad_scores(const SealedBlock &block, const uint64_t *q, const float *step, const float *sums,
+void quad_scores(const SealedBlock &block, const uint32_t *q, const float *step, const float *sums,
                  float *s) {
-    for (int t = 0; t < BLOCK / 16; t++) {
-        const uint8_t *codes = block.codes + t * 16 * block.width;
-        const int params = t * 16 * block.groups;
-        for (int i = 0; i < block.groups; i += 2) {
-            fetch((const char *)(block.scale + params + 16 * i) + block.scale_ahead);
-            fetch((const char *)(block.bias + params + 16 * i) + block.scale_ahead);
-        }
-        F total[GN], shift[GN];
-        for (int g = 0; g < GN; g++) total[g] = shift[g] = zero();
+    constexpr int TILES = 2;
+    for (int t = 0; t < BLOCK / 16; t += TILES) {
+        const int tile = 16 * block.width;
+        const uint8_t *codes = block.codes + t * tile;
+        F total[TILES][GN], shift[TILES][GN];
+        for (int i = 0; i < TILES; i++)
+            for (int g = 0; g < GN; g++) total[i][g] = shift[i][g] = zero();
         for (int u = 0; u < block.groups; u++) {
             const int stop = (u + 1) * block.group < block.dim ? (u + 1) * block.group : block.dim;
-            Quads x[GN];
-            for (int d = u * block.group; d < stop; d += 16) {
-#pragma GCC unroll 4
-                for (int i = d; i < d + 16; i += 4) {
-                    const I four = loadi(codes + 16 * i);
-                    fetch(codes + 16 * i + block.ahead);
-                    for (int g = 0; g < GN; g++) x[g].add(four, q[g * (MAX_DIM / 4) + i / 4]);
+            Quads x[TILES][GN];
+            for (int d = u * block.group; d < stop; d += 4) {
+                const I one = loadi(codes + 16 * d), other = loadi(codes + tile + 16 * d);
+                fetch(codes + 16 * d + block.ahead);
+                fetch(codes + tile + 16 * d + block.ahead);
+                for (int g = 0; g < GN; g++) {
+                    const Quads::Four four(q + g * (MAX_DIM / 2) + d / 2);
+                    x[0][g].add(one, four);
+                    x[1][g].add(other, four);
                 }
             }
-            const F scale = load(block.scale + params + 16 * u);
-            const F bias = load(block.bias + params + 16 * u);
-            for (int g = 0; g < GN; g++) {
-                total[g] = fma(x[g].total(), scale, total[g]);
-                shift[g] = fma(bias, set1(sums[g * MAX_GROUPS + u]), shift[g]);
+            for (int i = 0; i < TILES; i++) {
+                const int at = ((t + i) * block.groups + u) * 16;
+                fetch((const char *)(block.scale + at) + block.scale_ahead);
+                fetch((const char *)(block.bias + at) + block.scale_ahead);
+                const F scale = load(block.scale + at), bias = load(block.bias + at);
+                for (int g = 0; g < GN; g++) {
+                    total[i][g] = fma(x[i][g].total(), scale, total[i][g]);
+                    shift[i][g] = fma(bias, set1(sums[g * MAX_GROUPS + u]), shift[i][g]);
+                }
             }
         }
-        for (int g = 0; g < GN; g++)
-            store(s + g * PITCH + 16 * t, fma(total[g], set1(step[g]), shift[g]));
+        for (int i = 0; i < TILES; i++)
+            for (int g = 0; g < GN; g++)
+                store(s + g * PITCH + 16 * (t + i), fma(total[i][g], set1(step[g]), shift[i][g]));
     }
 }
 
 // Weights as fours [GN][w_stride], one for four rows, each query's with a step.
 template <int GN, int NC>
-void quad_values_part(const SealedBlock &block, int first, const uint64_t *w, int64_t w_stride,
+void quad_values_part(const SealedBlock &block, int first, const uint32_t *w, int64_t w_stride,
                       const float *step, float *acc, int64_t stride) {
     Quads x[GN][NC];
     const uint8_t *row = block.codes + 4 * first;
@@ -57,8 +62,10 @@ void quad_values_part(const SealedBlock &block, int first, const uint64_t *w, in
         I four[NC];
         for (int c = 0; c < NC; c++) four[c] = loadi(row + 64 * c);
         for (int c = 0; c < NC; c++) fetch(row + 64 * c + block.ahead);
-        for (int g = 0; g < GN; g++)
-            for (int c = 0; c < NC; c++) x[g][c].add(four[c], w[g * w_stride + r]);
+        for (int g = 0; g < GN; g++) {
+            const Quads::Four weights(w + g * w_stride + 2 * r);
+            for (int c = 0; c < NC; c++) x[g][c].add(four[c], weights);
+        }
     }
     for (int g = 0; g < GN; g++)
         for (int c = 0; c < NC; c++) {
@@ -68,7 +75,7 @@ void quad_values_part(const SealedBlock &block, int first, const uint64_t *w, in
 }
 
 template <int GN>
-void quad_values(const SealedBlock &block, int first, int stop, const uint64_t *w,
+void quad_values(const SealedBlock &block, int first, int stop, const uint32_t *w,
                  int64_t w_stride, const float *step, float *acc, int64_t stride) {
     for (; first + 32 <= stop; first += 32)
         quad_values_part<GN, 2>(block, first, w, w_stride, step, acc, stride);

@@ -14,7 +14,7 @@ struct Query {
     alignas(64) float rows[MAX_GROUP][MAX_DIM];
     alignas(64) Bfloat high[MAX_GROUP][MAX_DIM], low[MAX_GROUP][MAX_DIM];
     alignas(64) uint32_t pairs[MAX_GROUP][MAX_DIM / 2];
-    alignas(64) uint64_t fours[MAX_GROUP][MAX_DIM / 4];
+    alignas(64) uint32_t fours[MAX_GROUP][MAX_DIM / 2];
     float step[MAX_GROUP], sums[MAX_GROUP][MAX_GROUPS];
 
     void take(const float *q, int64_t stride, int count, const kvant_side &keys, bool dense) {
@@ -63,7 +63,7 @@ private:
         alignas(64) int32_t fixed[MAX_DIM];
         for (int d = 0; d < dim; d += 16) {
             const I n = to_int(mul(load(x + d), set1(1.0f / step[g])));
-            store_fixed(fours[g] + d / 4, n);
+            store_fixed(fours[g] + d / 2, n);
             storei(fixed + d, n);
         }
         for (int u = 0; u * width < dim; u++) {

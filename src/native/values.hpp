@@ -39,7 +39,7 @@ struct Sums {
 struct Weights {
     alignas(64) Bfloat rows[MAX_GROUP][PITCH];  // for dense rows
     alignas(64) uint32_t pairs[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
-    alignas(64) uint64_t fours[MAX_GROUPS][MAX_GROUP][BLOCK / 4];
+    alignas(64) uint32_t fours[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
     float step[MAX_GROUPS][MAX_GROUP];
 };
 
@@ -83,12 +83,12 @@ inline void store_pairs(const F *w, uint32_t *pairs) {
 }
 
 // The step that the numbers at `fours` are multiples of.
-inline float store_fours(const F *w, uint64_t *fours) {
+inline float store_fours(const F *w, uint32_t *fours) {
     F top = zero();
     for (int t = 0; t < BLOCK / 16; t++) top = max(top, w[t]);
     const float step = std::fmax(largest(top), 1e-30f) / FIXED;
     for (int t = 0; t < BLOCK / 16; t++)
-        store_fixed(fours + 4 * t, to_int(mul(w[t], set1(1.0f / step))));
+        store_fixed(fours + 8 * t, to_int(mul(w[t], set1(1.0f / step))));
     return step;
 }
 
@@ -147,7 +147,7 @@ inline void sealed_values(const SealedBlock &block, int bits, const SideTables &
             const Tables &t = side.tables;
             switch (bits) {
             case 8:
-                return quad_values<GN>(block, first, stop, weights.fours[u][g], BLOCK / 4,
+                return quad_values<GN>(block, first, stop, weights.fours[u][g], BLOCK / 2,
                                        weights.step[u] + g, acc, Sums::WIDTH);
             case 6: return coded_values<6, GN>(block, side, t.six, first, stop, w, acc);
             case 5: return coded_values<5, GN>(block, side, t.five, first, stop, w, acc);

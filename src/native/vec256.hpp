@@ -174,11 +174,14 @@ template <int BITS> struct Levels {
 // Four numbers of 16 bits: 0 2 for the codes at even places, 1 3 for the others.
 struct Quads {
     I all = zeros();
-    void add(I codes, uint64_t four) {
-        const __m256i even = _mm256_set1_epi32((int32_t)four);
-        const __m256i odd = _mm256_set1_epi32((int32_t)(four >> 32));
-        all.a = _mm256_add_epi32(all.a, products(codes.a, even, odd));
-        all.b = _mm256_add_epi32(all.b, products(codes.b, even, odd));
+    struct Four {
+        __m256i even, odd;
+        explicit Four(const uint32_t *p)
+            : even(_mm256_set1_epi32((int32_t)p[0])), odd(_mm256_set1_epi32((int32_t)p[1])) {}
+    };
+    void add(I codes, const Four &four) {
+        all.a = _mm256_add_epi32(all.a, products(codes.a, four.even, four.odd));
+        all.b = _mm256_add_epi32(all.b, products(codes.b, four.even, four.odd));
     }
     F total() const { return to_float(all); }
 
@@ -189,12 +192,12 @@ private:
                                 _mm256_madd_epi16(_mm256_srli_epi16(codes, 8), odd));
     }
 };
-inline void store_fixed(uint64_t *p, I x) {
+inline void store_fixed(uint32_t *p, I x) {
     int32_t n[16];
     storei(n, x);
     for (int i = 0; i < 16; i += 4) {
-        const uint32_t even = (uint16_t)n[i] | (uint32_t)n[i + 2] << 16;
-        p[i / 4] = even | (uint64_t)((uint16_t)n[i + 1] | (uint32_t)n[i + 3] << 16) << 32;
+        p[i / 2] = (uint16_t)n[i] | (uint32_t)n[i + 2] << 16;
+        p[i / 2 + 1] = (uint16_t)n[i + 1] | (uint32_t)n[i + 3] << 16;
     }
 }
 

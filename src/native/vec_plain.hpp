@@ -130,18 +130,20 @@ template <int BITS> struct Levels {
 
 struct Quads {
     I all = zeros();
-    void add(I codes, uint64_t four) {
+    struct Four {
+        uint32_t pairs[2];  // numbers 0 1 and 2 3
+        explicit Four(const uint32_t *p) : pairs{p[0], p[1]} {}
+    };
+    void add(I codes, const Four &four) {
         for (int i = 0; i < 16; i++)
             for (int n = 0; n < 4; n++)
-                all.at[i] += (codes.at[i] >> 8 * n & 255) * (uint32_t)(int16_t)(four >> 16 * n);
+                all.at[i] += (codes.at[i] >> 8 * n & 255) *
+                             (uint32_t)(int16_t)(four.pairs[n / 2] >> 16 * (n % 2));
     }
     F total() const { return to_float(all); }
 };
-inline void store_fixed(uint64_t *p, I x) {
-    for (int i = 0; i < 16; i++) {
-        if (i % 4 == 0) p[i / 4] = 0;
-        p[i / 4] |= (uint64_t)(uint16_t)x.at[i] << 16 * (i % 4);
-    }
+inline void store_fixed(uint32_t *p, I x) {
+    for (int i = 0; i < 16; i += 2) p[i / 2] = (x.at[i] & 0xffff) | x.at[i + 1] << 16;
 }
 
 // Lane i of the result is the sum of x[i].

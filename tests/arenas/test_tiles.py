@@ -52,9 +52,7 @@ def test_snapshots_and_files_hold_canonical_rows(text: str, tmp_path) -> None:
     save(tiled, tmp_path / "tiled")
     loaded = load(tmp_path / "tiled")
     q = torch.randn(2, 4, 1, 32)
-    outs = [
-        attend(q, cache[0].view(), backend="reference") for cache in (plain, tiled, loaded)
-    ]
+    outs = [attend(q, cache[0].view(), backend="reference") for cache in (plain, tiled, loaded)]
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 

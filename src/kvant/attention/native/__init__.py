@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvant.attention.native.interface import DTYPES, FORMS, record
+from kvant.attention.native.interface import DTYPES, FORMS, form, record
 from kvant.attention.native.lanes import Lanes
 from kvant.attention.native.library import library
 from kvant.attention.native.sealing import sealed
@@ -74,7 +74,7 @@ def _refused(side: Side, name: str, view: View) -> str | None:
     dense, codec = side.dense, side.codec
     dim = dense.shape[3]
     if type(codec) not in FORMS:
-        return f"{name} of codec {codec.name!r}"
+        return f"{name} of {type(codec).__name__}"
     if dim % 16 or dim > MAX_DIM:
         return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
     if dense.dtype not in DTYPES or dense.stride(3) != 1 or side.sinks.stride(3) != 1:
@@ -83,8 +83,9 @@ def _refused(side: Side, name: str, view: View) -> str | None:
         return f"pages of {view.page} rows: a multiple of {BLOCK} is needed"
     if "codes" not in side.sealed:
         return None
-    if codec.bits in UNEVEN and dim % 32:
-        return f"{name} of {codec.bits} bits, {dim} wide: a multiple of 32 is needed"
+    bits = form(codec, dim)[1]
+    if bits in UNEVEN and dim % 32:
+        return f"{name} of {bits} bits, {dim} wide: a multiple of 32 is needed"
     if view.tiles != Lanes():
         return "sealed pages that lie otherwise"
     return None

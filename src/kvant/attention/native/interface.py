@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -68,9 +69,13 @@ def _pages(field: Tensor) -> tuple[int, ...]:
     return (field.data_ptr(), strides[0] * size, strides[1] * size)
 
 
-@lru_cache(maxsize=256)
 def form(codec: Codec, dim: int) -> Form:
     """What a codec is to the library; a foreign one is a KeyError."""
+    return _form(cast(Hashable, codec), dim)
+
+
+@lru_cache(maxsize=256)
+def _form(codec: Hashable, dim: int) -> Form:
     return FORMS[type(codec)](codec, dim)
 
 

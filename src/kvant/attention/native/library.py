@@ -63,7 +63,10 @@ def _places() -> list[Path]:
     """Beside this file, or where an editable install puts what it has compiled."""
     paths = sysconfig.get_paths()
     installed = (Path(paths[name]) for name in ("platlib", "purelib"))
-    return [Path(__file__).parent, *(place / "kvant" / "attention" / "native" for place in installed)]
+    return [
+        Path(__file__).parent,
+        *(place / "kvant" / "attention" / "native" for place in installed),
+    ]
 
 
 def _share_team(functions: ctypes.CDLL) -> None:

@@ -16,7 +16,12 @@ from kvant.codecs.levels import boundaries
 from kvant.contracts import Codec, Fields, Tiles
 
 RECORD = struct.Struct("@21q")
-ARRANGEMENTS = {(None, "keys"): 0, (None, "values"): 0, (Lanes(), "keys"): 1, (Lanes(), "values"): 2}
+ARRANGEMENTS = {
+    (None, "keys"): 0,
+    (None, "values"): 0,
+    (Lanes(), "keys"): 1,
+    (Lanes(), "values"): 2,
+}
 MAX_DIM, TILE = 256, 16
 
 

@@ -50,7 +50,7 @@ def record(
 def _side(side: Side) -> tuple[int, ...]:
     dense, sealed = side.dense, side.sealed
     kind, bits, group, table = form(side.codec, dense.shape[3])
-    pages = NO_PAGES * 3
+    pages: tuple[int, ...] = NO_PAGES * 3
     if sealed:
         first, *params = sealed.values()
         pages = (*_pages(first), *(n for field in params for n in _pages(field)))

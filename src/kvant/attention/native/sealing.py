@@ -16,7 +16,7 @@ from kvant.codecs.levels import boundaries
 from kvant.contracts import Codec, Fields, Tiles
 
 RECORD = struct.Struct("@21q")
-ARRANGEMENTS = {
+ARRANGEMENTS: dict[tuple[Tiles | None, str], int] = {
     (None, "keys"): 0,
     (None, "values"): 0,
     (Lanes(), "keys"): 1,

@@ -5,21 +5,18 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: native sanitize demo env check test laws format clean
+BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
+
+.PHONY: sanitize demo env check test laws format clean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): $(BUILT_FROM)
 	@echo "installing into $(VENV): minutes the first time"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
-
-native:
-	@cmake -S . -B build/native -DCMAKE_BUILD_TYPE=Release > /dev/null
-	@cmake --build build/native
-	@cp build/native/libkvant.so src/kvant/attention/native/
 
 demo: env
 	$(BIN)/kvant run --kv-cache affine4 --temperature 0.6 --top-p 0.9 --seed 7 --stats
@@ -48,10 +45,10 @@ sanitize: env
 	@for isa in avx512 avx2 plain; do \
 	  echo "$$isa"; \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 KVANT_ISA=$$isa KVANT_LIBRARY=build/sanitize/libkvant.so \
-	  $(PYTEST) -q -p no:cacheprovider tests/attention/test_native.py || exit 1; \
+	  ASAN_OPTIONS=detect_leaks=0 KVANT_ISA=$$isa \
+	  $(PYTEST) -q -p no:cacheprovider --library build/sanitize tests/attention/test_native.py || exit 1; \
 	done
 
 clean:
-	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find src tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from kvant.attention import native
+
 # A busy machine must not fail a test, so nothing here is timed.
 settings.register_profile(
     "kvant", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -12,6 +14,15 @@ settings.load_profile("kvant")
 
 # Tests run side by side and their tensors are small: more threads would only wait for each other.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--library", help="a folder with a native library to run in place of ours")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("library"):
+        native.__path__.insert(0, config.getoption("library"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,12 +11,13 @@ using kvant::Kernels;
 const Kernels *best() {
     const char *wish = std::getenv("KVANT_ISA");
     const auto fits = [&](const char *name) { return !wish || !*wish || !std::strcmp(wish, name); };
-#if KVANT_X86
-    __builtin_cpu_init();
+#if KVANT_HAS_avx512
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
     if (wide && fits("avx512")) return &kvant::avx512::KERNELS;
+#endif
+#if KVANT_HAS_avx2
     // Every processor with AVX2 and FMA also converts 16-bit floats (F16C).
     const bool middle = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     if (middle && fits("avx2")) return &kvant::avx2::KERNELS;

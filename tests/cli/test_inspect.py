@@ -116,7 +116,7 @@ def test_the_model_inside(
     assert (told["tokens"], told["nbytes_per_token"]) == (2048, 960)
     (line,) = told["layers"]
     assert line["layers"] == list(range(6)) and line["stored"] == "affine4, the first 2 dense"
-    assert line["rows"] == "2 heads of 64, bfloat16" and line["read"] == "reference"
+    assert line["rows"] == "2 heads of 64, bfloat16" and line["read"] == "native"
     assert told["nbytes"] == 6 * line["nbytes"]
     assert told["explanation"][0].startswith("layers 0-5, full_attention: affine4")
 

@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-NAMES = ("append", "decode")
+NAMES = ("append", "attend", "decode")
 
 
 class Benches(TyperGroup):

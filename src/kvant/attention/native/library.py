@@ -1,8 +1,8 @@
 """The shared library: found, loaded and checked once.
 
-It is built by the package build where there is a C++ compiler. What it runs on is chosen when it is
-loaded, from the processor; KVANT_ISA (avx512, avx2, plain) forces one. KVANT_LIBRARY
-names another file to load, such as one with sanitizers.
+It is built by the package build where there is a C++ compiler, and lies on this package's path:
+with its modules, or where an editable install puts what it has compiled. What it runs on is chosen
+when it is loaded, from the processor; KVANT_ISA (avx512, avx2, plain) forces one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import sysconfig
+import sys
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,9 +39,8 @@ def library() -> Library:
 
 
 def _loaded() -> Library:
-    given = os.environ.get("KVANT_LIBRARY")
-    paths = [Path(given)] if given else [place / NAME for place in _places()]
-    path = next((path for path in paths if path.exists()), None)
+    places = sys.modules[__name__.rpartition(".")[0]].__path__
+    path = next((path for place in places if (path := Path(place, NAME)).exists()), None)
     if path is None:
         return Library(None, reason="the native library was not built (is there a C++ compiler?)")
     try:
@@ -57,16 +56,6 @@ def _loaded() -> Library:
         return Library(None, reason=f"KVANT_ISA={wish} is nothing that this processor has")
     _share_team(functions)
     return Library(functions, isa.decode())
-
-
-def _places() -> list[Path]:
-    """Beside this file, or where an editable install puts what it has compiled."""
-    paths = sysconfig.get_paths()
-    installed = (Path(paths[name]) for name in ("platlib", "purelib"))
-    return [
-        Path(__file__).parent,
-        *(place / "kvant" / "attention" / "native" for place in installed),
-    ]
 
 
 def _share_team(functions: ctypes.CDLL) -> None:

@@ -19,11 +19,12 @@ struct Unit {
 class Attend {
 public:
     explicit Attend(const kvant_request &r) : r(r), keys(r.keys), values(r.values) {
-        const int64_t units = r.batch * r.heads * r.queries, blocks = most_blocks();
-        // Enough parts that no thread idles for long; few enough that merging costs nothing.
-        const int64_t wanted = r.threads > 1 ? (4 * r.threads + units - 1) / units : 1;
-        parts = std::max<int64_t>(1, std::min(wanted, blocks / MIN_BLOCKS));
-        tasks = units * parts;
+        const int64_t heads = r.batch * r.heads;
+        // Enough parts that no thread idles for long; few enough that merging costs nothing. They
+        // do not depend on how many queries there are, so that none changes another's result.
+        wanted = r.threads > 1 ? (4 * r.threads + heads - 1) / heads : 1;
+        parts = parts_of(most_blocks());
+        tasks = heads * r.queries * parts;
         width = r.values.dim + 2;
         partial.reset(new float[tasks * r.group * width]);
     }
@@ -39,13 +40,17 @@ private:
 
     const kvant_request &r;
     SideTables keys, values;
-    int64_t parts, tasks, width;
+    int64_t wanted, parts, tasks, width;  // parts: the most that a unit has
     std::atomic<int64_t> next{0};
     std::unique_ptr<float[]> partial;  // [task][group]: largest score, sum of weights, values
     std::unique_ptr<std::atomic<int>[]> left;
 
     int64_t most_blocks() const {
         return (r.columns - std::min(r.first_page * r.page, r.dense_from)) / BLOCK + 1;
+    }
+
+    int64_t parts_of(int64_t blocks) const {
+        return std::max<int64_t>(1, std::min(wanted, blocks / MIN_BLOCKS));
     }
 
     Unit unit(int64_t index) const {
@@ -57,10 +62,10 @@ private:
         for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
             const Unit u = unit(i / parts);
             const Walk walk(r, u.sequence, u.query, u.query + 1);
-            const int64_t part = i % parts;
+            const int64_t own = parts_of(walk.total), part = std::min(i % parts, own);
             Decode(r, keys, values, scratch)
-                .run(walk, u.sequence, u.head, u.query, walk.total * part / parts,
-                     walk.total * (part + 1) / parts);
+                .run(walk, u.sequence, u.head, u.query, walk.total * part / own,
+                     walk.total * std::min(part + 1, own) / own);
             for (int g = 0; g < r.group; g++) keep(scratch, i, g);
         }
     }
@@ -135,7 +140,9 @@ private:
     }
 };
 
-constexpr int64_t FEW = 2;  // positions up to which each may pass over all rows alone
+// Positions that each pass over all rows alone: so drafts that are verified together get, to the bit,
+// what they would get one by one. For so few, opening the rows once would save next to nothing.
+constexpr int64_t FEW = 16;
 
 int attend(const kvant_request &request) {
     if (request.queries > FEW) {

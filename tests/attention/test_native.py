@@ -119,6 +119,28 @@ def test_windows_sinks_padding_and_caps_are_those_of_the_reference(
         assert (one - other).abs().max() < (1e-5 if text == "raw" else 6e-3)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rule", ["", ",window=300,sinks=3"])
+@pytest.mark.parametrize("text", ["raw", "affine8", "affine6", "turbo4", "affine8v4"])
+def test_a_draft_verified_at_once_is_as_one_by_one(text: str, rule: str, threads: int) -> None:
+    """To the bit, pages that fall due within it included."""
+    at_once, by_one = (Cache(1, f"{text}{rule},prefill=stored") for _ in range(2))
+    keys, values = torch.randn(2, 1, 2, 1100, 64)
+    q = torch.randn(1, 8, 1100, 64)
+    torch.set_num_threads(threads)
+    for cache in (at_once, by_one):
+        cache[0].append(keys[:, :, :1000], values[:, :, :1000])
+    for first in range(1000, 1096, 16):
+        part = slice(first, first + 16)
+        view = at_once[0].append(keys[:, :, part], values[:, :, part])
+        together = attend(q[:, :, part], view, backend="native")
+        for i in range(16):
+            one = slice(first + i, first + i + 1)
+            view = by_one[0].append(keys[:, :, one], values[:, :, one])
+            assert torch.equal(attend(q[:, :, one], view), together[:, :, i : i + 1])
+    torch.set_num_threads(1)
+
+
 def test_two_threads_with_a_cache_each() -> None:
     caches = [Cache(1, text) for text in ("raw", "affine8")]
     rows = torch.randn(1, 2, 2000, 64)

@@ -19,6 +19,7 @@ from kvant.hf.masks import LazyMask
 from kvant.hf.padding import left_padding
 
 PADDING = "_kvant_padding"  # what was found of a mask, on it: every layer is handed the same one
+TOLD = "_kvant_told"  # the same of a mask for several queries, and what it was compared with
 
 
 def rule_of(
@@ -37,7 +38,7 @@ def rule_of(
         if causal or count == 1:
             return view, view.mask
         return (view, Mask(causal=False)) if view.mask == Mask() else None
-    padding = _padding_of(view, mask) if count == 1 else None
+    padding = _padding_of(view, mask) if count == 1 else _told_by(view, count, mask, narrow)
     if padding is not None and _agree(view, padding):
         return padded(view, padding), view.mask
     if mask.shape[2] == 1:
@@ -59,6 +60,37 @@ def _padding_of(view: View, mask: Tensor) -> list[int] | None:
         return None
     before = view.columns - columns
     return [n and n + before for n in known] * (view.start.shape[0] // batch)
+
+
+def _told_by(view: View, count: int, mask: Tensor, narrow: bool) -> list[int] | None:
+    """The padding, where a mask for several queries says that, and what the view's rule does."""
+    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, count):
+        return None
+    # A window of the view's own is narrower than the host's, and lies on top.
+    rule = replace(view.mask, window=None, sinks=0) if narrow else view.mask
+    version = None if mask.is_inference() else mask._version
+    asked = (version, rule, view.columns, view.start.shape[0], view.padding)
+    known: tuple[object, list[int] | None] = getattr(mask, TOLD, (None, None))
+    if known[0] != asked:
+        known = (asked, _found(view, count, mask, rule))
+        setattr(mask, TOLD, known)
+    return known[1]
+
+
+def _found(view: View, count: int, mask: Tensor, rule: Mask) -> list[int] | None:
+    batch, before = view.start.shape[0], view.columns - mask.shape[-1]
+    guesses = [view.start.tolist()]
+    if view.padding == 0 and before == 0 and not view.keys.sinks.shape[2]:
+        padding = left_padding(mask[:, 0, -1])
+        guesses += [padding * (batch // len(padding))] if padding else []
+    k = torch.arange(view.columns, device=mask.device)
+    for guess in guesses:
+        start = torch.tensor(guess, device=mask.device).view(-1, 1, 1, 1)
+        seen = visible(rule, k[-count:, None] - start, k - start)
+        hidden, rest = seen[..., :before], seen[..., before:]
+        if not bool(hidden.any()) and bool((rest == mask).all()):
+            return guess
+    return None
 
 
 def _agree(view: View, padding: list[int]) -> bool:

@@ -75,7 +75,7 @@ def test_back_to_raw_is_what_was_read(name: str) -> None:
         if isinstance(pairs[0], tuple):
             assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
     a, b = (step(model, one, tokens(1, seed=3)) for one in (cache, twin))
-    assert torch.allclose(a, b, atol=1e-3)  # kernels of 8-bit codes round queries to 15 bits
+    assert torch.allclose(a, b, atol=6e-3)  # kernels of 8-bit codes round queries to 15 bits
 
 
 def test_a_window_of_the_policy_narrows_what_a_model_sees() -> None:

@@ -22,7 +22,7 @@ from layers.tagged import forward, layer, put, recipe, rows, same, told
 
 def means(view: View, queries: int, **rest) -> list[float]:
     """With zero queries, the mean of the tags that each of them sees."""
-    batch, heads, _, dim = view.keys.dense.shape
+    batch, heads, _, dim = view.keys.room.shape
     out = attend(torch.zeros(batch, heads, queries, dim), view, **rest)
     return [round(v, 3) for v in out[0, 0, :, 0].tolist()]
 

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, Protocol
 
 import torch
@@ -44,7 +45,10 @@ class Frame(Protocol):
         """A x, for keys and values [..., H, T, D] on their way in."""
 
     def queries(self, q: Tensor) -> Tensor:
-        """A^-T q, for queries [..., H * group, T, D]."""
+        """A^-T q, for queries [..., H * group, T, D]; in float32 or wider, unless A is 1.
+
+        It may enlarge a query beyond what its 16 bits hold, and rounding would cost bits.
+        """
 
     def outputs(self, x: Tensor) -> Tensor:
         """A^-1 x, for whatever leaves: attention outputs, and rows that are read back."""
@@ -174,6 +178,9 @@ class Arena(Protocol):
     def tensors(self, first: int, stop: int) -> Fields:
         """Units [first, stop) without a copy."""
 
+    def room(self, first: int) -> tuple[Fields, int]:
+        """Everything as it lies, and the slot of unit `first` in it."""
+
     def slots(self) -> Fields:
         """Everything, slot by slot, whatever sequence it belongs to: [slots, ...]."""
 
@@ -217,8 +224,15 @@ class Side:
 
     codec: Codec
     sealed: Fields  # name: [slots, H, P or 1, width]
-    dense: Tensor  # [B, H, n, D]: columns [dense_from, length)
+    room: Tensor  # [B, H, slots, D]: where dense rows lie, one behind the other
+    slot: int  # of the first of them
+    count: int
     sinks: Tensor  # [B, H, S, D]: positions [0, S)
+
+    @cached_property
+    def dense(self) -> Tensor:
+        """Columns [dense_from, length), [B, H, count, D]."""
+        return self.room.narrow(2, self.slot, self.count)
 
 
 @dataclass(frozen=True)
@@ -235,9 +249,8 @@ class View:
     values: Side
     page_table: Tensor  # [B, n]
     start: Tensor  # [B]: columns of left padding
-    length: Tensor  # [B]: columns in all
     mask: Mask
-    columns: int  # the largest length, known without asking the device
+    columns: int  # the length, known without asking the device
     padding: int  # the largest start, likewise
     paging: Paging
     first_page: int
@@ -251,6 +264,11 @@ class View:
     @property
     def page(self) -> int:
         return self.paging.page
+
+    @property
+    def length(self) -> Tensor:
+        """Columns in all, [B]."""
+        return torch.full_like(self.start, self.columns)
 
     def seam(self, query: int) -> int:
         """The column below which a query at column `query` sees sealed rows, else dense."""
@@ -268,7 +286,7 @@ class View:
 class Request:
     """What is asked of a backend; queries are already in the frame of the keys."""
 
-    q: Tensor  # [B, H * group, T, D]: the last T columns of the view
+    q: Tensor  # [B, H * group, T, D], of any float dtype: the last T columns of the view
     scale: float
     mask: Mask | Tensor
     softcap: float | None = None

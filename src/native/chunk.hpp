@@ -126,9 +126,8 @@ private:
         const int64_t dim = r.keys.dim;
         exact = true;
         for (int m = 0; m < many; m++) {
-            const float *q =
-                r.q + sequence * r.q_batch + head_of(m) * r.q_head + query_of(m) * r.q_row;
-            std::memcpy(s.q + m * dim, q, dim * sizeof(float));
+            float *q = s.q + m * dim;
+            widen(r, sequence, head_of(m), query_of(m), q);
             for (int64_t d = 0; d < dim; d += 2)
                 halve(q + d, (m * dim + d) / 2);
             s.top[m] = NOTHING;

@@ -37,9 +37,7 @@ public:
     void run(const Walk &walk, int64_t sequence, int64_t head, int64_t query, int64_t first,
              int64_t stop) {
         const int group = (int)r.group;
-        const float *q = r.q + sequence * r.q_batch + head * group * r.q_head + query * r.q_row;
-        s.query.exact = true;
-        s.query.take(q, r.q_head, group, r.keys, true);
+        s.query.take(r, sequence, head, query);
         for (int g = 0; g < group; g++) s.top[g] = NOTHING, store(s.totals[g], zero());
         s.sums.clear(group, r.values);
         if (first >= stop) return;

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 1
+#define KVANT_ABI 2
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -56,12 +56,14 @@ typedef struct {
     const int64_t *page_table; /* [batch, num_pages] */
     int64_t table_stride;      /* in elements */
     const int64_t *start;      /* [batch] */
-    const int64_t *seams;      /* [queries] */
+    /* A query reads pages sealed once `tail` rows behind them were seen (-1: never), nothing sealed
+     * before it is the `dense_until`th row, and dense from column `own_from` on. */
+    int64_t tail, dense_until, own_from;
     int64_t causal, window, mask_sinks, chunk; /* window, chunk: 0 is none */
     double scale, softcap;                     /* softcap: 0 is none */
     const float *sink_logits;                  /* [heads * group], or null */
-    const float *q;                            /* the last `queries` columns */
-    int64_t q_batch, q_head, q_row;            /* in elements */
+    const void *q;                             /* the last `queries` columns */
+    int64_t q_dtype, q_batch, q_head, q_row;            /* in elements */
     float *out;                                /* [batch, heads * group, queries, dim of values] */
     float *lse;                                /* [batch, heads * group, queries], or null */
     int64_t threads;

@@ -8,20 +8,32 @@
 
 namespace kvant::KVANT_TARGET {
 
+// One query in single precision.
+inline void widen(const kvant_request &r, int64_t sequence, int64_t head, int64_t query, float *to) {
+    const int64_t at = sequence * r.q_batch + head * r.q_head + query * r.q_row;
+    for (int64_t d = 0; d < r.keys.dim; d += 16) {
+        if (r.q_dtype == KVANT_F32) store(to + d, load((const float *)r.q + at + d));
+        if (r.q_dtype == KVANT_F16) store(to + d, load((const Half *)r.q + at + d));
+        if (r.q_dtype == KVANT_BF16) store(to + d, load((const Bfloat *)r.q + at + d));
+    }
+}
+
 struct Query {
     int group, dim;
-    bool exact = true;  // are they 16-bit floats as they came?
+    bool exact;  // are they 16-bit floats as they came?
     alignas(64) float rows[MAX_GROUP][MAX_DIM];
     alignas(64) Bfloat high[MAX_GROUP][MAX_DIM], low[MAX_GROUP][MAX_DIM];
     alignas(64) uint32_t pairs[MAX_GROUP][MAX_DIM / 2];
     alignas(64) uint32_t fours[MAX_GROUP][MAX_DIM / 2];
     float step[MAX_GROUP], sums[MAX_GROUP][MAX_GROUPS];
 
-    void take(const float *q, int64_t stride, int count, const kvant_side &keys, bool dense) {
-        group = count, dim = (int)keys.dim;
+    // The group of queries at one position that share key head `head`.
+    void take(const kvant_request &r, int64_t sequence, int64_t head, int64_t query) {
+        const kvant_side &keys = r.keys;
+        group = (int)r.group, dim = (int)keys.dim, exact = true;
         for (int g = 0; g < group; g++) {
-            std::memcpy(rows[g], q + g * stride, dim * sizeof(float));
-            if (dense && keys.dtype == KVANT_BF16) split(g);
+            widen(r, sequence, head * group + g, query, rows[g]);
+            if (keys.dtype == KVANT_BF16) split(g);
             if (keys.format == KVANT_RAW) continue;
             if (keys.bits == 8)
                 make_fours(g, (int)keys.group);

@@ -33,7 +33,7 @@ struct Segments {
             high = std::min(high, low + r.chunk);
         }
         const int64_t near = r.window ? std::max(low, position - r.window + 1) : low;
-        const int64_t seam = r.seams[query];
+        const int64_t seam = seam_of(r, column);
         if (near > low) add(r, start, seam, low, std::min({high, near, r.mask_sinks}));
         add(r, start, seam, near, high);
     }
@@ -54,6 +54,13 @@ struct Segments {
     }
 
 private:
+    // The column below which the query at a column reads sealed rows, else dense ones.
+    static int64_t seam_of(const kvant_request &r, int64_t column) {
+        const int64_t length = column + 1;
+        if (r.tail < 0 || length < r.dense_until || length < r.tail) return 0;
+        return std::min((length - r.tail) / r.page * r.page, r.own_from);
+    }
+
     // Positions [low, high).
     void add(const kvant_request &r, int64_t start, int64_t seam, int64_t low, int64_t high) {
         const int64_t sinks = std::min(r.num_sinks, r.columns - start);

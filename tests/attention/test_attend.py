@@ -46,7 +46,7 @@ def causal(queries: int, keys: int) -> Tensor:
 
 def means(view: View, queries: int, **rest) -> list[float]:
     """With zero queries a query gives the mean of the tags it sees."""
-    batch, heads, _, dim = view.keys.dense.shape
+    batch, heads, _, dim = view.keys.room.shape
     out = attend(torch.zeros(batch, heads, queries, dim), view, **rest)
     return [round(v, 3) for v in out[0, 0, :, 0].tolist()]
 

@@ -68,9 +68,19 @@ def test_attention_outputs_leave_the_frame(frame: Frame, dim: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_dtype_stays(frame: Frame, dim: int, dtype: torch.dtype) -> None:
     x = torch.randn(1, HEADS, 3, dim).to(dtype)
-    for result in (frame.rows(x), frame.queries(x), frame.outputs(x)):
+    for result in (frame.rows(x), frame.outputs(x)):
         assert result.dtype == dtype
         assert result.shape == x.shape
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_queries_lose_no_bits(frame: Frame, dim: int, dtype: torch.dtype) -> None:
+    q = torch.randn(1, HEADS * GROUP, 3, dim).to(dtype)
+    asked = frame.queries(q)
+    assert asked.shape == q.shape
+    assert torch.equal(asked.to(torch.float64), frame.queries(q.to(asked.dtype)).to(torch.float64))
+    assert asked.dtype == torch.promote_types(dtype, torch.float32) or torch.equal(asked, q)
 
 
 @cases

@@ -102,6 +102,10 @@ class Buffer:
             for name, tensor in self._tensors.items()
         }
 
+    def room(self, first: int) -> tuple[Fields, int]:
+        """Everything as it lies, and the slot of unit `first` in it."""
+        return self._tensors, first - self.base
+
     def write(self, first: int, units: Fields) -> None:
         for name, tensor in units.items():
             axis = self.slabs[name].axis

@@ -3,11 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvant.contracts import Arena, Fields
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where units lie: every slot, the fields `side.name` by side, and the table into them."""
+
+    sides: dict[str, dict[str, Tensor]]
+    table: Tensor
+
+    @classmethod
+    def of(cls, span: Span) -> Placed:
+        sides: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in span.arena.slots().items():
+            side, _, field = name.partition(".")
+            sides.setdefault(side, {})[field] = tensor
+        return cls(sides, span.arena.table(span.first, span.stop))
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,11 @@ class Span:
     @property
     def nbytes_used(self) -> int:
         return len(self) * self.arena.unit_nbytes
+
+    @cached_property
+    def placed(self) -> Placed:
+        """Worked out once: a page falls due seldom, and this is asked for at every token."""
+        return Placed.of(self)
 
     def tensors(self) -> Fields:
         return self.arena.tensors(self.first, self.stop)

@@ -65,14 +65,15 @@ def attend(
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         rule = view.mask if mask is None else _four_dimensions(mask)
-        # A frame may enlarge a query beyond what its 16 bits hold, and rounding would cost bits.
-        wide = q if q.dtype == torch.float64 else q.float()
-        framed = view.keys.codec.frame.queries(wide)
+        framed = view.keys.codec.frame.queries(q)
         request = Request(framed, scale, rule, softcap, sink_logits, return_lse)
         chosen = _choose(view, request, backend)
         out, lse = chosen.attend(request, view)
         view.tally.attended[chosen.name] += 1
-        out = view.values.codec.frame.outputs(out)[..., : view.value_dim].to(q.dtype)
+        out = view.values.codec.frame.outputs(out)
+        if out.shape[3] > view.value_dim:
+            out = out[..., : view.value_dim]
+        out = out.to(q.dtype)
         return out if lse is None else (out, lse)
 
 
@@ -134,7 +135,7 @@ def _four_dimensions(mask: Mask | Tensor) -> Mask | Tensor:
 
 def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | None) -> None:
     """Refuse what does not fit, with both sides in the message."""
-    batch, heads, _, dim = view.keys.dense.shape
+    batch, heads, _, dim = view.keys.room.shape
     fits = q.ndim == 4 and (q.shape[0], q.shape[3]) == (batch, dim)
     if not fits or q.shape[1] % heads or q.shape[1] == 0:
         raise ValueError(
@@ -149,8 +150,8 @@ def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | No
             f"{q.shape[2]} queries under {rule}: rows that the oldest of them sees are not in this "
             "view; use the view that their append returned, and no wider window than its own"
         )
-    if q.device != view.keys.dense.device:
-        raise ValueError(f"queries on {q.device}, rows on {view.keys.dense.device}")
+    if q.device != view.keys.room.device:
+        raise ValueError(f"queries on {q.device}, rows on {view.keys.room.device}")
     if isinstance(mask, Tensor):
         _check_mask(q, view, mask)
     if sinks is not None and sinks.shape != (q.shape[1],):

@@ -61,7 +61,7 @@ class Reference:
                     part = allowed(view, request.mask, first + t0, first + t1, block)
                     mask = _by_group(part, heads)
                 softmax.add(_scores(softmax.q, keys, request), mask, values)
-        dim = view.values.dense.shape[3]
+        dim = view.values.room.shape[3]
         outs = [softmax.result(request.sink_logits, dim) for _, _, softmax in softmaxes]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
         return out, torch.cat([s.lse() for _, _, s in softmaxes], 2) if request.lse else None
@@ -157,7 +157,7 @@ class _Softmax:
 def _grouped(request: Request, view: View) -> Tensor:
     """Queries as [B, H, group, T, D], scaled."""
     batch, all_heads, count, dim = request.q.shape
-    heads = view.keys.dense.shape[1]
+    heads = view.keys.room.shape[1]
     wide = torch.float64 if request.q.dtype == torch.float64 else torch.float32
     return request.q.to(wide).mul(request.scale).view(batch, heads, all_heads // heads, count, dim)
 
@@ -204,8 +204,9 @@ def _by_group(mask: Tensor, heads: int) -> Tensor:
 
 def _blocks(view: View) -> Iterator[Block]:
     """The view in pieces whose opened rows fit the scratch; sealed pieces are whole pages."""
-    batch, heads, count, dim = view.keys.dense.shape
-    wide = max(dim, view.values.dense.shape[3])
+    batch, heads, _, dim = view.keys.room.shape
+    count = view.keys.count
+    wide = max(dim, view.values.room.shape[3])
     pages = max(1, ROWS // (batch * heads * wide * view.page))
     if view.keys.sinks.shape[2]:
         yield Block("sinks", 0, view.keys.sinks.shape[2])
@@ -231,7 +232,7 @@ def _rows(view: View, side: Side, block: Block) -> Tensor:
         return side.sinks
     if block.part == "dense":
         count = block.stop - block.start
-        if count == side.dense.shape[2]:
+        if count == side.count:
             return side.dense
         return side.dense.narrow(2, block.start - view.dense_from, count)
     first = block.start // view.page - view.first_page

@@ -43,10 +43,10 @@ class Diagonal:
         return (x * self._factors(x)).to(x.dtype)
 
     def queries(self, q: Tensor) -> Tensor:
-        return (q / self._factors(q)).to(q.dtype)
+        return q / self._factors(q)
 
     def outputs(self, x: Tensor) -> Tensor:
-        return self.queries(x)
+        return self.queries(x).to(x.dtype)
 
     @cached_property
     def _table(self) -> Tensor:

@@ -41,7 +41,7 @@ class Rotation:
         return _transformed(wide * self._signs(wide)).to(x.dtype)
 
     def queries(self, q: Tensor) -> Tensor:
-        return self.rows(q)
+        return self.rows(_wide(q))
 
     def outputs(self, x: Tensor) -> Tensor:
         wide = _wide(x)

@@ -26,7 +26,7 @@ class LatentReading(Reading):
     """Latents stand where the host expects keys, rotated channels where it expects values."""
 
     def shape(self, side: SideName) -> tuple[int, ...]:
-        batch, heads, _, dim = self.view.keys.dense.shape
+        batch, heads, _, dim = self.view.keys.room.shape
         rank = self.view.value_dim
         return (batch, heads, self.shown, rank if side == "keys" else dim - rank)
 

@@ -70,7 +70,7 @@ class Reading:
     unpacked: bool = False
 
     def shape(self, side: SideName) -> tuple[int, ...]:
-        batch, heads, _, dim = self.view.keys.dense.shape
+        batch, heads, _, dim = self.view.keys.room.shape
         return (batch, heads, self.shown, dim if side == "keys" else self.view.value_dim)
 
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
@@ -112,7 +112,7 @@ class Reading:
         The host does so for one token (`pack_gqa`), which may be the last of several. Sizes cannot
         tell: as many tokens as a group has heads look the same. None: nothing can tell.
         """
-        heads, mask = self.view.keys.dense.shape[1], question.mask
+        heads, mask = self.view.keys.room.shape[1], question.mask
         self.grouped |= q.shape[1] > heads
         if not question.packable or q.shape[1] != heads or q.shape[2] == 1:
             return False
@@ -124,7 +124,7 @@ class Reading:
 
     def fits(self, q: Tensor) -> bool:
         """Are these the queries of the tokens that were appended, or of the last of them?"""
-        batch, heads, _, dim = self.view.keys.dense.shape
+        batch, heads, _, dim = self.view.keys.room.shape
         tokens = q.shape[2] in (1, self.count)  # a model may need the last one's logits only
         return tokens and q.shape[::3] == (batch, dim) and q.shape[1] % heads == 0
 
@@ -159,7 +159,7 @@ class CrossReading(Reading):
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
         """Each query as one more head of its group, at the newest column."""
         self.check_current()
-        batch, heads, _, dim = self.view.keys.dense.shape
+        batch, heads, _, dim = self.view.keys.room.shape
         if q.shape[::3] != (batch, dim) or q.shape[1] % heads or q.shape[2] == 0:
             return None
         folded, mask = as_heads(q, dense(question.mask, "a mask over an encoder's rows"))

@@ -33,7 +33,7 @@ from kvant.layers.reading import Held, columns, unframed, view_of
 from kvant.layers.recoding import nbytes_after, recoded
 from kvant.layers.record import Record
 from kvant.layers.reopening import reopened
-from kvant.layers.rows import check_order, incoming
+from kvant.layers.rows import check_order, incoming, padding
 from kvant.layers.snapshots import exposed, restored
 from kvant.recipes import LayerSpec, Prefill
 
@@ -111,9 +111,11 @@ class Attention:
         """
         if prefill not in (None, "dense", "stored"):
             raise ValueError(f"prefill {prefill!r}: 'dense' or 'stored' is needed")
-        rows = incoming(self.spec, keys, values, order)
+        held = self._record
+        known = held.memory.geometry if held else None
+        rows, familiar = incoming(self.spec, keys, values, order, known)
         self.ledger.opening(self)
-        before = self._ready(rows, start)
+        before = self._ready(rows, start, held if familiar else None)
         count = rows["keys"].shape[2]
         self._check_capacity(before.length + count)
         framed = {n: codec.frame.rows(rows[n]) for n, codec in self.spec.sides.items()}
@@ -248,10 +250,14 @@ class Attention:
         self._record = self._committed = record
         self._committed_spec = self.spec
 
-    def _ready(self, rows: Fields, start: Sequence[int] | Tensor | None) -> Record:
+    def _ready(
+        self, rows: Fields, start: Sequence[int] | Tensor | None, fitting: Record | None
+    ) -> Record:
         """The record to append to; one without tokens takes any shape."""
         old = self._record
-        given = None if start is None else _padding(start)
+        if old is not None and old is fitting and old.length and start is None:
+            return old
+        given = None if start is None else padding(start)
         if old is not None and old.length:
             if not old.memory.geometry.fits(rows):
                 raise ValueError(
@@ -261,12 +267,12 @@ class Attention:
                 raise ValueError(f"start {given} for sequences that began at {old.memory.start}")
             return old
         geometry = Geometry.of(rows)
-        padding = given or (0,) * geometry.batch
-        if len(padding) != geometry.batch or min(padding) < 0:
-            raise ValueError(f"start {padding}: one number >= 0 for each of {geometry.batch}")
-        if old is not None and (old.memory.geometry, old.memory.start) == (geometry, padding):
+        given = given or (0,) * geometry.batch
+        if len(given) != geometry.batch or min(given) < 0:
+            raise ValueError(f"start {given}: one number >= 0 for each of {geometry.batch}")
+        if old is not None and (old.memory.geometry, old.memory.start) == (geometry, given):
             return old
-        return Record.fresh(self.spec, geometry, self.tiles, self.tally, padding)
+        return Record.fresh(self.spec, geometry, self.tiles, self.tally, given)
 
     def _check_capacity(self, length: int) -> None:
         capacity = self.spec.capacity
@@ -283,13 +289,6 @@ class Attention:
             raise ValueError(f"rows [{start}, {stop}) of {self.length}")
         if start >= held.first:
             return columns(record, start, stop)
-        if stop <= self.spec.retention.sinks and max(record.memory.start) == 0:
+        if stop <= self.spec.retention.sinks and record.memory.padding == 0:
             return {name: tensor[:, :, start:stop] for name, tensor in sinks.items()}
         raise ValueError(f"rows [{start}, {stop}): the layer holds [{held.first}, {self.length})")
-
-
-def _padding(start: Sequence[int] | Tensor) -> tuple[int, ...]:
-    columns = torch.as_tensor(start)
-    if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
-        raise ValueError(f"start {start}: one whole number a sequence is needed")
-    return tuple(columns.tolist())

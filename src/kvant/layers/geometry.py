@@ -53,11 +53,15 @@ class Geometry:
 
     def fits(self, rows: Fields) -> bool:
         """Is this the geometry of these rows? Asked at every token."""
-        keys = rows["keys"]
-        if keys.shape[:2] != (self.batch, self.heads) or keys.device != self.device:
+        lead = (*rows["keys"].shape[:3],)
+        if lead[:2] != (self.batch, self.heads):
             return False
-        dims, dtypes = self.dims, self.dtypes
-        return all(t.shape[3] == dims[n] and t.dtype == dtypes[n] for n, t in rows.items())
+        for name, tensor in rows.items():
+            if tensor.shape != (*lead, self.dims[name]) or tensor.dtype != self.dtypes[name]:
+                return False
+            if tensor.device != self.device:
+                return False
+        return True
 
     def __str__(self) -> str:
         parts = [f"{name} {self.dims[name]} wide in {self.dtypes[name]}" for name in self.dims]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ def view_of(record: Record, queries: int, own_from: int, rows: Rows) -> View:
 
 def _view(record: Record, rows: Rows, pages: Span, own_from: int) -> View:
     memory, spec = record.memory, record.memory.spec
-    slots = pages.arena.slots()
+    placed, room, slot, count = pages.placed, rows.room, rows.slot, rows.stop - rows.first
     sides = {
-        name: Side(codec, _part(slots, name), rows.tensors[name], memory.sinks[name])
+        name: Side(codec, placed.sides.get(name, {}), room[name], slot, count, memory.sinks[name])
         for name, codec in spec.sides.items()
     }
     keys = sides["keys"]
@@ -38,34 +38,27 @@ def _view(record: Record, rows: Rows, pages: Span, own_from: int) -> View:
     return View(
         keys=keys,
         values=values,
-        page_table=pages.arena.table(pages.first, pages.stop),
+        page_table=placed.table,
         start=memory.start_tensor,
-        length=torch.full_like(memory.start_tensor, record.length),
         mask=spec.mask,
         columns=record.length,
-        padding=max(memory.start),
+        padding=memory.padding,
         paging=spec.paging,
         first_page=pages.first,
         dense_from=rows.first,
         own_from=own_from,
-        value_dim=spec.value_dim or values.dense.shape[3],
+        value_dim=spec.value_dim or values.room.shape[3],
         tiles=memory.tiles,
         tally=memory.tally,
         begins=memory.begins,
     )
 
 
-def _part(slots: Fields, side: str) -> Fields:
-    """The fields of one side, without its name before theirs."""
-    prefix = f"{side}."
-    return {k.removeprefix(prefix): t for k, t in slots.items() if k.startswith(prefix)}
-
-
 def opened(record: Record, first: int, stop: int) -> Fields:
     """Framed rows of columns [first, stop) from sealed pages, in float32."""
     page = record.memory.spec.page
     begin, end = first // page, -(-stop // page)
-    none = Rows({name: t[:, :, :0] for name, t in record.dense.tensors().items()}, stop)
+    none = replace(record.dense_rows(), first=stop, stop=stop)
     view = _view(record, none, record.sealed.cut(begin, end), stop)
     sides = {"keys": view.keys, "values": view.values}
     cut = slice(first - begin * page, stop - begin * page)

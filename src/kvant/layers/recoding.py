@@ -108,7 +108,7 @@ class Recoding:
     def fill_sinks(self) -> None:
         memory, length = self.new.memory, self.new.length
         first = min(memory.start)
-        stop = min(length, max(memory.start) + memory.spec.retention.sinks)
+        stop = min(length, memory.padding + memory.spec.retention.sinks)
         if memory.spec.retention.sinks and first < stop:
             replace(self.new, length=first).fill_sinks(self.rows(first, stop))
 
@@ -137,7 +137,7 @@ class Recoding:
         kept = self.kept if old.first <= first and stop <= old.stop else frozenset()
         fields: dict[str, Tensor] = {}
         if kept != set(self.new.memory.spec.sides):
-            rows = Rows(self.rows(first * page, stop * page), first * page)
+            rows = Rows.loose(self.rows(first * page, stop * page), first * page)
             fields |= self.new.pages(rows, first, stop - first)
         if kept:
             taken = old.cut(first, stop).tensors()

@@ -38,6 +38,11 @@ class Memory:
         return Schedule(self.spec)
 
     @cached_property
+    def padding(self) -> int:
+        """The most that a sequence has."""
+        return max(self.start)
+
+    @cached_property
     def room(self) -> Room:
         return self.geometry.room(self.spec)
 
@@ -91,7 +96,7 @@ class Record:
         return max(self.first_stored, self.memory.begins)
 
     def dense_rows(self) -> Rows:
-        return Rows(self.dense.tensors(), self.dense.first)
+        return Rows.of(self.dense)
 
     def extended(self, units: Fields) -> tuple[Record, Rows]:
         """The record with framed rows behind it, and all rows that were dense meanwhile.
@@ -104,11 +109,11 @@ class Record:
         self.fill_sinks(units)
         if bound is None or length - self.dense.first <= bound:
             dense = self.dense.extended(units, count)
-            rows = Rows(dense.tensors(), dense.first)
+            rows = Rows.of(dense)
         else:
             old = self.dense.tensors()
             joined = {name: torch.cat([tensor, units[name]], 2) for name, tensor in old.items()}
-            rows = Rows(joined, self.dense.first)
+            rows = Rows.loose(joined, self.dense.first)
             dense = self._end(rows, length)
         return Record(self.memory, length, dense, self._sealed(rows, length)), rows
 
@@ -201,7 +206,7 @@ class Record:
             return
         for name, kept in memory.sinks.items():
             count, new = kept.shape[2], units[name]
-            if count == 0 or new.shape[2] == 0 or first >= max(memory.start) + count:
+            if count == 0 or new.shape[2] == 0 or first >= memory.padding + count:
                 continue
             column = memory.start_tensor[:, None] + torch.arange(count, device=kept.device) - first
             inside = (column >= 0) & (column < new.shape[2])

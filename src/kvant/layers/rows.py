@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from kvant.arenas import Span
 from kvant.contracts import Fields, Order
+from kvant.layers.geometry import Geometry
 from kvant.recipes import DTYPES, LayerSpec
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Dense rows of columns [first, ...), {side: [B, H, n, D]}."""
+    """Dense rows of columns [first, stop), the first of them in `slot` of a room."""
 
-    tensors: Fields
+    room: Fields  # {side: [B, H, slots, D]}
+    slot: int
     first: int
+    stop: int
+
+    @classmethod
+    def of(cls, span: Span) -> Rows:
+        room, slot = span.arena.room(span.first)
+        return cls(room, slot if len(span) else 0, span.first, span.stop)  # none lie anywhere
+
+    @classmethod
+    def loose(cls, tensors: Fields, first: int) -> Rows:
+        """Rows [B, H, n, D] that lie alone."""
+        return cls(tensors, 0, first, first + tensors["keys"].shape[2])
+
+    @cached_property
+    def tensors(self) -> Fields:
+        """The rows, {side: [B, H, n, D]}."""
+        count = self.stop - self.first
+        return {name: room.narrow(2, self.slot, count) for name, room in self.room.items()}
 
     def behind(self, first: int) -> Rows:
         """Those from column `first` on."""
         if first == self.first:
             return self
-        skip = max(0, first - self.first)
-        return Rows({name: tensor[:, :, skip:] for name, tensor in self.tensors.items()}, first)
+        return Rows(self.room, self.slot + first - self.first, first, self.stop)
 
 
 def check_order(order: str) -> None:
@@ -31,12 +52,19 @@ def check_order(order: str) -> None:
         raise ValueError(f"order {order!r}: 'BHTD' or 'BTHD' is needed")
 
 
-def incoming(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order) -> Fields:
-    """The tensors of an append as {side: [B, H, T, D]}, or a ValueError."""
+def incoming(
+    spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order, known: Geometry | None
+) -> tuple[Fields, bool]:
+    """The tensors of an append as {side: [B, H, T, D]}, or a ValueError.
+
+    Are they `known`, the geometry of the rows before? Then they need no second look.
+    """
     check_order(order)
     if (values is None) != (spec.value_dim is not None):
         raise ValueError("values come with the keys, unless the spec's value_dim finds them there")
     rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
+    if order == "BHTD" and known is not None and known.fits(rows):
+        return {n: t.detach() if t.requires_grad else t for n, t in rows.items()}, True
     for name, tensor in rows.items():
         _check(name, tensor, order)
     if spec.value_dim is not None and spec.value_dim > keys.shape[3]:
@@ -48,7 +76,7 @@ def incoming(spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order)
         )
     if order == "BTHD":
         rows = {name: tensor.transpose(1, 2) for name, tensor in rows.items()}
-    return {name: _stored(tensor, spec.dtype) for name, tensor in rows.items()}
+    return {name: _stored(tensor, spec.dtype) for name, tensor in rows.items()}, False
 
 
 def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -70,3 +98,10 @@ def _check(name: str, tensor: Tensor, order: Order) -> None:
 
 def stores(dtype: torch.dtype) -> bool:
     return dtype in DTYPES.values()
+
+
+def padding(start: Sequence[int] | Tensor) -> tuple[int, ...]:
+    columns = torch.as_tensor(start)
+    if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
+        raise ValueError(f"start {start}: one whole number a sequence is needed")
+    return tuple(columns.tolist())

@@ -52,13 +52,11 @@ class Native:
         assert functions is not None
         q = request.q
         batch, heads, queries, _ = q.shape
-        out = torch.empty(batch, heads, queries, view.values.dense.shape[3])
+        out = torch.empty(batch, heads, queries, view.values.room.shape[3])
         lse = torch.empty(batch, heads, queries) if request.lse else None
-        first = view.columns - queries
-        seams = torch.tensor([view.seam(first + t) for t in range(queries)])
         if request.sink_logits is not None:
             request = replace(request, sink_logits=request.sink_logits.float().contiguous())
-        given = record(request, view, seams, out, lse, torch.get_num_threads())
+        given = record(request, view, out, lse, torch.get_num_threads())
         if functions.kvant_attend(given):
             raise RuntimeError("the native library refused what it is said to serve")
         return out, lse
@@ -71,14 +69,14 @@ def arrangement(device: torch.device) -> Tiles | None:
 
 
 def _refused(side: Side, name: str, view: View) -> str | None:
-    dense, codec = side.dense, side.codec
-    dim = dense.shape[3]
+    room, codec = side.room, side.codec
+    dim = room.shape[3]
     if type(codec) not in FORMS:
         return f"{name} of {type(codec).__name__}"
     if dim % 16 or dim > MAX_DIM:
         return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
-    if dense.dtype not in DTYPES or dense.stride(3) != 1 or side.sinks.stride(3) != 1:
-        return f"{name} of {dense.dtype}, or not contiguous"
+    if room.dtype not in DTYPES or room.stride(3) != 1 or side.sinks.stride(3) != 1:
+        return f"{name} of {room.dtype}, or not contiguous"
     if side.sealed and view.page % BLOCK:
         return f"pages of {view.page} rows: a multiple of {BLOCK} is needed"
     if "codes" not in side.sealed:
@@ -92,10 +90,10 @@ def _refused(side: Side, name: str, view: View) -> str | None:
 
 
 def _asks_too_much(request: Request, view: View) -> str | None:
-    group = request.q.shape[1] // view.keys.dense.shape[1]
+    group = request.q.shape[1] // view.keys.room.shape[1]
     if group > MAX_GROUP:
         return f"{group} queries share a key head: {MAX_GROUP} at most"
-    if request.q.dtype != torch.float32 or request.q.stride(3) != 1:
+    if request.q.dtype not in DTYPES or request.q.stride(3) != 1:
         return f"queries of {request.q.dtype}, or not contiguous"
     if not isinstance(request.mask, Mask):
         return "a mask that is a tensor"

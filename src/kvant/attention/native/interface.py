@@ -20,48 +20,53 @@ from kvant.codecs.levels import levels
 from kvant.contracts import Codec, Mask, Request, Side, View
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-RECORD = struct.Struct("@46q 19q 2d 8q")  # two sides; sizes and places; the rule; the rest
+RECORD = struct.Struct("@46q 21q 2d 9q")  # two sides; sizes and places; the rule; the rest
+NO_ROWS = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 0)
 # (format, bits, group, address of levels)
 Form = tuple[int, int, int, int]
 
 
-def record(
-    request: Request, view: View, seams: Tensor, out: Tensor, lse: Tensor | None, threads: int
-) -> bytes:
+def record(request: Request, view: View, out: Tensor, lse: Tensor | None, threads: int) -> bytes:
     """What the library reads; good as long as the tensors are."""
     q, mask, table, logits = request.q, request.mask, view.page_table, request.sink_logits
     assert isinstance(mask, Mask)
-    batch, heads, count, _ = view.keys.dense.shape
+    batch, heads, _, _ = view.keys.room.shape
+    paging = view.paging
+    tail = -1 if paging.tail is None else paging.tail
     return RECORD.pack(
         *_side(view.keys),
         *_side(view.values),
         *(batch, heads, q.shape[1] // heads, q.shape[2]),
-        *(view.page, view.first_page, table.shape[1], view.dense_from, count),
+        *(paging.page, view.first_page, table.shape[1], view.dense_from, view.keys.count),
         *(view.keys.sinks.shape[2], view.columns),
-        *(table.data_ptr(), table.stride(0), view.start.data_ptr(), seams.data_ptr()),
+        *(table.data_ptr(), table.stride(0), view.start.data_ptr()),
+        *(tail, paging.dense_until, view.own_from),
         *(int(mask.causal), mask.window or 0, mask.sinks, mask.chunk or 0),
         *(request.scale, request.softcap or 0.0),
-        *(0 if logits is None else logits.data_ptr(), q.data_ptr(), *q.stride()[:3]),
+        *(0 if logits is None else logits.data_ptr(), q.data_ptr(), DTYPES[q.dtype]),
+        *q.stride()[:3],
         *(out.data_ptr(), 0 if lse is None else lse.data_ptr(), threads),
     )
 
 
 def _side(side: Side) -> tuple[int, ...]:
-    dense, sealed = side.dense, side.sealed
-    kind, bits, group, table = form(side.codec, dense.shape[3])
+    room, sealed = side.room, side.sealed
+    dim, dtype = room.shape[3], DTYPES[room.dtype]
+    kind, bits, group, table = form(side.codec, dim)
     pages: tuple[int, ...] = NO_PAGES * 3
     if sealed:
         first, *params = sealed.values()
         pages = (*_pages(first), *(n for field in params for n in _pages(field)))
         pages += NO_PAGES * (2 - len(params))
-    shape = (kind, bits, group, DTYPES[dense.dtype], dense.shape[3])
-    return (*shape, *_rows(dense), *_rows(side.sinks), *pages, table)
+    dense = _rows(room, side.slot) if side.count else NO_ROWS
+    sinks = _rows(side.sinks, 0) if side.sinks.shape[2] else NO_ROWS
+    return (kind, bits, group, dtype, dim, *dense, *sinks, *pages, table)
 
 
-def _rows(rows: Tensor) -> tuple[int, ...]:
-    size, strides = rows.element_size(), rows.stride()
-    return (rows.data_ptr(), strides[0] * size, strides[1] * size, strides[2] * size)
+def _rows(room: Tensor, slot: int) -> tuple[int, ...]:
+    size, (batch, head, row, _) = room.element_size(), room.stride()
+    return room.data_ptr() + slot * row * size, batch * size, head * size, row * size
 
 
 def _pages(field: Tensor) -> tuple[int, ...]:

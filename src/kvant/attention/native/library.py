@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 logger = logging.getLogger(__name__)
 

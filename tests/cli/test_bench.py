@@ -8,12 +8,12 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kvant.bench
 from kvant.cli.bench import NAMES
-from kvant.cli.main import main
 
 KVANT = str(Path(sys.executable).with_name("kvant"))
 APPEND = ("append", "--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32")
@@ -58,16 +58,10 @@ def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
     ids=str,
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    words: tuple[str, ...],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...], told: str, call: Any
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["kvant", "bench", *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    out, error = capsys.readouterr()
-    assert (end.value.code, out, error.count("\n")) == (2, "", 1)
+    code, out, error = call("bench", *words)
+    assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from hf.zoo import FAMILIES
 from kvant import Cache, CacheFileError, CacheSpec, GroupSpec, RecurrentSpec, SharedSpec, save
-from kvant.cli.main import main
 from kvant.files import header
 from layers.tagged import layer
 
@@ -25,17 +24,6 @@ MIXED = CacheSpec(
         GroupSpec((("attention", layer("turbo4v2")), ("recurrence", RecurrentSpec()))),
     )
 )
-
-
-def called(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["kvant", "inspect", *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    out, error = capsys.readouterr()
-    return int(end.value.code or 0), out, error
 
 
 @pytest.fixture
@@ -65,10 +53,8 @@ def test_a_header_is_read_without_tensors(file: Path) -> None:
     assert sum(one.nbytes for one in head.tensors.values()) < file.stat().st_size
 
 
-def test_a_saved_cache(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path
-) -> None:
-    code, out, error = called(monkeypatch, capsys, str(file))
+def test_a_saved_cache(call: Any, file: Path) -> None:
+    code, out, error = call("inspect", str(file))
     assert (code, error) == (0, "")
     assert "checksum: SHA-256 verified\n" in out
     assert "tokens: 300\n" in out and "sequences: 2\n" in out
@@ -85,10 +71,8 @@ def test_a_saved_cache(
     assert "turbo4/turbo2 beside a state" in lines[heads + 5]
 
 
-def test_a_saved_cache_as_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path
-) -> None:
-    code, out, _ = called(monkeypatch, capsys, str(file), "--json")
+def test_a_saved_cache_as_json(call: Any, file: Path) -> None:
+    code, out, _ = call("inspect", str(file), "--json")
     told = json.loads(out)
     assert (code, told["tokens"], told["sequences"]) == (0, 300, 2)
     assert told["nbytes"] == file.stat().st_size
@@ -98,19 +82,15 @@ def test_a_saved_cache_as_json(
     assert whole == sum(one.nbytes for one in header(file).tensors.values())
 
 
-def test_an_empty_cache(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_an_empty_cache(call: Any, tmp_path: Path) -> None:
     save(Cache(2, "affine8"), tmp_path / "empty.kv")
-    code, out, _ = called(monkeypatch, capsys, str(tmp_path / "empty.kv"), "--json")
+    code, out, _ = call("inspect", str(tmp_path / "empty.kv"), "--json")
     told = json.loads(out)
     assert (code, told["tokens"], told["sequences"]) == (0, 0, None)
 
 
-def test_the_model_inside(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = called(monkeypatch, capsys, "--kv-cache", "affine4,sinks=2", "--json")
+def test_the_model_inside(call: Any) -> None:
+    code, out, _ = call("inspect", "--kv-cache", "affine4,sinks=2", "--json")
     told = json.loads(out)
     assert (code, told["class"], told["max_context"]) == (0, "Qwen3ForCausalLM", 2048)
     assert (told["tokens"], told["nbytes_per_token"]) == (2048, 960)
@@ -132,30 +112,24 @@ def test_the_model_inside(
     ],
 )
 def test_a_folder_without_weights_is_enough(
-    name: str,
-    expected: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    name: str, expected: list[list[int]], call: Any, tmp_path: Path
 ) -> None:
     FAMILIES[name].config().save_pretrained(tmp_path)
-    code, out, _ = called(monkeypatch, capsys, "--model", str(tmp_path), "--json")
+    code, out, _ = call("inspect", "--model", str(tmp_path), "--json")
     assert code == 0
     assert [line["layers"] for line in json.loads(out)["layers"]] == expected
-    code, out, error = called(monkeypatch, capsys, "--model", str(tmp_path))
+    code, out, error = call("inspect", "--model", str(tmp_path))
     assert (code, error) == (0, "") and ("not told" in out) == (name == "deepseek_v32")
 
 
-def test_a_damaged_file_is_one_line_and_nothing_else(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], file: Path
-) -> None:
+def test_a_damaged_file_is_one_line_and_nothing_else(call: Any, file: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-7] ^= 1
     file.write_bytes(raw)
     with pytest.raises(CacheFileError, match="checksum"):
         header(file)
     for words in ((str(file),), (str(file), "--json")):
-        code, out, error = called(monkeypatch, capsys, *words)
+        code, out, error = call("inspect", *words)
         assert (code, out, error.count("\n")) == (2, "", 1)
         assert "damaged: its checksum does not match" in error
 
@@ -175,15 +149,11 @@ def test_a_damaged_file_is_one_line_and_nothing_else(
     ids=str,
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    words: tuple[str, ...],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    file: Path,
+    words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, call: Any, file: Path
 ) -> None:
     monkeypatch.chdir(file.parent)
     Path("text.kv").write_text("a text")
     Path("short.kv").write_bytes(file.read_bytes()[:-100])
-    code, out, error = called(monkeypatch, capsys, *words)
+    code, out, error = call("inspect", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from kvant import demo, plan
-from kvant.cli.main import main
 from kvant.cli.plan import FORMATS
 
 QWEN3_1_7B = {
@@ -34,28 +33,15 @@ QWEN3_NEXT = QWEN3_1_7B | {
 }
 
 
-def called(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[int, str, str]:
-    """Exit code, standard output, standard error."""
-    monkeypatch.setattr(sys, "argv", ["kvant", "plan", *words])
-    with pytest.raises(SystemExit) as end:
-        main()
-    out, error = capsys.readouterr()
-    return int(end.value.code or 0), out, error
-
-
 def written(folder: Path, config: Any) -> str:
     path = folder / "config.json"
     path.write_text(config if isinstance(config, str) else json.dumps(config))
     return str(path)
 
 
-def test_a_table_over_formats(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_table_over_formats(call: Any, tmp_path: Path) -> None:
     words = ("--config", written(tmp_path, QWEN3_1_7B), "--context", "40960", "--budget", "8GiB")
-    code, out, error = called(monkeypatch, capsys, *words)
+    code, out, error = call("plan", *words)
     title, heads, *rows = out.splitlines()
     assert (code, error) == (0, "")
     assert title.endswith("config.json: 28 layers of full_attention; bfloat16")
@@ -67,14 +53,12 @@ def test_a_table_over_formats(
     assert "\x1b" not in out
 
 
-def test_json_is_one_object(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_json_is_one_object(call: Any, tmp_path: Path) -> None:
     words = ["--config", written(tmp_path, QWEN3_1_7B), "--json", "--budget", "1GB"]
     specs = ["affine4,window=1024", "turbo3,sinks=4"]
     for spec in specs:
         words += ["--kv-cache", spec]
-    code, out, _ = called(monkeypatch, capsys, *words, "--sequences", "3")
+    code, out, _ = call("plan", *words, "--sequences", "3")
     told = json.loads(out)
     assert (code, told["context"], told["sequences"], told["max_context"]) == (0, 8192, 3, 40960)
     assert [row["kv_cache"] for row in told["formats"]] == specs
@@ -86,53 +70,42 @@ def test_json_is_one_object(
     assert told["formats"][0]["largest_context"] is None
 
 
-def test_without_a_model_the_one_inside_is_planned(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_model_the_one_inside_is_planned(call: Any) -> None:
     plain, named = (
-        json.loads(called(monkeypatch, capsys, "--json", *words)[1])
-        for words in ((), ("--model", str(demo.PATH)))
+        json.loads(call("plan", "--json", *words)[1]) for words in ((), ("--model", str(demo.PATH)))
     )
     assert plain["formats"] == named["formats"]
     assert plain["notes"] == ["8192 tokens are more than the 2048 this model was made for"]
 
 
-def test_layers_that_differ_are_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, out, _ = called(monkeypatch, capsys, "--config", written(tmp_path, QWEN3_NEXT))
+def test_layers_that_differ_are_told(call: Any, tmp_path: Path) -> None:
+    code, out, _ = call("plan", "--config", written(tmp_path, QWEN3_NEXT))
     assert code == 0
     assert "21 layers of linear_attention, 7 of full_attention; bfloat16" in out
     assert "of recurrent states, at every length" in out
     lacking = QWEN3_NEXT | {"linear_conv_kernel_dim": None}
-    code, out, _ = called(monkeypatch, capsys, "--config", written(tmp_path, lacking))
+    code, out, _ = call("plan", "--config", written(tmp_path, lacking))
     assert code == 0
     assert "not counted: what 21 layers of linear_attention remember" in out
 
 
-def test_the_encoder_is_not_counted_and_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_encoder_is_not_counted_and_said(call: Any, tmp_path: Path) -> None:
     t5 = {"is_encoder_decoder": True, "num_layers": 2, "num_heads": 4, "d_kv": 16, "d_model": 64}
-    _, out, _ = called(monkeypatch, capsys, "--config", written(tmp_path, t5))
+    _, out, _ = call("plan", "--config", written(tmp_path, t5))
     assert "not counted: the rows of the encoder" in out
 
 
-def test_formats_that_cannot_store_the_rows_are_left_out(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_formats_that_cannot_store_the_rows_are_left_out(call: Any, tmp_path: Path) -> None:
     odd = written(tmp_path, QWEN3_1_7B | {"head_dim": 100})
-    code, out, _ = called(monkeypatch, capsys, "--config", odd)
+    code, out, _ = call("plan", "--config", odd)
     assert code == 0
     assert "left out: affine8, affine6" in out and "multiple of 8" in out
-    code, out, error = called(monkeypatch, capsys, "--config", odd, "--kv-cache", "affine8")
+    code, out, error = call("plan", "--config", odd, "--kv-cache", "affine8")
     assert (code, out) == (2, "") and "multiple of 8" in error
 
 
-def test_a_capacity_shortens_what_is_planned(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, out, _ = called(monkeypatch, capsys, "--json", "--kv-cache", "raw,capacity=100")
+def test_a_capacity_shortens_what_is_planned(call: Any) -> None:
+    _, out, _ = call("plan", "--json", "--kv-cache", "raw,capacity=100")
     assert json.loads(out)["context"] == 100
 
 
@@ -154,16 +127,12 @@ def test_a_capacity_shortens_what_is_planned(
     ids=str,
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    words: tuple[str, ...],
-    told: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch, call: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in (("broken", "{"), ("list", "[]"), ("empty", "{}")):
         Path(f"{name}.json").write_text(text)
-    code, out, error = called(monkeypatch, capsys, *words)
+    code, out, error = call("plan", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error
 

@@ -17,7 +17,7 @@ import torch
 from kvant.configurations import layer_shapes
 from kvant.errors import CapacityError, SpecError
 from kvant.layers.geometry import Geometry
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, attention_in
 from kvant.shapes import LayerShape, Shape, fitted
 from kvant.sizes import format_size
 from kvant.spec import as_spec
@@ -139,14 +139,8 @@ def _check_recurrent(layer: LayerShape) -> None:
 
 def _most(spec: CacheSpec) -> int:
     """The longest context that no capacity forbids."""
-    return min((limit for r in spec.layers if (limit := _capacity(r)) is not None), default=FOREVER)
-
-
-def _capacity(recipe: Recipe) -> int | None:
-    if isinstance(recipe, GroupSpec):
-        limits = (_capacity(part) for _, part in recipe.parts)
-        return min((limit for limit in limits if limit is not None), default=None)
-    return recipe.capacity if isinstance(recipe, LayerSpec) else None
+    limits = (layer.capacity for layer in attention_in(*spec.layers))
+    return min((limit for limit in limits if limit is not None), default=FOREVER)
 
 
 def _geometry(recipe: LayerSpec, layer: LayerShape, sequences: int) -> Geometry:

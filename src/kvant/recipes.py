@@ -5,7 +5,7 @@ A recipe holds what was asked for; what follows from it is a property. It alloca
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -59,6 +59,12 @@ class LayerSpec:
         retention = self.retention
         return Mask(window=retention.window, sinks=retention.sinks, chunk=self.chunk)
 
+    @cached_property
+    def keeps(self) -> float:
+        """How many of the last rows stay: inf where all do."""
+        window = self.retention.window
+        return float("inf") if window is None else window
+
 
 @dataclass(frozen=True)
 class RecurrentSpec:
@@ -98,6 +104,15 @@ class CacheSpec:
     def widened(self, slack: int) -> CacheSpec:
         """The same, but rewinds of at least `slack` tokens are exact."""
         return CacheSpec(tuple(_widened(recipe, slack) for recipe in self.layers))
+
+
+def attention_in(*recipes: Recipe) -> Iterator[LayerSpec]:
+    """Those of these recipes that attend, inside of groups too."""
+    for recipe in recipes:
+        if isinstance(recipe, GroupSpec):
+            yield from attention_in(*(part for _, part in recipe.parts))
+        elif isinstance(recipe, LayerSpec):
+            yield recipe
 
 
 def _widened(recipe: Recipe, slack: int) -> Any:

@@ -22,7 +22,7 @@ from kvant.codecs import Affine, Codebook
 from kvant.contracts import Codec, Retention
 from kvant.errors import CacheError
 from kvant.generation.decoder import Memory
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, attention_in
 from kvant.retention import Window
 from kvant.sizes import format_size
 from kvant.spec import spelled
@@ -108,11 +108,11 @@ def steps_down(spec: CacheSpec, held: int) -> Iterator[CacheSpec]:
 
 def words(spec: CacheSpec) -> str:
     """The formats of its layers, and what stays of the widest one."""
-    layers = list(_attention(spec))
+    layers = list(attention_in(*spec.layers))
     if not layers:
         return ""
     told = " and ".join(_distinct(_format(layer) for layer in layers))
-    kept = max(layers, key=lambda layer: _width(layer.retention)).retention
+    kept = max(layers, key=lambda layer: layer.keeps).retention
     if kept.window is None:
         return told
     return f"{told},window={kept.window}" + (f",sinks={kept.sinks}" if kept.sinks else "")
@@ -120,7 +120,7 @@ def words(spec: CacheSpec) -> str:
 
 def _windows(spec: CacheSpec, held: int) -> Iterator[int]:
     """Narrower than the widest layer: halves of what is held."""
-    widest = max((_width(layer.retention) for layer in _attention(spec)), default=0)
+    widest = max((layer.keeps for layer in attention_in(*spec.layers)), default=0)
     window = int(min(widest, held))
     while (window := window // 2) > NARROWEST:
         yield window
@@ -160,14 +160,9 @@ def _bits(codec: Codec) -> int:
 
 def _narrowed(retention: Retention, window: int) -> Retention:
     """A window that is there keeps its sinks: others are gone, or the model does not see them."""
-    if _width(retention) <= window:
-        return retention
-    grown = retention.window is None
-    return Window(window, max(retention.sinks, SINKS) if grown else retention.sinks)
-
-
-def _width(retention: Retention) -> float:
-    return float("inf") if retention.window is None else retention.window
+    if retention.window is None:
+        return Window(window, max(retention.sinks, SINKS))
+    return retention if retention.window <= window else Window(window, retention.sinks)
 
 
 def _format(layer: LayerSpec) -> str:
@@ -180,9 +175,3 @@ def _distinct(things: Iterable[T]) -> list[T]:
         if thing not in seen:
             seen.append(thing)
     return seen
-
-
-def _attention(spec: CacheSpec) -> Iterator[LayerSpec]:
-    for recipe in spec.layers:
-        parts = [part for _, part in recipe.parts] if isinstance(recipe, GroupSpec) else [recipe]
-        yield from (part for part in parts if isinstance(part, LayerSpec))

@@ -6,19 +6,19 @@ keys, and the dtype that rows are stored in unless another is asked for. Knows r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from kvant.errors import SpecError
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, attention_in
 
 Meet = Callable[[LayerSpec, LayerSpec], LayerSpec]  # (present, asked) -> the one after
 
 
 def attending(spec: CacheSpec) -> list[int]:
     """The layers that a recode concerns."""
-    return [index for index, recipe in enumerate(spec.layers) if any(_attention(recipe))]
+    return [index for index, recipe in enumerate(spec.layers) if any(attention_in(recipe))]
 
 
 def succeeding(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
@@ -32,27 +32,16 @@ def within(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
     Where no window is asked for, each layer keeps its own retention. Where layers differ in it,
     those narrower than the widest have that from the model, and keep it too.
     """
-    widths = [_width(part) for recipe in present.layers for part in _attention(recipe)]
-    widest = max(widths, default=0.0)
+    widest = max((layer.keeps for layer in attention_in(*present.layers)), default=0.0)
 
     def meet(old: LayerSpec, new: LayerSpec) -> LayerSpec:
         window = old.retention.window
-        from_model = _width(old) < widest and _width(old) <= _width(new)
+        from_model = old.keeps < widest and old.keeps <= new.keeps
         if window is not None and (new.retention.window is None or from_model):
             new = replace(new, retention=old.retention)
         return replace(new, chunk=old.chunk, value_dim=old.value_dim)
 
     return _met(present, asked, meet)
-
-
-def _width(recipe: LayerSpec) -> float:
-    window = recipe.retention.window
-    return float("inf") if window is None else window
-
-
-def _attention(recipe: Recipe) -> Iterable[LayerSpec]:
-    parts = [part for _, part in recipe.parts] if isinstance(recipe, GroupSpec) else [recipe]
-    return (part for part in parts if isinstance(part, LayerSpec))
 
 
 def _exactly(old: LayerSpec, new: LayerSpec) -> LayerSpec:
@@ -78,7 +67,7 @@ def _one(old: Recipe, new: Recipe, meet: Meet) -> Any:
     if isinstance(old, LayerSpec) and isinstance(new, LayerSpec):
         return meet(old, new)
     if isinstance(old, GroupSpec) and isinstance(new, LayerSpec):
-        new = GroupSpec(tuple((n, new if any(_attention(p)) else p) for n, p in old.parts))
+        new = GroupSpec(tuple((n, new if any(attention_in(p)) else p) for n, p in old.parts))
     if type(old) is not type(new):
         raise SpecError(f"{new} for a layer of {old}: a recode keeps the kind of a layer")
     if not (isinstance(old, GroupSpec) and isinstance(new, GroupSpec)):

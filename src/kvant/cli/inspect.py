@@ -168,7 +168,7 @@ def _recipe(recipe: Recipe) -> str:
         return "a state"
     if not isinstance(recipe, LayerSpec):
         return "nothing here"
-    told = "/".join(dict.fromkeys(spelled(codec) for codec in recipe.sides.values()))
+    told = spelled(*recipe.sides.values())
     kept = recipe.retention
     told += "" if kept.window is None else f", the last {kept.window}"
     return told + (f", the first {kept.sinks} dense" if kept.sinks else "")

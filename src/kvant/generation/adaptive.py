@@ -111,7 +111,7 @@ def words(spec: CacheSpec) -> str:
     layers = list(attention_in(*spec.layers))
     if not layers:
         return ""
-    told = " and ".join(_distinct(_format(layer) for layer in layers))
+    told = " and ".join(dict.fromkeys(spelled(*layer.sides.values()) for layer in layers))
     kept = max(layers, key=lambda layer: layer.keeps).retention
     if kept.window is None:
         return told
@@ -163,10 +163,6 @@ def _narrowed(retention: Retention, window: int) -> Retention:
     if retention.window is None:
         return Window(window, max(retention.sinks, SINKS))
     return retention if retention.window <= window else Window(window, retention.sinks)
-
-
-def _format(layer: LayerSpec) -> str:
-    return "/".join(_distinct(spelled(codec) for codec in layer.sides.values()))
 
 
 def _distinct(things: Iterable[T]) -> list[T]:

@@ -43,7 +43,7 @@ def _stored(layer: HostLayer, recipe: Recipe) -> str:
         return f"{attention} beside a state that transformers keeps"
     if not isinstance(recipe, LayerSpec):
         return "kept by transformers" if layer.foreign or layer.recurs else "remembers nothing"
-    kept = "/".join(dict.fromkeys(spelled(codec) for codec in recipe.sides.values()))
+    kept = spelled(*recipe.sides.values())
     if recipe.retention.window is not None:
         kept += f", the last {recipe.retention.window} rows"
     return kept + (f", the first {recipe.retention.sinks}" if recipe.retention.sinks else "")

@@ -159,8 +159,13 @@ def takes_nothing(codec: Callable[..., object]) -> bool:
     return all(p.default is not p.empty for p in inspect.signature(codec).parameters.values())
 
 
-def spelled(codec: Codec) -> str:
-    """The word for a codec: its family and width, or its disk name."""
+def spelled(*codecs: Codec) -> str:
+    """The word for the codecs of a layer: one a side, or one in all where they are alike."""
+    return "/".join(dict.fromkeys(word_of(codec) for codec in codecs))
+
+
+def word_of(codec: Codec) -> str:
+    """Its family and width, or its disk name."""
     if isinstance(codec, Affine | Codebook):
         return f"{'affine' if isinstance(codec, Affine) else 'turbo'}{codec.bits}"
     names = (name for name, kind in CODECS.items() if kind is type(codec))

@@ -5,7 +5,7 @@ A recipe holds what was asked for; what follows from it is a property. It alloca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -103,7 +103,11 @@ class CacheSpec:
 
     def widened(self, slack: int) -> CacheSpec:
         """The same, but rewinds of at least `slack` tokens are exact."""
-        return CacheSpec(tuple(_widened(recipe, slack) for recipe in self.layers))
+        return self.changed(lambda layer: replace(layer, slack=max(layer.slack, slack)))
+
+    def changed(self, change: Callable[[LayerSpec], LayerSpec]) -> CacheSpec:
+        """The same, with that done to whatever attends, inside of groups too."""
+        return CacheSpec(tuple(_changed(recipe, change) for recipe in self.layers))
 
 
 def attention_in(*recipes: Recipe) -> Iterator[LayerSpec]:
@@ -115,9 +119,7 @@ def attention_in(*recipes: Recipe) -> Iterator[LayerSpec]:
             yield recipe
 
 
-def _widened(recipe: Recipe, slack: int) -> Any:
+def _changed(recipe: Recipe, change: Callable[[LayerSpec], LayerSpec]) -> Any:
     if isinstance(recipe, GroupSpec):
-        return GroupSpec(tuple((name, _widened(part, slack)) for name, part in recipe.parts))
-    if isinstance(recipe, LayerSpec):
-        return replace(recipe, slack=max(recipe.slack, slack))
-    return recipe
+        return GroupSpec(tuple((name, _changed(part, change)) for name, part in recipe.parts))
+    return change(recipe) if isinstance(recipe, LayerSpec) else recipe

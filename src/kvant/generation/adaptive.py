@@ -22,7 +22,7 @@ from kvant.codecs import Affine, Codebook
 from kvant.contracts import Codec, Retention
 from kvant.errors import CacheError
 from kvant.generation.decoder import Memory
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, attention_in
+from kvant.recipes import CacheSpec, attention_in
 from kvant.retention import Window
 from kvant.sizes import format_size
 from kvant.spec import spelled
@@ -99,10 +99,10 @@ class Adaptive:
 
 def steps_down(spec: CacheSpec, held: int) -> Iterator[CacheSpec]:
     """What may be smaller than a spec, the nearest first."""
-    lowered = [_changed(spec, codec=codec) for codec in LADDER]
+    lowered = [_lowered(spec, step) for step in LADDER]
     yield from (form for form in _distinct(lowered) if form != spec)
     for window in _windows(spec, held):
-        narrowed = (_changed(form, window=window) for form in [*lowered, spec])
+        narrowed = (_narrowed(form, window) for form in [*lowered, spec])
         yield from (form for form in _distinct(narrowed) if form != spec)
 
 
@@ -128,27 +128,15 @@ def _windows(spec: CacheSpec, held: int) -> Iterator[int]:
         yield NARROWEST
 
 
-def _changed(spec: CacheSpec, codec: Affine | None = None, window: int | None = None) -> CacheSpec:
-    """Each attention layer with codecs of at most those bits, within a window."""
+def _lowered(spec: CacheSpec, step: Affine) -> CacheSpec:
+    """Each attention layer with codecs of at most those bits, in the frames that they have."""
 
-    def of(recipe: Any) -> Any:
-        if isinstance(recipe, GroupSpec):
-            return GroupSpec(tuple((name, of(part)) for name, part in recipe.parts))
-        if not isinstance(recipe, LayerSpec):
-            return recipe
-        if codec is not None:
-            keys, values = _lowered(recipe.keys, codec), _lowered(recipe.values, codec)
-            recipe = replace(recipe, keys=keys, values=values)
-        if window is not None:
-            recipe = replace(recipe, retention=_narrowed(recipe.retention, window))
-        return recipe
+    def lower(codec: Codec) -> Codec:
+        return replace(step, frame=codec.frame) if _bits(codec) > step.bits else codec
 
-    return CacheSpec(tuple(of(recipe) for recipe in spec.layers))
-
-
-def _lowered(codec: Codec, step: Affine) -> Codec:
-    """The codec of a step in the same frame, or the same codec where that has no fewer bits."""
-    return replace(step, frame=codec.frame) if _bits(codec) > step.bits else codec
+    return spec.changed(
+        lambda layer: replace(layer, keys=lower(layer.keys), values=lower(layer.values))
+    )
 
 
 def _bits(codec: Codec) -> int:
@@ -158,11 +146,18 @@ def _bits(codec: Codec) -> int:
     return RAW if codec.exact else 0
 
 
-def _narrowed(retention: Retention, window: int) -> Retention:
-    """A window that is there keeps its sinks: others are gone, or the model does not see them."""
-    if retention.window is None:
-        return Window(window, max(retention.sinks, SINKS))
-    return retention if retention.window <= window else Window(window, retention.sinks)
+def _narrowed(spec: CacheSpec, window: int) -> CacheSpec:
+    """Each attention layer within a window.
+
+    One that is there keeps its sinks: others are gone, or the model does not see them.
+    """
+
+    def narrow(rule: Retention) -> Retention:
+        if rule.window is None:
+            return Window(window, max(rule.sinks, SINKS))
+        return rule if rule.window <= window else Window(window, rule.sinks)
+
+    return spec.changed(lambda layer: replace(layer, retention=narrow(layer.retention)))
 
 
 def _distinct(things: Iterable[T]) -> list[T]:

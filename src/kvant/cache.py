@@ -17,7 +17,7 @@ from torch import Tensor
 from kvant.contracts import Follower, LayerState, Snapshot, Tiles
 from kvant.errors import CacheError, RewindError
 from kvant.layers import Group, Together, attending, build, check_reach, succeeding, within
-from kvant.recipes import CacheSpec, EmptySpec, LayerSpec, SharedSpec
+from kvant.recipes import AnySpec, CacheSpec, EmptySpec, SharedSpec
 from kvant.spec import as_spec
 
 
@@ -27,7 +27,7 @@ class Cache:
     def __init__(
         self,
         num_layers: int | None = None,
-        spec: str | LayerSpec | CacheSpec = "raw",
+        spec: AnySpec = "raw",
         *,
         tiles: Tiles | None = None,
         states: Mapping[int, LayerState] | None = None,
@@ -113,7 +113,7 @@ class Cache:
         """Bytes of rows that are there."""
         return self._states.nbytes_used
 
-    def nbytes_after(self, coming: int, spec: str | LayerSpec | CacheSpec | None = None) -> int:
+    def nbytes_after(self, coming: int, spec: AnySpec | None = None) -> int:
         """Bytes allocated after so many more tokens, recoded to `spec` first where one is given.
 
         Before the first rows nobody knows how large they are: 0. Checkpoints are not foreseen.
@@ -210,7 +210,7 @@ class Cache:
         self._settled().widen(slack)
         self.spec = self.spec.widened(slack)
 
-    def recode(self, spec: str | LayerSpec | CacheSpec) -> None:
+    def recode(self, spec: AnySpec) -> None:
         """Store the same tokens by another spec; every layer, or an error and none.
 
         A CacheSpec says it of each layer. One recipe for all goes to those that attend, and leaves
@@ -265,7 +265,7 @@ class Cache:
         self._ledger.rollback()
         return self._states
 
-    def _asked(self, spec: str | LayerSpec | CacheSpec) -> CacheSpec:
+    def _asked(self, spec: AnySpec) -> CacheSpec:
         """One recipe a layer, from one for each or one for all that attend."""
         if isinstance(spec, CacheSpec) and len(spec.layers) == len(self):
             return as_spec(spec, len(self))

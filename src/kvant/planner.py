@@ -17,7 +17,15 @@ import torch
 from kvant.configurations import layer_shapes
 from kvant.errors import CapacityError, SpecError
 from kvant.layers.geometry import Geometry
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, attention_in
+from kvant.recipes import (
+    AnySpec,
+    CacheSpec,
+    GroupSpec,
+    LayerSpec,
+    Recipe,
+    RecurrentSpec,
+    attention_in,
+)
 from kvant.shapes import LayerShape, Shape, fitted
 from kvant.sizes import format_size
 from kvant.spec import as_spec
@@ -75,7 +83,7 @@ class Plan:
 
 def plan(
     model: Any,
-    spec: str | LayerSpec | CacheSpec = "raw",
+    spec: AnySpec = "raw",
     *,
     context: int | None = None,
     sequences: int = 1,

@@ -110,6 +110,11 @@ class CacheSpec:
         return CacheSpec(tuple(_changed(recipe, change) for recipe in self.layers))
 
 
+# What a user may give for a spec: a string of the spec language, one recipe for every layer that
+# attends, or the recipes of all layers.
+AnySpec = str | LayerSpec | CacheSpec
+
+
 def attention_in(*recipes: Recipe) -> Iterator[LayerSpec]:
     """Those of these recipes that attend, inside of groups too."""
     for recipe in recipes:

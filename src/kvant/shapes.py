@@ -16,6 +16,7 @@ import torch
 
 from kvant.errors import SpecError
 from kvant.recipes import (
+    AnySpec,
     CacheSpec,
     EmptySpec,
     GroupSpec,
@@ -96,7 +97,7 @@ class Shape:
         return (alike,) * self.num_layers
 
 
-def fitted(layers: Sequence[Described], spec: str | LayerSpec | CacheSpec) -> CacheSpec:
+def fitted(layers: Sequence[Described], spec: AnySpec) -> CacheSpec:
     """One recipe a layer: the spec's for those that attend, within what the model lets them see.
 
     A CacheSpec has one recipe for each layer, as a file has, or for each that attends.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvant.generation.decoder import Memory, Spec
+from kvant.generation.decoder import Memory
 from kvant.generation.drafts import Drafter
 from kvant.generation.reader import Progress
 from kvant.generation.session import Session
 from kvant.generation.step import Step
+from kvant.recipes import AnySpec
 
 
 def generate(
@@ -17,7 +18,7 @@ def generate(
     tokenizer: Any,
     prompt: str | Sequence[int],
     *,
-    kv_cache: Spec | Memory = "raw",
+    kv_cache: AnySpec | Memory = "raw",
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     top_k: int | None = None,

@@ -19,9 +19,8 @@ from kvant.cache import Cache
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
 from kvant.hf import HostCache, cache_for, continues, identity
-from kvant.recipes import CacheSpec, LayerSpec
+from kvant.recipes import AnySpec, CacheSpec
 
-Spec = str | LayerSpec | CacheSpec
 Call = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
 
 
@@ -39,13 +38,13 @@ class Memory(Protocol):
     def nbytes(self) -> int: ...
     @property
     def spec(self) -> CacheSpec: ...
-    def nbytes_after(self, coming: int, spec: Spec | None = None) -> int: ...
+    def nbytes_after(self, coming: int, spec: AnySpec | None = None) -> int: ...
     def reachable(self, to: int) -> int: ...
     def rewind(self, to: int) -> None: ...
     def checkpoint(self) -> None: ...
     def widen(self, slack: int) -> None: ...
     def speculating(self) -> AbstractContextManager[None]: ...
-    def recode(self, spec: Spec) -> None: ...
+    def recode(self, spec: AnySpec) -> None: ...
     def exposed(self) -> Snapshot: ...
     def restore(self, snapshot: Snapshot) -> None: ...
     def reset(self) -> None: ...
@@ -74,7 +73,7 @@ class Decoder(Protocol):
     def identity(self) -> str | None:
         """Tells one model from another, where that can be known."""
 
-    def memory(self, spec: Spec) -> Memory:
+    def memory(self, spec: AnySpec) -> Memory:
         """An empty one."""
 
     def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
@@ -111,7 +110,7 @@ class HostDecoder:
     def identity(self) -> str:
         return identity(self.model)
 
-    def memory(self, spec: Spec) -> HostCache:
+    def memory(self, spec: AnySpec) -> HostCache:
         cache = cache_for(self.model, spec)
         if not isinstance(cache, HostCache):
             raise CacheError(
@@ -158,7 +157,7 @@ class CallDecoder:
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    def memory(self, spec: Spec) -> Cache:
+    def memory(self, spec: AnySpec) -> Cache:
         if isinstance(spec, CacheSpec):
             return Cache(spec=spec)
         raise TypeError(

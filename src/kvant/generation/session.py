@@ -16,7 +16,7 @@ from typing import Any
 
 from kvant import files
 from kvant.errors import RewindError
-from kvant.generation.decoder import Memory, Spec, decoder_of
+from kvant.generation.decoder import Memory, decoder_of
 from kvant.generation.dialogue import Turn, dialogue_of, tokens_of
 from kvant.generation.drafts import Drafter, drafter_of
 from kvant.generation.loop import Limits, Run
@@ -25,6 +25,7 @@ from kvant.generation.sampling import Sampling
 from kvant.generation.step import Step
 from kvant.generation.strategy import strategy_of
 from kvant.generation.transcript import Transcript, refusing
+from kvant.recipes import AnySpec
 
 
 class Session:
@@ -34,7 +35,7 @@ class Session:
         self,
         model: Any,
         tokenizer: Any,
-        kv_cache: Spec | Memory = "raw",
+        kv_cache: AnySpec | Memory = "raw",
         *,
         system: str | None = None,
         template: bool = True,
@@ -51,7 +52,7 @@ class Session:
         The other options are those of `kvant.generate`.
         """
         decoder = decoder_of(model)
-        memory = decoder.memory(kv_cache) if isinstance(kv_cache, Spec) else kv_cache
+        memory = decoder.memory(kv_cache) if isinstance(kv_cache, AnySpec) else kv_cache
         if not isinstance(memory, Memory):
             raise TypeError(f"kv_cache={short(kv_cache)}: a spec, or a cache of kvant's, is needed")
         if memory.length:

@@ -14,7 +14,7 @@ from kvant.hf.attention import NAMES, switchable
 from kvant.hf.build import cache_for
 from kvant.hf.detect import host_layers, unfolding
 from kvant.hf.latents import fold, folds, unfold
-from kvant.recipes import CacheSpec, LayerSpec
+from kvant.recipes import AnySpec
 
 PREPARE = "_prepare_cache_for_generation"
 MARK = "_kvant_attachment"
@@ -24,12 +24,12 @@ MARK = "_kvant_attachment"
 class Attachment:
     """What was changed in a model, to undo it."""
 
-    spec: str | LayerSpec | CacheSpec
+    spec: AnySpec
     implementations: list[tuple[Any, str]] = field(default_factory=list)  # by configuration
     folded: list[Any] = field(default_factory=list)  # modules with an `expand_kv` of ours
 
 
-def attach(model: PreTrainedModel, spec: str | LayerSpec | CacheSpec = "raw") -> None:
+def attach(model: PreTrainedModel, spec: AnySpec = "raw") -> None:
     """Let `model.generate(...)` use a cache with this spec, until `detach`."""
     cache_for(model, spec)  # a spec that does not fit is refused before anything changes
     if MARK in model.__dict__:

@@ -11,12 +11,12 @@ from kvant.hf.detect import check_unwindowed, host_layers, recipes
 from kvant.hf.encoder_decoder import PairedCache
 from kvant.hf.padding import left_padding
 from kvant.hf.versions import check_version
-from kvant.recipes import CacheSpec, LayerSpec
+from kvant.recipes import AnySpec
 
 
 def cache_for(
     model: PreTrainedModel,
-    spec: str | LayerSpec | CacheSpec = "raw",
+    spec: AnySpec = "raw",
     *,
     attention_mask: Tensor | None = None,
 ) -> HostCache | PairedCache:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from kvant.errors import SpecError
-from kvant.recipes import CacheSpec, LayerSpec
+from kvant.recipes import AnySpec, CacheSpec, LayerSpec
 from kvant.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, fitted
 
 # Their forwards of several tokens begin anew, whatever state there is (seen in 5.23, where the
@@ -93,7 +93,7 @@ def unfolding(model: PreTrainedModel) -> Iterator[Any]:
     return (m for m in model.modules() if callable(getattr(m, "expand_kv", None)))
 
 
-def recipes(layers: tuple[HostLayer, ...], spec: str | LayerSpec | CacheSpec) -> CacheSpec:
+def recipes(layers: tuple[HostLayer, ...], spec: AnySpec) -> CacheSpec:
     """One recipe a layer: the spec's for those that attend, as a plan has them too."""
     return fitted(layers, spec)
 

@@ -15,7 +15,7 @@ from kvant.hf.explanation import Explanation
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.notes import Notes
 from kvant.layers import within
-from kvant.recipes import CacheSpec, LayerSpec
+from kvant.recipes import AnySpec, CacheSpec
 
 
 class Verbs:
@@ -54,7 +54,7 @@ class Verbs:
         """Bytes allocated, without those of layers that only the host understands."""
         return self.states.nbytes
 
-    def nbytes_after(self, coming: int, spec: str | LayerSpec | CacheSpec | None = None) -> int:
+    def nbytes_after(self, coming: int, spec: AnySpec | None = None) -> int:
         """Bytes after so many more tokens, recoded to `spec` first where one is given."""
         return self.states.nbytes_after(coming, None if spec is None else self._recoded(spec))
 
@@ -84,7 +84,7 @@ class Verbs:
             self._expire()
             self.states.widen(slack)
 
-    def recode(self, spec: str | LayerSpec | CacheSpec) -> None:
+    def recode(self, spec: AnySpec) -> None:
         """Store the same tokens by another spec, within what the model lets its layers see."""
         full = self._recoded(spec)
         self._expire()
@@ -126,7 +126,7 @@ class Verbs:
         """How each layer is stored, and whether attention is computed on the stored bytes."""
         return Explanation.of(self.described, self.context)
 
-    def _recoded(self, spec: str | LayerSpec | CacheSpec) -> CacheSpec:
+    def _recoded(self, spec: AnySpec) -> CacheSpec:
         """One recipe a layer, as a recode leaves them."""
         self._check_ours("recode")
         full = recipes(self.described, spec)

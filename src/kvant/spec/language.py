@@ -17,6 +17,7 @@ from typing import Any
 from kvant.errors import SpecError
 from kvant.recipes import (
     DTYPES,
+    AnySpec,
     CacheSpec,
     EmptySpec,
     GroupSpec,
@@ -38,7 +39,7 @@ LEAST = dict.fromkeys(
 Layers = tuple[Recipe, ...]
 
 
-def as_spec(spec: str | LayerSpec | CacheSpec, num_layers: int | None) -> CacheSpec:
+def as_spec(spec: AnySpec, num_layers: int | None) -> CacheSpec:
     """A spec of `num_layers` layers; a LayerSpec serves all of them as it is."""
     if isinstance(spec, CacheSpec) and num_layers is None:
         return checked(spec)

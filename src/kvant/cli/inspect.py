@@ -9,15 +9,13 @@ from textwrap import shorten
 from typing import Annotated, Any, NamedTuple
 
 import torch
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from typer import Argument, Option
 
 from kvant.attention import explain
 from kvant.cache import Cache
 from kvant.checkpoints import configuration, skeleton
 from kvant.cli import options
+from kvant.cli.tables import blank
 from kvant.configurations import layer_shapes, max_context
 from kvant.contracts import View
 from kvant.files import Header, Stored, header
@@ -27,7 +25,6 @@ from kvant.shapes import LayerShape
 from kvant.sizes import format_size
 from kvant.spec import spelled
 
-PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
 MOST_SAID = 300  # characters of what a writer said about a file
 
 
@@ -202,13 +199,10 @@ def _ranges(indices: Sequence[int]) -> str:
 
 
 def _show(told: Mapping[str, Any], lines: Sequence[Line]) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console, table = blank()
     for name, value in told.items():
         if value not in (None, {}, []):
             console.print(f"{name}: {_said(name, value)}", soft_wrap=True)
-    table = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
     read = ["read by"] if any(line.read for line in lines) else []  # of a file, nobody knows
     for head in ("layers", "kind", "rows", "stored", *read):
         table.add_column(head)

@@ -11,14 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from typer import Option
 
 from kvant import demo
 from kvant.checkpoints import configuration
 from kvant.cli import options
+from kvant.cli.tables import blank
 from kvant.configurations import Entries, layer_shapes, max_context
 from kvant.planner import Plan
 from kvant.planner import plan as planned
@@ -27,7 +25,6 @@ from kvant.sizes import format_size, parse_size
 
 RAW = "raw"
 FORMATS = (RAW, "affine8", "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
-PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
 
 
 def plan(
@@ -144,11 +141,8 @@ def _notes(one: Plan, longest: int | None, told: Any) -> list[str]:
 def _show(
     title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str], one: Plan, limit: int | None
 ) -> None:
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
+    console, table = blank()
     times = "" if one.sequences == 1 else f"{one.sequences} x "
-    table = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
     table.add_column("format", no_wrap=True)
     heads = ["bytes a token", "of raw", f"{times}{one.context} tokens", "of raw"]
     heads += [] if limit is None else [f"tokens in {format_size(limit)}"]

@@ -9,6 +9,10 @@ class SpecError(CacheError, ValueError):
     """A spec that cannot be read, or that contradicts itself."""
 
 
+class PromptError(CacheError, ValueError):
+    """A message that a model cannot be shown: by its template, or by the tokens it comes to."""
+
+
 class CapacityError(CacheError):
     """More tokens than a fixed capacity has room for."""
 

@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 
+from kvant import demo
+
 KVANT = str(Path(sys.executable).with_name("kvant"))
 WORDS = ("chat", "--max-new-tokens", "5")
+REFUSING = """{%- for message in messages -%}
+{%- if message.content.startswith("class") -%}
+{{ raise_exception("no classes\\nsaid in two lines") }}
+{%- endif -%}
+{{ message.content }}
+{%- endfor -%}"""
 
 
 def test_a_line_is_a_message_and_replies_go_to_standard_output(call: Any) -> None:
@@ -79,6 +87,18 @@ def test_a_mistake_is_one_line_and_the_talk_goes_on(line: str, told: str, call: 
     assert error.startswith("error: ") and told in error
 
 
+def test_a_message_that_the_template_refuses_is_dropped(call: Any, tmp_path: Path) -> None:
+    for file in demo.PATH.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "chat_template.jinja").write_text(REFUSING)
+    words = (*WORDS, "--model", str(tmp_path))
+    plain = call(*words, typed="import os\ndef f\n")
+    assert plain[0] == 0 and plain[2] == ""
+    code, out, error = call(*words, typed="import os\nclass A\ndef f\n")
+    assert (code, out) == plain[:2]
+    assert error == "error: the chat template of the model refuses this: no classes\n"
+
+
 def test_quit_and_reset(call: Any) -> None:
     once = call(*WORDS, typed="import os\n")[1]
     assert call(*WORDS, typed="import os\n/quit\ndef f\n")[1] == once
@@ -101,6 +121,7 @@ def test_a_system_message_beside_a_file_is_refused(call: Any, tmp_path: Path) ->
     assert (code, out, error.count("\n")) == (2, "", 1)
 
 
-def test_wrong_options_are_one_line_and_exit_code_2(call: Any) -> None:
-    code, out, error = call("chat", "--kv-cache", "affine9")
+@pytest.mark.parametrize("words", [("--kv-cache", "affine9"), ("--top-p", "7")], ids=str)
+def test_wrong_options_are_one_line_and_exit_code_2(words: tuple[str, ...], call: Any) -> None:
+    code, out, error = call("chat", *words, typed="import os\n")
     assert (code, out, error.count("\n")) == (2, "", 1)

@@ -40,8 +40,12 @@ def ending() -> Iterator[None]:
         raise SystemExit(130) from None
 
 
-def _end(told: str, code: int) -> NoReturn:
+def complain(told: str) -> None:
     """One line, or none where help was shown in its place."""
     for line in told.strip().splitlines()[:1]:
         print(f"error: {line}", file=sys.stderr)
+
+
+def _end(told: str, code: int) -> NoReturn:
+    complain(told)
     raise SystemExit(code) from None

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from kvant.bench.endings import complain
 from kvant.cli import options
 from kvant.cli.opening import Wanted, checked_text
 from kvant.cli.reply import Reading, Reply, show
@@ -88,7 +89,7 @@ class Talk:
         try:
             show(told(self.branches, line))
         except (CacheError, ValueError, OSError) as error:
-            show(f"error: {error}")
+            complain(str(error))
 
     def _say(self, line: str) -> None:
         reply = Reply()
@@ -98,8 +99,8 @@ class Talk:
                 reply.take(steps, reading, before="", quiet=self.quiet)
             except KeyboardInterrupt:
                 print()
-            except CacheError as error:  # the context is full, say
-                show(f"error: {error}")
+            except CacheError as error:  # the context is full, or the template refuses it
+                complain(str(error))
                 return
         if self.stats:
             show(reply.line(self.spec, self.session.stats()))

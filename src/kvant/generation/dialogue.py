@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvant.errors import PromptError
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -78,7 +80,7 @@ class Template:
                 self._messages(turns, message), tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # a template is a program of the model's, and may raise anything
-            raise ValueError(f"the chat template of the model refuses this: {error}") from error
+            raise PromptError(f"the chat template of the model refuses this: {error}") from error
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:

@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvant.errors import CapacityError
+from kvant.errors import CapacityError, PromptError
 from kvant.generation.drafts import Aim, Drafter, NoDrafts
 from kvant.generation.reader import Progress, Reader
 from kvant.generation.sampling import Draft, Sampler, Sampling
@@ -42,11 +42,11 @@ class Limits:
     def check_prompt(self, tokens: Sequence[int]) -> None:
         count, most = len(tokens), self.vocabulary
         if count == 0:
-            raise ValueError("the prompt has no tokens: give at least one")
+            raise PromptError("the prompt has no tokens: give at least one")
         if min(tokens) < 0 or (most is not None and max(tokens) >= most):
             wrong = min(tokens) if min(tokens) < 0 else max(tokens)
             allowed = "0 or more" if most is None else f"0 to {most - 1}"
-            raise ValueError(f"the prompt has token {wrong}: {allowed} is needed")
+            raise PromptError(f"the prompt has token {wrong}: {allowed} is needed")
         if self.max_context is not None and count >= self.max_context:
             raise CapacityError(
                 f"a prompt of {count} tokens for a context of {self.max_context}: shorten it, or "

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from kvant.attention import native
+from kvant import native
 
 # A busy machine must not fail a test, so nothing here is timed.
 settings.register_profile(

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # rank may import each other; folders of one rank may not.
 RANKS = (
     "contracts errors lasting recipes sizes",
+    "native/",
     "frames/ retention/",
     "codecs/",
     "arenas/ attention/",

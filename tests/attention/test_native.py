@@ -12,10 +12,10 @@ from torch import Tensor
 from kvant import Cache, attend, explain
 from kvant.attention.native import Native
 from kvant.attention.native.lanes import Lanes
-from kvant.attention.native.library import library
 from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook
 from kvant.contracts import Codec
+from kvant.native import library
 
 pytestmark = pytest.mark.skipif(
     library().functions is None, reason="the native library is not here"

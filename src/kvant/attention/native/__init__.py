@@ -13,9 +13,9 @@ from torch import Tensor
 
 from kvant.attention.native.interface import DTYPES, FORMS, form, record
 from kvant.attention.native.lanes import Lanes
-from kvant.attention.native.library import library
 from kvant.attention.native.sealing import sealed
 from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
+from kvant.native import library
 
 __all__ = ["Native", "arrangement"]
 

@@ -103,10 +103,18 @@ inline __m256 widened(__m128i x) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
 }
 inline F load(const Bfloat *p) { return {widened(load4(p)), widened(load4(p + 8))}; }
+inline __m256i narrowed(__m256 x) {  // each lane as to_bfloat gives it
+    const __m256i bits = _mm256_castps_si256(x), high = _mm256_srli_epi32(bits, 16);
+    const __m256i odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    const __m256i half = _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff));
+    const __m256i near = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+    const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    const __m256 nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    return _mm256_blendv_epi8(near, quiet, _mm256_castps_si256(nan));
+}
 inline void store(Bfloat *p, F x) {
-    float lanes[16];
-    store(lanes, x);
-    for (int i = 0; i < 16; i++) p[i] = to_bfloat(lanes[i]);
+    const __m256i both = _mm256_packus_epi32(narrowed(x.a), narrowed(x.b));
+    _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(both, 0xD8));
 }
 inline F rounded(F x) {
     Bfloat halves[16];

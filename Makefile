@@ -46,7 +46,8 @@ sanitize: env
 	  echo "$$isa"; \
 	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 KVANT_ISA=$$isa \
-	  $(PYTEST) -q -p no:cacheprovider --library build/sanitize tests/attention/test_native.py || exit 1; \
+	  $(PYTEST) -q -p no:cacheprovider --library build/sanitize \
+	  tests/attention/test_native.py tests/frames/test_native.py || exit 1; \
 	done
 
 clean:

@@ -5,6 +5,7 @@
 #include "chunk.hpp"
 #include "decode.hpp"
 #include "kernels.hpp"
+#include "rotate.hpp"
 #include "seal.hpp"
 #include "team.hpp"
 
@@ -158,6 +159,6 @@ int attend(const kvant_request &request) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KVANT_NAME, attend, seal};
+const Kernels KERNELS = {KVANT_NAME, attend, seal, rotate};
 
 }  // namespace kvant::KVANT_TARGET

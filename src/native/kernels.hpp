@@ -9,6 +9,7 @@ struct Kernels {
     const char *name;
     int (*attend)(const kvant_request &);
     int (*seal)(const kvant_seal_request &);
+    int (*rotate)(const kvant_rotate_request &);
 };
 
 namespace avx512 {

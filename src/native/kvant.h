@@ -3,14 +3,14 @@
  * Strides are in bytes unless said otherwise. A request describes one View and its queries; the
  * caller keeps all memory alive during the call. Nothing is kept between calls but the threads.
  * Calls from several threads at a time are allowed. Functions give 0, or -1 for what they do not
- * serve (the caller is to ask first: src/kvant/attention/native says what is served).
+ * serve (the caller is to ask first: src/kvant/native and src/kvant/attention/native know).
  */
 #ifndef KVANT_H
 #define KVANT_H
 
 #include <stdint.h>
 
-#define KVANT_ABI 2
+#define KVANT_ABI 3
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -85,6 +85,17 @@ typedef struct {
     int64_t threads;
 } kvant_seal_request;
 
+/* Rows to be turned by a Hadamard transform in blocks of powers of two, the largest first; computed
+ * in single precision and rounded once. */
+typedef struct {
+    kvant_rows rows;
+    int64_t dtype, batch, heads, count, dim; /* dim: a multiple of 16, at most 256 */
+    const float *signs;                      /* [dim], over the square root of their block */
+    int64_t last;                            /* signs after the transform, not before it */
+    void *out;                               /* [batch, heads, count, dim] without gaps */
+    int64_t threads;
+} kvant_rotate_request;
+
 KVANT_EXPORT int kvant_abi(void);
 
 /* "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names (null
@@ -97,6 +108,7 @@ KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
 
 KVANT_EXPORT int kvant_attend(const kvant_request *request);
 KVANT_EXPORT int kvant_seal(const kvant_seal_request *request);
+KVANT_EXPORT int kvant_rotate(const kvant_rotate_request *request);
 
 #ifdef __cplusplus
 }

@@ -43,3 +43,7 @@ extern "C" int kvant_attend(const kvant_request *request) {
 extern "C" int kvant_seal(const kvant_seal_request *request) {
     return kernels() ? kernels()->seal(*request) : -1;
 }
+
+extern "C" int kvant_rotate(const kvant_rotate_request *request) {
+    return kernels() ? kernels()->rotate(*request) : -1;
+}

@@ -1,6 +1,7 @@
 // The 16-bit floats of the interface, and how planes of bits make up a code.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -31,6 +32,14 @@ inline Bfloat to_bfloat(float x) {
     return {(uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 inline float to_float(Bfloat x) { return float_of((uint32_t)x.bits << 16); }
+
+inline uint16_t to_half(float x) {
+    const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
+    if (size > 0x7f800000) return 0x7e00;
+    if (size >= 0x477ff000) return (uint16_t)(sign | 0x7c00);  // from 65520 on
+    if (size < 0x38800000) return sign | (uint16_t)std::rint(float_of(size) * 0x1p24f);
+    return sign | (uint16_t)((size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13);
+}
 
 inline uint32_t pair_of(float a, float b) {
     return (uint32_t)to_bfloat(a).bits | (uint32_t)to_bfloat(b).bits << 16;

@@ -1,18 +1,9 @@
 // Codes of a row as whole bytes (codecs/packing.py), and 16-bit floats rounded as scales are.
 #pragma once
 
-#include <cmath>
-
 #include "shape.hpp"
 
 namespace kvant::KVANT_TARGET {
-
-// The nearest, ties to even, of a number within the range of a half.
-inline uint16_t to_half(float x) {
-    const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, size = bits & 0x7fffffff;
-    if (size < 0x38800000) return sign | (uint16_t)std::rint(float_of(size) * 0x1p24f);
-    return sign | (uint16_t)((size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13);
-}
 
 inline float half_value(uint16_t h) {
     const uint32_t sign = (uint32_t)(h & 0x8000) << 16, power = h >> 10 & 31, rest = h & 1023;

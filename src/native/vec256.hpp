@@ -116,12 +116,29 @@ inline void store(Bfloat *p, F x) {
     const __m256i both = _mm256_packus_epi32(narrowed(x.a), narrowed(x.b));
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(both, 0xD8));
 }
+inline void store_nearest(Bfloat *p, F x) { store(p, x); }
+inline void store_nearest(Half *p, F x) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128((__m128i *)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
 inline F rounded(F x) {
     Bfloat halves[16];
     store(halves, x);
     return load(halves);
 }
 inline F swapped(F x) { return {_mm256_permute_ps(x.a, 0xD8), _mm256_permute_ps(x.b, 0xD8)}; }
+
+template <int N> inline __m256 folded(__m256 x) {
+    const __m256 other = N == 1   ? _mm256_permute_ps(x, 0xB1)
+                         : N == 2 ? _mm256_permute_ps(x, 0x4E)
+                                  : _mm256_permute2f128_ps(x, x, 1);
+    constexpr int upper = N == 1 ? 0xAA : N == 2 ? 0xCC : 0xF0;
+    return _mm256_blend_ps(_mm256_add_ps(x, other), _mm256_sub_ps(other, x), upper);
+}
+template <int N> inline F folded(F x) {
+    if constexpr (N < 8) return {folded<N>(x.a), folded<N>(x.b)};
+    return {_mm256_add_ps(x.a, x.b), _mm256_sub_ps(x.a, x.b)};
+}
 
 inline __m256 exp(__m256 x) {
     const __m256 low = _mm256_set1_ps(-87.0f);

@@ -63,12 +63,33 @@ inline F load(const Bfloat *p) {
 inline void store(Bfloat *p, F x) {
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
 }
+// To nearest, denormals too, which the processor's own conversion above takes for zero.
+inline void store_nearest(Bfloat *p, F x) {
+    const I bits = _mm512_castps_si512(x), odd = _mm512_and_si512(right<16>(bits), set1i(1));
+    const I near = right<16>(_mm512_add_epi32(bits, _mm512_add_epi32(odd, set1i(0x7fff))));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const I lanes = _mm512_mask_mov_epi32(near, nan, set1i(0x7fc0));
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(lanes));
+}
+inline void store_nearest(Half *p, F x) {
+    _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
 inline F rounded(F x) {  // to what a Bfloat holds
     const __m256i half = (__m256i)_mm512_cvtneps_pbh(x);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 // Lanes 0 2 1 3 of every four.
 inline F swapped(F x) { return _mm512_permute_ps(x, 0xD8); }
+
+// Of two lanes N apart, the sum in the lower and the difference in the upper.
+template <int N> inline F folded(F x) {
+    const F other = N == 1   ? _mm512_permute_ps(x, 0xB1)
+                    : N == 2 ? _mm512_permute_ps(x, 0x4E)
+                    : N == 4 ? _mm512_shuffle_f32x4(x, x, 0xB1)
+                             : _mm512_shuffle_f32x4(x, x, 0x4E);
+    constexpr __mmask16 upper = N == 1 ? 0xAAAA : N == 2 ? 0xCCCC : N == 4 ? 0xF0F0 : 0xFF00;
+    return _mm512_mask_sub_ps(add(x, other), upper, other, x);
+}
 
 inline F exp(F x) {
     const F low = set1(-87.0f);

@@ -41,6 +41,10 @@ inline void store(float *p, F x) { std::memcpy(p, x.at, sizeof x.at); }
 inline void store(Bfloat *p, F x) {
     for (int i = 0; i < 16; i++) p[i] = to_bfloat(x.at[i]);
 }
+inline void store_nearest(Bfloat *p, F x) { store(p, x); }
+inline void store_nearest(Half *p, F x) {
+    for (int i = 0; i < 16; i++) p[i].bits = to_half(x.at[i]);
+}
 inline F add(F x, F y) { return each([&](int i) { return x.at[i] + y.at[i]; }); }
 inline F sub(F x, F y) { return each([&](int i) { return x.at[i] - y.at[i]; }); }
 inline F mul(F x, F y) { return each([&](int i) { return x.at[i] * y.at[i]; }); }
@@ -53,6 +57,9 @@ inline F rounded(F x) { return each([&](int i) { return to_float(to_bfloat(x.at[
 inline F swapped(F x) {
     constexpr int from[4] = {0, 2, 1, 3};
     return each([&](int i) { return x.at[(i & ~3) + from[i & 3]]; });
+}
+template <int N> inline F folded(F x) {
+    return each([&](int i) { return i & N ? x.at[i ^ N] - x.at[i] : x.at[i] + x.at[i ^ N]; });
 }
 inline F where_zero(F a, F b, F rest) {
     return each([&](int i) { return a.at[i] == 0.0f ? b.at[i] : rest.at[i]; });

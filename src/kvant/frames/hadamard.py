@@ -5,10 +5,12 @@ two falls into blocks, the largest first (80 = 64 + 16), each rotated on its own
 
 The result for a row is the same, bit for bit, whatever rows lie beside it: the butterfly is
 elementwise additions in one fixed order, neighbours first. It knows no head and no position.
+The library computes it in that order too; what it does not serve, torch does.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvant.lasting import lasting
+from kvant.native import Signs, rotated, turns
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
@@ -37,6 +40,8 @@ class Rotation:
             raise ValueError(f"seed is {self.seed}; it must lie in [0, 2**64)")
 
     def rows(self, x: Tensor) -> Tensor:
+        if turns(x):
+            return rotated(x, _native_signs(self.seed, x.shape[-1]), last=False)
         wide = _wide(x)
         return _transformed(wide * self._signs(wide)).to(x.dtype)
 
@@ -44,6 +49,8 @@ class Rotation:
         return self.rows(_wide(q))
 
     def outputs(self, x: Tensor) -> Tensor:
+        if turns(x):
+            return rotated(x, _native_signs(self.seed, x.shape[-1]), last=True)
         wide = _wide(x)
         return (_transformed(wide) * self._signs(wide)).to(x.dtype)
 
@@ -76,10 +83,18 @@ def splitmix64(state: int) -> Iterator[int]:
 
 @lru_cache(maxsize=256)
 def _scaled_signs(seed: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    sizes = [size for size in blocks(dim) for _ in range(size)]
-    values = [s * size**-0.5 for s, size in zip(signs(seed, dim), sizes, strict=True)]
     with lasting():
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(_scaled(seed, dim), dtype=dtype, device=device)
+
+
+@lru_cache(maxsize=256)
+def _native_signs(seed: int, dim: int) -> Signs:
+    return (ctypes.c_float * dim)(*_scaled(seed, dim))
+
+
+def _scaled(seed: int, dim: int) -> list[float]:
+    sizes = [size for size in blocks(dim) for _ in range(size)]
+    return [s * size**-0.5 for s, size in zip(signs(seed, dim), sizes, strict=True)]
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -15,8 +15,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-ABI = 2
+import torch
+
+ABI = 3
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)
 
 
@@ -43,6 +46,11 @@ def _loaded() -> Library:
     path = next((path for place in places if (path := Path(place, NAME)).exists()), None)
     if path is None:
         return Library(None, reason="the native library was not built (is there a C++ compiler?)")
+    return load(path)
+
+
+def load(path: Path) -> Library:
+    """One file; a copy of it is a library apart, with an instruction set of its own."""
     try:
         functions = ctypes.CDLL(str(path))
     except OSError as error:

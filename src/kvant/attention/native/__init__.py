@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvant.attention.native.interface import DTYPES, FORMS, form, record
+from kvant.attention.native.interface import FORMS, form, record
 from kvant.attention.native.lanes import Lanes
 from kvant.attention.native.sealing import sealed
 from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
-from kvant.native import library
+from kvant.native import DTYPES, library
 
 __all__ = ["Native", "arrangement"]
 

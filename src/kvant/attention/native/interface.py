@@ -12,14 +12,13 @@ from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.codecs.levels import levels
 from kvant.contracts import Codec, Mask, Request, Side, View
+from kvant.native import DTYPES
 
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 RECORD = struct.Struct("@46q 21q 2d 9q")  # two sides; sizes and places; the rule; the rest
 NO_ROWS = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 0)

@@ -9,11 +9,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvant.attention.native.interface import DTYPES, form
+from kvant.attention.native.interface import form
 from kvant.attention.native.lanes import Lanes
 from kvant.codecs import Codebook
 from kvant.codecs.levels import boundaries
 from kvant.contracts import Codec, Fields, Tiles
+from kvant.native import DTYPES
 
 RECORD = struct.Struct("@21q")
 ARRANGEMENTS: dict[tuple[Tiles | None, str], int] = {

@@ -1,0 +1,49 @@
+"""The rotation of frames/hadamard.py in one call of the library: the same rows, to the bit.
+
+A token's rows take less time than a few torch operators, so what a call asks is kept cheap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+
+import torch
+from torch import Tensor
+
+from kvant.native.library import DTYPES, library
+
+RECORD = struct.Struct("@13q")  # kvant_rotate_request
+DIMS = range(16, 256 + 1, 16)
+Signs = ctypes.Array[ctypes.c_float]  # over the square root of their block
+
+
+def turns(x: Tensor) -> bool:
+    """Whether `rotated` serves this: nothing that is only traced, or that wants a gradient."""
+    return (
+        type(x) is Tensor
+        and not torch.compiler.is_compiling()
+        and x.is_cpu
+        and x.dtype in DTYPES
+        and x.ndim == 4
+        and x.shape[3] in DIMS
+        and x.stride(3) == 1
+        and not (x.requires_grad and torch.is_grad_enabled())
+        and library().functions is not None
+    )
+
+
+def rotated(x: Tensor, signs: Signs, last: bool) -> Tensor:
+    """Rows [B, H, T, D] turned, multiplied by the D signs before that, or last."""
+    functions = library().functions
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    assert functions is not None
+    assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
+    (batch, head, row, _), size = x.stride(), x.element_size()
+    given = RECORD.pack(
+        *(x.data_ptr(), batch * size, head * size, row * size, DTYPES[x.dtype], *x.shape),
+        *(ctypes.addressof(signs), last, out.data_ptr(), torch.get_num_threads()),
+    )
+    if functions.kvant_rotate(given):
+        raise RuntimeError("the native library refused what it is said to serve")
+    return out

@@ -57,17 +57,29 @@ private:
 
     RowBlock rows(const kvant_side &side, const Span &now, const Span &next, int64_t b, int64_t h) {
         RowBlock block = row_block(side, now, b, h);
-        if (next.part == now.part) block.ahead = row_block(side, next, b, h).data - block.data;
+        block.ahead = ahead(side, now, next, b, h);
         return block;
     }
 
-    SealedBlock coded(const kvant_side &side, const Span &now, const Span &next, int64_t h) {
+    SealedBlock coded(const kvant_side &side, const Span &now, const Span &next, int64_t b,
+                      int64_t h) {
         SealedBlock block = sealed_block(side, now, h);
-        if (next.part != now.part) return block;
-        const SealedBlock ahead = sealed_block(side, next, h);
-        block.ahead = ahead.codes - block.codes;
-        block.scale_ahead = (const char *)ahead.scale - (const char *)block.scale;
+        block.ahead = ahead(side, now, next, b, h);
+        if (is_coded(side, next))
+            block.scale_ahead =
+                (const char *)sealed_block(side, next, h).scale - (const char *)block.scale;
         return block;
+    }
+
+    // The bytes of the next block, which is this one where there is none.
+    Ahead ahead(const kvant_side &side, const Span &now, const Span &next, int64_t b, int64_t h) {
+        if (next.begin == now.begin && next.part == now.part) return {};
+        if (is_coded(side, next)) {
+            const SealedBlock block = sealed_block(side, next, h);
+            return {(const char *)block.codes, (const char *)block.codes + BLOCK * block.width};
+        }
+        const RowBlock block = row_block(side, next, b, h);
+        return {block.data, block.data + block.count * block.stride};
     }
 
     void block(const Span &now, const Span &next, int64_t b, int64_t h) {
@@ -75,7 +87,7 @@ private:
         const int lead = now.part == Part::sealed ? now.first : 0;
         const int stop = now.part == Part::sealed ? now.stop : now.stop - now.first;
         if (is_coded(r.keys, now))
-            sealed_scores(coded(r.keys, now, next, h), (int)r.keys.bits, keys, s.query, s.scores);
+            sealed_scores(coded(r.keys, now, next, b, h), (int)r.keys.bits, keys, s.query, s.scores);
         else
             dense_scores(rows(r.keys, now, next, b, h), r.keys.dtype, s.query, s.scores + lead);
         const bool dense = !is_coded(r.values, now);
@@ -93,7 +105,7 @@ private:
             dense_values(block, r.values.dtype, group, s.scores, s.weights, lead, s.sums);
             return;
         }
-        const SealedBlock block = coded(r.values, now, next, h);
+        const SealedBlock block = coded(r.values, now, next, b, h);
         const int bits = (int)r.values.bits;
         make_weights(block, bits, values.list.middle, s.scores, group, lead || stop < BLOCK,
                      s.weights, s.sums);

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 3
+#define KVANT_ABI 4
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -63,7 +63,7 @@ typedef struct {
     double scale, softcap;                     /* softcap: 0 is none */
     const float *sink_logits;                  /* [heads * group], or null */
     const void *q;                             /* the last `queries` columns */
-    int64_t q_dtype, q_batch, q_head, q_row;            /* in elements */
+    int64_t q_dtype, q_batch, q_head, q_row;   /* strides in elements */
     float *out;                                /* [batch, heads * group, queries, dim of values] */
     float *lse;                                /* [batch, heads * group, queries], or null */
     int64_t threads;
@@ -96,6 +96,19 @@ typedef struct {
     int64_t threads;
 } kvant_rotate_request;
 
+/* A few rows, keys and values together, to be copied to where they stay; the rows of a head follow
+ * one another there. */
+typedef struct {
+    kvant_rows rows;
+    void *to;
+    int64_t batch, head, bytes; /* strides of `to`; bytes of a row */
+} kvant_put_side;
+
+typedef struct {
+    int64_t sides, batch, heads, count;
+    kvant_put_side side[2];
+} kvant_put_request;
+
 KVANT_EXPORT int kvant_abi(void);
 
 /* "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names (null
@@ -109,6 +122,7 @@ KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
 KVANT_EXPORT int kvant_attend(const kvant_request *request);
 KVANT_EXPORT int kvant_seal(const kvant_seal_request *request);
 KVANT_EXPORT int kvant_rotate(const kvant_rotate_request *request);
+KVANT_EXPORT int kvant_put(const kvant_put_request *request);
 
 #ifdef __cplusplus
 }

@@ -13,8 +13,9 @@ namespace kvant::KVANT_TARGET {
 struct SealedBlock {
     const uint8_t *codes;
     const Half *scale, *bias;  // [BLOCK / 16][groups][16]; no bias: null
-    int64_t ahead, scale_ahead;  // bytes from here to what is read next
     int dim, group, groups, width;  // width: bytes of codes a row
+    mutable Ahead ahead;
+    int64_t scale_ahead;  // bytes from here to the scales that are read next
 };
 
 // Bits of the high plane above those of the low one, whatever is above that.
@@ -89,7 +90,6 @@ void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float mid
     const int low_size = block.dim * P::LOW / 8, tile = 16 * block.width;
     for (int t = 0; t < BLOCK / 16; t += TILES) {
         const uint8_t *low = block.codes + t * tile, *high = low + 16 * low_size;
-        const uint8_t *next = low + block.ahead;
         F total[TILES][GN];
         for (auto &row : total)
             for (F &x : row) x = zero();
@@ -104,8 +104,7 @@ void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float mid
                 score_span<BITS, SPAN, GN, TILES, 0>(a, b, tile, levels, pairs, x);
             else
                 score_span<BITS, SPAN, GN, TILES, SPAN == 32>(a, b, tile, levels, pairs, x);
-            for (int i = 0; i < TILES * BITS; i += 2) fetch(next + 32 * i);
-            next += TILES * 32 * BITS;
+            block.ahead.go<TILES * 32 * BITS>();
             if ((d + 16) % block.group && d + 16 < block.dim) continue;
             for (int i = 0; i < TILES; i++) {
                 const int at = ((t + i) * block.groups + u) * 16;
@@ -208,10 +207,7 @@ void pair_values_part(const SealedBlock &block, const Levels<BITS> &levels, int 
             else
                 value_codes<BITS, SPAN, SPAN == 32>(row, low(c), high(c), levels, a[c], b[c]);
         }
-        for (int i = 0; i < NC * P::LOW * 8; i += 64) fetch(row + 4 * low(0) + i + block.ahead);
-        if constexpr (P::HIGH > 0)
-            for (int i = 0; i < NC * P::HIGH * 8; i += 64)
-                fetch(row + 4 * high(0) + i + block.ahead);
+        block.ahead.go<NC * BITS * 8>();
         for (int g = 0; g < GN; g++)
             for (int c = 0; c < NC; c++)
                 sum[0][g][c] = dot2(sum[0][g][c], a[c], w[g * w_stride]);

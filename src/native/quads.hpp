@@ -27,8 +27,7 @@ void quad_scores(const SealedBlock &block, const uint32_t *q, const float *step,
             Quads x[TILES][GN];
             for (int d = u * block.group; d < stop; d += 4) {
                 const I one = loadi(codes + 16 * d), other = loadi(codes + tile + 16 * d);
-                fetch(codes + 16 * d + block.ahead);
-                fetch(codes + tile + 16 * d + block.ahead);
+                block.ahead.go<TILES * LINE>();
                 for (int g = 0; g < GN; g++) {
                     const Quads::Four four(q + g * (MAX_DIM / 2) + d / 2);
                     x[0][g].add(one, four);
@@ -61,7 +60,7 @@ void quad_values_part(const SealedBlock &block, int first, const uint32_t *w, in
     for (int r = 0; r < BLOCK / 4; r++, row += 4 * block.width) {
         I four[NC];
         for (int c = 0; c < NC; c++) four[c] = loadi(row + 64 * c);
-        for (int c = 0; c < NC; c++) fetch(row + 64 * c + block.ahead);
+        block.ahead.go<NC * LINE>();
         for (int g = 0; g < GN; g++) {
             const Quads::Four weights(w + g * w_stride + 2 * r);
             for (int c = 0; c < NC; c++) x[g][c].add(four[c], weights);

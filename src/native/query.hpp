@@ -1,6 +1,7 @@
 // The queries of one key head, in every form that the kernels of its rows want.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "kvant.h"
@@ -44,45 +45,48 @@ struct Query {
 
 private:
     void split(int g) {
-        for (int d = 0; d < dim; d++) {
-            high[g][d] = to_bfloat(rows[g][d]);
-            const float rest = rows[g][d] - to_float(high[g][d]);
-            low[g][d] = to_bfloat(rest);
-            exact = exact && rest == 0.0f;
+        F odd = zero();
+        for (int d = 0; d < dim; d += 16) {
+            const F x = load(rows[g] + d);
+            store(high[g] + d, x);
+            const F rest = sub(x, load(high[g] + d));
+            store(low[g] + d, rest);
+            odd = max(odd, abs(rest));
         }
+        exact = exact && !any_above(odd, 0.0f);
+    }
+
+    // f(u, first, stop) for every group of channels.
+    template <class Fn> void by_group(int width, Fn f) const {
+        for (int u = 0; u * width < dim; u++) f(u, u * width, std::min(dim, (u + 1) * width));
     }
 
     // Channels 0 2 1 3 of every four, as key_codes yields them.
     void make_pairs(int g, int width) {
-        const float *x = rows[g];
-        for (int d = 0; d < dim; d += 4) {
-            pairs[g][d / 2] = pair_of(x[d], x[d + 2]);
-            pairs[g][d / 2 + 1] = pair_of(x[d + 1], x[d + 3]);
-        }
-        for (int u = 0; u * width < dim; u++) {
-            float sum = 0;
-            for (int d = u * width; d < dim && d < (u + 1) * width; d++)
-                sum += to_float(to_bfloat(x[d]));
-            sums[g][u] = sum;
-        }
+        by_group(width, [&](int u, int first, int stop) {
+            F total = zero();
+            for (int d = first; d < stop; d += 16) {
+                const F x = load(rows[g] + d);
+                store((Bfloat *)pairs[g] + d, swapped(x));
+                total = add(total, rounded(x));
+            }
+            sums[g][u] = sum(total);
+        });
     }
 
     void make_fours(int g, int width) {
-        const float *x = rows[g];
         F top = zero();
-        for (int d = 0; d < dim; d += 16) top = max(top, abs(load(x + d)));
+        for (int d = 0; d < dim; d += 16) top = max(top, abs(load(rows[g] + d)));
         step[g] = std::fmax(largest(top) / FIXED, 1e-30f);
-        alignas(64) int32_t fixed[MAX_DIM];
-        for (int d = 0; d < dim; d += 16) {
-            const I n = to_int(mul(load(x + d), set1(1.0f / step[g])));
-            store_fixed(fours[g] + d / 2, n);
-            storei(fixed + d, n);
-        }
-        for (int u = 0; u * width < dim; u++) {
-            int64_t sum = 0;
-            for (int d = u * width; d < dim && d < (u + 1) * width; d++) sum += fixed[d];
-            sums[g][u] = (float)sum * step[g];
-        }
+        by_group(width, [&](int u, int first, int stop) {
+            F total = zero();  // of whole numbers that a float holds
+            for (int d = first; d < stop; d += 16) {
+                const I n = to_int(mul(load(rows[g] + d), set1(1.0f / step[g])));
+                store_fixed(fours[g] + d / 2, n);
+                total = add(total, to_float(n));
+            }
+            sums[g][u] = sum(total) * step[g];
+        });
     }
 };
 

@@ -4,6 +4,7 @@
 // Where there is a dot product of 16-bit floats, rows of that type are never widened.
 #pragma once
 
+#include "ahead.hpp"
 #include "shape.hpp"
 
 namespace kvant::KVANT_TARGET {
@@ -12,12 +13,10 @@ struct RowBlock {
     const char *data;
     int64_t stride;  // bytes
     int count;       // 1 to BLOCK
-    int64_t ahead;   // bytes from here to what is read next, to be fetched meanwhile
+    mutable Ahead ahead;
 
     const char *at(int row) const { return data + (row < count ? row : count - 1) * stride; }
 };
-
-inline void fetch(const void *p) { __builtin_prefetch(p); }
 
 // Queries [GN][dim] at q, scores [GN][PITCH] at s.
 template <class T, int GN> void row_scores(const RowBlock &rows, const float *q, int dim, float *s) {
@@ -30,9 +29,9 @@ template <class T, int GN> void row_scores(const RowBlock &rows, const float *q,
         for (int d = 0; d < dim; d += 16) {
             F x[GN];
             for (int g = 0; g < GN; g++) x[g] = load(q + g * MAX_DIM + d);
+            rows.ahead.template go<R * 16 * sizeof(T)>();
             for (int r = 0; r < R; r++) {
                 const F k = load(row[r] + d);
-                fetch((const char *)(row[r] + d) + rows.ahead);
                 for (int g = 0; g < GN; g++) acc[g * R + r] = fma(k, x[g], acc[g * R + r]);
             }
         }
@@ -52,7 +51,7 @@ void row_values_part(const RowBlock &rows, const float *p, int first, float *acc
         const T *row = (const T *)rows.at(r) + first;
         F v[NC];
         for (int c = 0; c < NC; c++) v[c] = load(row + 16 * c);
-        for (int c = 0; c < NC; c += 2) fetch((const char *)(row + 16 * c) + rows.ahead);
+        rows.ahead.template go<16 * NC * sizeof(T)>();
         for (int g = 0; g < GN; g++) {
             const F w = set1(p[g * PITCH + r]);
             for (int c = 0; c < NC; c++) sum[g][c] = fma(w, v[c], sum[g][c]);
@@ -85,9 +84,9 @@ void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
         for (; d + 32 <= dim; d += 32) {
             Pairs x[GN];
             for (int g = 0; g < GN; g++) x[g] = load_pairs(q + g * MAX_DIM + d);
+            rows.ahead.go<R * LINE>();
             for (int r = 0; r < R; r++) {
                 const Pairs k = load_pairs(row[r] + d);
-                fetch((const char *)(row[r] + d) + rows.ahead);
                 for (int g = 0; g < GN; g++) acc[g * R + r] = dot2(acc[g * R + r], k, x[g]);
             }
         }
@@ -118,11 +117,8 @@ void bfloat_values_part(const RowBlock &rows, const Bfloat *w, int first, float 
         const Bfloat *a = (const Bfloat *)rows.at(r) + first;
         const Bfloat *b = (const Bfloat *)rows.at(r + 1) + first;
         Pairs v[2 * NC];
-        for (int c = 0; c < NC; c++) {
-            interleaved(a + 32 * c, b + 32 * c, v + 2 * c);
-            fetch((const char *)(a + 32 * c) + rows.ahead);
-            fetch((const char *)(b + 32 * c) + rows.ahead);
-        }
+        rows.ahead.go<2 * NC * LINE>();
+        for (int c = 0; c < NC; c++) interleaved(a + 32 * c, b + 32 * c, v + 2 * c);
         for (int g = 0; g < GN; g++) {
             uint32_t pair;
             std::memcpy(&pair, w + g * PITCH + r, 4);

@@ -62,11 +62,11 @@ inline RowBlock row_block(const kvant_side &side, const Span &span, int64_t sequ
         const int64_t stride = side.dim * size_of(side.dtype);
         const char *data = (const char *)side.codes.data + span.slot * side.codes.slot +
                            head * side.codes.head + (span.row + span.first) * stride;
-        return {data, stride, count, 0};
+        return {data, stride, count, {}};
     }
     const kvant_rows &rows = span.part == Part::sinks ? side.sinks : side.dense;
     const char *data = (const char *)rows.data + sequence * rows.batch + head * rows.head;
-    return {data + span.row * rows.row, rows.row, count, 0};
+    return {data + span.row * rows.row, rows.row, count, {}};
 }
 
 inline SealedBlock sealed_block(const kvant_side &side, const Span &span, int64_t head) {
@@ -79,7 +79,7 @@ inline SealedBlock sealed_block(const kvant_side &side, const Span &span, int64_
     return {(const uint8_t *)place(side.codes, width),
             (const Half *)place(side.scale, 2 * groups),
             (const Half *)place(side.bias, 2 * groups),
-            0, 0, (int)side.dim, (int)side.group, groups, width};
+            (int)side.dim, (int)side.group, groups, width, {}, 0};
 }
 
 inline bool is_coded(const kvant_side &side, const Span &span) {

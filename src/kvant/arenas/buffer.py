@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvant.contracts import Fields
 from kvant.lasting import lasting
+from kvant.native import put
 
 GROWING = -1  # marks the axis along which units lie in a slab's shape
 
@@ -73,6 +74,7 @@ class Buffer:
         self.taken = 0  # slots that count
         self.reserved = 0  # slots that there are: the stride between sequences
         self._tensors = {name: slab.empty(0, device) for name, slab in self.slabs.items()}
+        self._of_rows = {slab.axis for slab in self.slabs.values()} == {2}
 
     @property
     def unit_nbytes(self) -> int:
@@ -107,6 +109,8 @@ class Buffer:
         return self._tensors, first - self.base
 
     def write(self, first: int, units: Fields) -> None:
+        if self._of_rows and put(units, self._tensors, first - self.base):
+            return
         for name, tensor in units.items():
             axis = self.slabs[name].axis
             self._tensors[name].narrow(axis, first - self.base, tensor.shape[axis]).copy_(tensor)

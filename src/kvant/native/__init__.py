@@ -2,5 +2,6 @@
 
 from kvant.native.library import DTYPES, Library, library
 from kvant.native.rotation import Signs, rotated, turns
+from kvant.native.rows import put
 
-__all__ = ["DTYPES", "Library", "Signs", "library", "rotated", "turns"]
+__all__ = ["DTYPES", "Library", "Signs", "library", "put", "rotated", "turns"]

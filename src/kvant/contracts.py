@@ -41,6 +41,11 @@ class Frame(Protocol):
     `rows(k) . queries(q) == k . q`, and `outputs(rows(v)) == v`: kernels never see a frame.
     """
 
+    @property
+    def trivial(self) -> bool:
+        """A is 1: everything stays as it comes."""
+        return False
+
     def rows(self, x: Tensor) -> Tensor:
         """A x, for keys and values [..., H, T, D] on their way in."""
 
@@ -292,6 +297,7 @@ class Request:
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [H * group]: learned logits that lead nowhere
     lse: bool = True  # is log-sum-exp asked for?
+    dtype: torch.dtype = torch.float32  # that outputs may be rounded to
 
 
 class Backend(Protocol):

@@ -88,7 +88,7 @@ private:
     void merge(const Unit &u, int64_t index, int g) const {
         const int64_t head = u.head * r.group + g, dim = r.values.dim;
         const int64_t row = (u.sequence * r.heads * r.group + head) * r.queries + u.query;
-        float *out = r.out + row * dim;
+        float out[MAX_DIM] = {};
         const auto part = [&](int64_t p) {
             return partial.get() + ((index * parts + p) * r.group + g) * width;
         };
@@ -97,7 +97,6 @@ private:
         for (int64_t p = 0; p < parts; p++) top = part(p)[0] <= top ? top : part(p)[0];
         const float finite = top == NOTHING ? 0.0f : top;
         float total = r.sink_logits ? std::exp(r.sink_logits[head] - finite) : 0.0f;
-        for (int64_t d = 0; d < dim; d++) out[d] = 0.0f;
         for (int64_t p = 0; p < parts; p++) {
             const float *from = part(p);
             if (from[0] == NOTHING) continue;
@@ -107,6 +106,7 @@ private:
         }
         const float by = total == 0.0f ? 0.0f : 1.0f / total;
         for (int64_t d = 0; d < dim; d++) out[d] *= by;
+        put_out(r, row, out);
         if (r.lse) r.lse[row] = top + std::log(total);
     }
 };

@@ -260,7 +260,9 @@ private:
             total = total * by + std::exp(sink - finite);
         }
         by = total == 0.0f ? 0.0f : by / total;
-        for (int64_t d = 0; d < dim; d++) r.out[row * dim + d] = s.acc[m * MAX_DIM + d] * by;
+        float *out = s.acc + m * MAX_DIM;
+        for (int64_t d = 0; d < dim; d++) out[d] *= by;
+        put_out(r, row, out);
         if (r.lse) r.lse[row] = top + std::log(total);
     }
 };

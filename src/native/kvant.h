@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 4
+#define KVANT_ABI 5
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -64,7 +64,8 @@ typedef struct {
     const float *sink_logits;                  /* [heads * group], or null */
     const void *q;                             /* the last `queries` columns */
     int64_t q_dtype, q_batch, q_head, q_row;   /* strides in elements */
-    float *out;                                /* [batch, heads * group, queries, dim of values] */
+    void *out;                                 /* [batch, heads * group, queries, dim of values] */
+    int64_t out_dtype;
     float *lse;                                /* [batch, heads * group, queries], or null */
     int64_t threads;
 } kvant_request;

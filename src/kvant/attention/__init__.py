@@ -65,15 +65,17 @@ def attend(
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         rule = view.mask if mask is None else _four_dimensions(mask)
-        framed = view.keys.codec.frame.queries(q)
-        request = Request(framed, scale, rule, softcap, sink_logits, return_lse)
+        framed, frame = view.keys.codec.frame.queries(q), view.values.codec.frame
+        # Outputs that are still to leave a frame are not rounded before that.
+        dtype = q.dtype if frame.trivial else torch.float32
+        request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
         chosen = _choose(view, request, backend)
         out, lse = chosen.attend(request, view)
         view.tally.attended[chosen.name] += 1
-        out = view.values.codec.frame.outputs(out)
+        out = frame.outputs(out)
         if out.shape[3] > view.value_dim:
             out = out[..., : view.value_dim]
-        out = out.to(q.dtype)
+        out = out if out.dtype == q.dtype else out.to(q.dtype)
         return out if lse is None else (out, lse)
 
 

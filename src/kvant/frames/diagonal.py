@@ -26,6 +26,7 @@ class Diagonal:
 
     scale: tuple[tuple[float, ...], ...]
     name: ClassVar[str] = "diagonal"
+    trivial: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         widths = {len(head) for head in self.scale}

@@ -32,6 +32,7 @@ class Rotation:
 
     seed: int = 0
     name: ClassVar[str] = "rotation"
+    trivial: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):

@@ -16,6 +16,7 @@ class Product:
 
     frames: tuple[Frame, ...]
     name: ClassVar[str] = "product"
+    trivial: ClassVar[bool] = False
 
     def rows(self, x: Tensor) -> Tensor:
         for frame in self.frames:

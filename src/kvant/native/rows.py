@@ -1,4 +1,4 @@
-"""A token's rows, keys and values together, copied to where they stay in one call of the library."""
+"""A token's rows, keys and values together, copied to where they stay in one call."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Native:
         assert functions is not None
         q = request.q
         batch, heads, queries, _ = q.shape
-        out = torch.empty(batch, heads, queries, view.values.room.shape[3])
+        out = torch.empty(batch, heads, queries, view.values.room.shape[3], dtype=request.dtype)
         lse = torch.empty(batch, heads, queries) if request.lse else None
         if request.sink_logits is not None:
             request = replace(request, sink_logits=request.sink_logits.float().contiguous())
@@ -93,7 +93,7 @@ def _asks_too_much(request: Request, view: View) -> str | None:
     group = request.q.shape[1] // view.keys.room.shape[1]
     if group > MAX_GROUP:
         return f"{group} queries share a key head: {MAX_GROUP} at most"
-    if request.q.dtype not in DTYPES or request.q.stride(3) != 1:
+    if request.q.dtype not in DTYPES or request.dtype not in DTYPES or request.q.stride(3) != 1:
         return f"queries of {request.q.dtype}, or not contiguous"
     if not isinstance(request.mask, Mask):
         return "a mask that is a tensor"

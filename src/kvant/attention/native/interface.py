@@ -19,7 +19,7 @@ from kvant.codecs.levels import levels
 from kvant.contracts import Codec, Mask, Request, Side, View
 from kvant.native import DTYPES
 
-RECORD = struct.Struct("@46q 21q 2d 9q")  # two sides; sizes and places; the rule; the rest
+RECORD = struct.Struct("@46q 21q 2d 10q")  # two sides; sizes and places; the rule; the rest
 NO_ROWS = (0, 0, 0, 0)
 NO_PAGES = (0, 0, 0)
 # (format, bits, group, address of levels)
@@ -45,7 +45,7 @@ def record(request: Request, view: View, out: Tensor, lse: Tensor | None, thread
         *(request.scale, request.softcap or 0.0),
         *(0 if logits is None else logits.data_ptr(), q.data_ptr(), DTYPES[q.dtype]),
         *q.stride()[:3],
-        *(out.data_ptr(), 0 if lse is None else lse.data_ptr(), threads),
+        *(out.data_ptr(), DTYPES[out.dtype], 0 if lse is None else lse.data_ptr(), threads),
     )
 
 

@@ -40,8 +40,8 @@ class Run:
 
     def storage(self) -> tuple[int, int]:
         """Where the dense rows lie, and how many they are."""
-        rows = self.cache.exposed().tensors["0/keys.dense"]
-        return rows.untyped_storage().data_ptr(), rows.shape[2]
+        keys = self.cache[0].view().keys  # type: ignore[attr-defined]
+        return keys.room.data_ptr(), keys.count
 
     def figures(self) -> dict[str, float]:
         return {

@@ -1,9 +1,10 @@
-"""What attention of one token costs over N stored rows, by format, beside torch and a plain read.
+"""What attention of the newest tokens over N stored rows costs, beside torch and a plain read.
 
 All of a length are run in turn, so what else the machine does hits all. `torch` is three ways to
 say it over the same bf16 rows: SDPA with enable_gqa, SDPA with the queries of a group folded into
-their length, and softmax(q k) v by hand. `stream` adds up as many bytes as the raw rows have.
-`share` is the time of a plain read of a format's bytes, by that figure, over the time taken.
+their length, and softmax(q k) v by hand; of several tokens (`--queries`) each sees the rows up to
+its own. `stream` adds up as many bytes as the raw rows have. `share` is the time of a plain read of
+a format's bytes, by that figure, over the time taken.
 """
 
 from __future__ import annotations
@@ -21,35 +22,45 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvant.attention import attend, explain
-from kvant.bench.report import progress, run, show
+from kvant.bench.picture import check_plot, draw
+from kvant.bench.report import check_files, numbers, progress, run, show
 from kvant.cache import Cache
 from kvant.contracts import View
+from kvant.native import library
 
 CHUNK = 4096  # rows put into a cache at once
 Call = Callable[[], Any]
 
 
-def stored(name: str, keys: Tensor, values: Tensor) -> tuple[View, int]:
-    """What the newest token sees of these rows in a format, and their bytes."""
+def stored(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
+    """What the newest tokens see of these rows in a format, and their bytes."""
     cache = Cache(1, name)
     state: Any = cache[0]
-    for first in range(0, keys.shape[2], CHUNK):
-        part = slice(first, first + CHUNK)
+    before = keys.shape[2] - queries
+    for first in range(0, before, CHUNK):
+        part = slice(first, min(first + CHUNK, before))
         state.append(keys[:, :, part], values[:, :, part], prefill="stored")
-    return state.view(), cache.nbytes_used
+    return state.append(keys[:, :, before:], values[:, :, before:]), cache.nbytes_used
 
 
 def torch_ways(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
-    heads, dim = keys.shape[1], keys.shape[3]
+    heads, length, dim = keys.shape[1:]
+    queries, group = q.shape[2], q.shape[1] // heads
     folded = q.view(1, heads, -1, dim)
+    mask = None
+    if queries > 1:
+        mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
+    all_masks = None if mask is None else mask.repeat(group, 1)
 
     def by_hand() -> Any:
-        weights = (folded @ keys.transpose(2, 3) * dim**-0.5).softmax(-1)
-        return weights @ values
+        scores = folded @ keys.transpose(2, 3) * dim**-0.5
+        if all_masks is not None:
+            scores = scores.masked_fill(~all_masks, -torch.inf)
+        return scores.softmax(-1) @ values
 
     return {
-        "torch gqa": lambda: sdpa(q, keys, values, enable_gqa=True),
-        "torch folded": lambda: sdpa(folded, keys, values),
+        "torch gqa": lambda: sdpa(q, keys, values, attn_mask=mask, enable_gqa=True),
+        "torch folded": lambda: sdpa(folded, keys, values, attn_mask=all_masks),
         "torch by hand": by_hand,
     }
 
@@ -66,11 +77,11 @@ def in_turn(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
 
 
 def measure(
-    length: int, names: list[str], heads: int, group: int, dim: int, repeats: int
+    length: int, names: list[str], heads: int, group: int, dim: int, queries: int, repeats: int
 ) -> list[dict[str, Any]]:
     keys, values = torch.randn(2, 1, heads, length, dim).bfloat16()
-    q = torch.randn(1, heads * group, 1, dim).bfloat16()
-    views = {name: stored(name, keys, values) for name in ["raw", *names]}
+    q = torch.randn(1, heads * group, queries, dim).bfloat16()
+    views = {name: stored(name, keys, values, queries) for name in ["raw", *names]}
     raw = torch.ones(views["raw"][1] // 4)
     calls: dict[str, Call] = torch_ways(q, keys, values) | {"stream": raw.sum}
     for name, (view, _) in views.items():
@@ -106,19 +117,36 @@ def main(
     heads: int = 8,
     group: Annotated[int, typer.Option(min=1, help="queries that share a key head")] = 4,
     dim: int = 128,
+    queries: Annotated[int, typer.Option(min=1, help="tokens, the newest of the rows")] = 1,
     repeats: Annotated[int, typer.Option(min=1, help="calls a figure")] = 25,
+    plot: Annotated[Path | None, typer.Option(help="also draw the medians: F.png")] = None,
     json: Annotated[Path | None, typer.Option(help="also write the JSON line here")] = None,
 ) -> None:
-    """Decode attention, one layer, bf16, batch 1."""
+    """Attention of the newest tokens, one layer, bf16, batch 1."""
+    check_files(plot=plot, json=json)
+    check_plot(plot)
+    points = numbers("lengths", lengths)
+    if min(points) < queries:
+        raise ValueError(f"--lengths {lengths}: as many rows as queries ({queries}) or more")
     if threads is not None:
         torch.set_num_threads(threads)
     rows: list[dict[str, Any]] = []
-    for length in map(int, lengths.split(",")):
+    for length in points:
         progress(f"{length} rows")
-        rows += measure(length, formats.split(","), heads, group, dim, repeats)
+        rows += measure(length, formats.split(","), heads, group, dim, queries, repeats)
     progress("")
-    facts = {"heads": heads, "group": group, "dim": dim, "dtype": "bfloat16"}
+    facts = {"heads": heads, "group": group, "dim": dim, "queries": queries, "dtype": "bfloat16"}
+    facts |= {"isa": library().isa}
+    if plot is not None:
+        draw(_curves(rows), f"attention of {queries} over N rows", plot, "milliseconds (median)")
     show("attend", rows, facts, json)
+
+
+def _curves(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
+    curves: dict[str, dict[int, float]] = {}
+    for row in rows:
+        curves.setdefault(row["way"], {})[row["rows"]] = row["median_ms"]
+    return curves
 
 
 if __name__ == "__main__":

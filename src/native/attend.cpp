@@ -12,93 +12,96 @@
 namespace kvant::KVANT_TARGET {
 namespace {
 
-// One head's queries at one position; `parts` of it are computed apart.
+// The queries at one position of a sequence; `parts` of it are computed apart.
 struct Unit {
-    int64_t sequence, head, query;
+    int64_t sequence, query;
 };
 
 class Attend {
 public:
     explicit Attend(const kvant_request &r) : r(r), keys(r.keys), values(r.values) {
-        const int64_t heads = r.batch * r.heads;
         // Enough parts that no thread idles for long; few enough that merging costs nothing. They
         // do not depend on how many queries there are, so that none changes another's result.
-        wanted = r.threads > 1 ? (4 * r.threads + heads - 1) / heads : 1;
+        wanted = r.threads > 1 ? (4 * r.threads + r.batch - 1) / r.batch : 1;
         parts = parts_of(most_blocks());
-        tasks = heads * r.queries * parts;
+        tasks = r.batch * r.queries * parts;
         width = r.values.dim + 2;
-        partial.reset(new float[tasks * r.group * width]);
+        partial.reset(new float[tasks * r.heads * r.group * width]);
     }
 
     void run() {
-        const int64_t busy = most_blocks() * tasks / parts;
-        const int64_t threads = busy < MIN_BLOCKS ? 1 : std::min(r.threads, tasks);
+        const int64_t busy = most_blocks() * r.heads * tasks / parts;
+        const int64_t threads = busy < 2 * MIN_BLOCKS ? 1 : std::min(r.threads, tasks);
         in_parallel((int)threads, [](void *self) { ((Attend *)self)->work(); }, this);
     }
 
 private:
-    static constexpr int64_t MIN_BLOCKS = 8;  // 512 rows: some tens of microseconds
+    static constexpr int64_t MIN_BLOCKS = 8;  // of a head, 512 rows: some microseconds
 
     const kvant_request &r;
     SideTables keys, values;
     int64_t wanted, parts, tasks, width;  // parts: the most that a unit has
     std::atomic<int64_t> next{0};
-    std::unique_ptr<float[]> partial;  // [task][group]: largest score, sum of weights, values
-    std::unique_ptr<std::atomic<int>[]> left;
+    std::unique_ptr<float[]> partial;  // [task][head][group]: largest score, sum of weights, values
 
     int64_t most_blocks() const {
         return (r.columns - std::min(r.first_page * r.page, r.dense_from)) / BLOCK + 1;
     }
 
     int64_t parts_of(int64_t blocks) const {
-        return std::max<int64_t>(1, std::min(wanted, blocks / MIN_BLOCKS));
+        const int64_t worth = std::min(blocks, blocks * r.heads / MIN_BLOCKS);
+        return std::max<int64_t>(1, std::min(wanted, worth));
     }
 
-    Unit unit(int64_t index) const {
-        return {index / r.queries / r.heads, index / r.queries % r.heads, index % r.queries};
+    Unit unit(int64_t index) const { return {index / r.queries, index % r.queries}; }
+
+    float *part(int64_t task, int64_t head, int64_t g) const {
+        return partial.get() + ((task * r.heads + head) * r.group + g) * width;
     }
 
     void work() {
+        const std::unique_ptr<Head[]> heads(new Head[r.heads]);
         alignas(64) Scratch scratch;
         for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
             const Unit u = unit(i / parts);
             const Walk walk(r, u.sequence, u.query, u.query + 1);
-            const int64_t own = parts_of(walk.total), part = std::min(i % parts, own);
-            Decode(r, keys, values, scratch)
-                .run(walk, u.sequence, u.head, u.query, walk.total * part / own,
-                     walk.total * std::min(part + 1, own) / own);
-            for (int g = 0; g < r.group; g++) keep(scratch, i, g);
+            const int64_t own = parts_of(walk.total), first = std::min(i % parts, own);
+            Decode(r, keys, values, scratch, heads.get(), u.sequence)
+                .run(walk, u.query, walk.total * first / own,
+                     walk.total * std::min(first + 1, own) / own);
+            for (int64_t h = 0; h < r.heads; h++)
+                for (int g = 0; g < r.group; g++) keep(heads[h], g, part(i, h, g));
         }
     }
 
-    void keep(const Scratch &s, int64_t task, int g) {
-        float *at = partial.get() + (task * r.group + g) * width;
-        at[0] = s.top[g], at[1] = sum(load(s.totals[g]));
-        std::memcpy(at + 2, s.sums.acc[g], r.values.dim * sizeof(float));
+    void keep(const Head &head, int g, float *to) const {
+        to[0] = head.top[g], to[1] = sum(load(head.totals[g]));
+        std::memcpy(to + 2, head.sums.acc[g], r.values.dim * sizeof(float));
     }
 
 public:
     // The parts of every query as one: what stands in `out` and `lse`.
     void merge() const {
         for (int64_t i = 0; i < tasks / parts; i++)
-            for (int g = 0; g < r.group; g++) merge(unit(i), i, g);
+            for (int64_t h = 0; h < r.heads; h++)
+                for (int g = 0; g < r.group; g++) merge(unit(i), i, h, g);
     }
 
 private:
-    void merge(const Unit &u, int64_t index, int g) const {
-        const int64_t head = u.head * r.group + g, dim = r.values.dim;
+    void merge(const Unit &u, int64_t index, int64_t key_head, int g) const {
+        const int64_t head = key_head * r.group + g, dim = r.values.dim;
         const int64_t row = (u.sequence * r.heads * r.group + head) * r.queries + u.query;
         float out[MAX_DIM] = {};
-        const auto part = [&](int64_t p) {
-            return partial.get() + ((index * parts + p) * r.group + g) * width;
-        };
         float top = r.sink_logits ? r.sink_logits[head] : NOTHING;
         // Not std::max: a NaN must come through.
-        for (int64_t p = 0; p < parts; p++) top = part(p)[0] <= top ? top : part(p)[0];
+        for (int64_t p = 0; p < parts; p++) {
+            const float other = part(index * parts + p, key_head, g)[0];
+            top = other <= top ? top : other;
+        }
         const float finite = top == NOTHING ? 0.0f : top;
         float total = r.sink_logits ? std::exp(r.sink_logits[head] - finite) : 0.0f;
         for (int64_t p = 0; p < parts; p++) {
-            const float *from = part(p);
+            const float *from = part(index * parts + p, key_head, g);
             if (from[0] == NOTHING) continue;
             const float fade = std::exp(from[0] - finite);
             total += from[1] * fade;

@@ -1,8 +1,8 @@
 // Attention of one query position: all query heads of a key head in one pass over its rows.
 //
-// What must move is every stored byte once; so the work is split over (sequence, key head, range of
-// blocks), and each block is fetched while the one before it is computed. Parts of one head are
-// merged by their log-sum-exp.
+// What must move is every stored byte once; so the work is split over (sequence, range of blocks),
+// and each block is fetched while the one before it is computed. Parts of one head are merged by
+// their log-sum-exp.
 //
 // For a row of 128 channels and 4 queries, in vector instructions: raw bf16 16 products + 11 to sum
 // lanes for the key, 32 products + 4 shuffles for the value (of two rows: half); codes of 4 bits
@@ -18,78 +18,107 @@
 
 namespace kvant::KVANT_TARGET {
 
-// What one thread needs, on its stack.
-struct Scratch {
+// What one key head's queries have come to so far.
+struct Head {
     Query query;
     float top[MAX_GROUP];
     alignas(64) float totals[MAX_GROUP][16];  // of weights, a sum a lane
     Sums sums;
+};
+
+// What one thread needs beside that.
+struct Scratch {
     Weights weights;
     alignas(64) float scores[MAX_GROUP * PITCH];
 };
 
+// A block of one head.
+struct Place {
+    Span span;
+    int64_t head;
+};
+
 class Decode {
 public:
-    Decode(const kvant_request &r, const SideTables &keys, const SideTables &values, Scratch &s)
-        : r(r), keys(keys), values(values), s(s) {}
+    Decode(const kvant_request &r, const SideTables &keys, const SideTables &values, Scratch &s,
+           Head *heads, int64_t sequence)
+        : r(r), keys(keys), values(values), s(s), heads(heads), sequence(sequence) {}
 
-    // Blocks [first, stop) of a walk; the result is in the scratch.
-    void run(const Walk &walk, int64_t sequence, int64_t head, int64_t query, int64_t first,
-             int64_t stop) {
-        const int group = (int)r.group;
-        s.query.take(r, sequence, head, query);
-        for (int g = 0; g < group; g++) s.top[g] = NOTHING, store(s.totals[g], zero());
-        s.sums.clear(group, r.values);
-        if (first >= stop) return;
-        Span now = walk.at(first);
-        for (int64_t i = first; i < stop; i++) {
-            const Span next = i + 1 < stop ? walk.at(i + 1) : now;
-            block(now, next, sequence, head);
-            now = next;
+    // Blocks [first, stop) of a walk, for all heads; what they come to is in `heads`. The heads of a
+    // page lie together, so they are gone through page by page: in the order of memory.
+    void run(const Walk &walk, int64_t query, int64_t first, int64_t stop) {
+        for (int64_t h = 0; h < r.heads; h++) begin(h, query);
+        for (int64_t i = first, end; i < stop; i = end) {
+            end = std::min(stop, i + walk.together(i));
+            for (int64_t h = 0; h < r.heads; h++)
+                for (int64_t j = i; j < end; j++) {
+                    const Place now = {walk.at(j), h};
+                    if (j + 1 < end) block(now, {walk.at(j + 1), h}, true);
+                    else if (h + 1 < r.heads) block(now, {walk.at(i), h + 1}, true);
+                    else if (end < stop) block(now, {walk.at(end), 0}, true);
+                    else block(now, now, false);
+                }
         }
-        for (int g = 0; g < group; g++) s.sums.finish(g, r.values.group);
+        for (int64_t h = 0; h < r.heads; h++)
+            for (int g = 0; g < r.group; g++) heads[h].sums.finish(g, r.values.group);
     }
 
 private:
     const kvant_request &r;
     const SideTables &keys, &values;
     Scratch &s;
+    Head *heads;
+    int64_t sequence;
 
-    RowBlock rows(const kvant_side &side, const Span &now, const Span &next, int64_t b, int64_t h) {
-        RowBlock block = row_block(side, now, b, h);
-        block.ahead = ahead(side, now, next, b, h);
-        return block;
+    void begin(int64_t h, int64_t query) {
+        Head &head = heads[h];
+        head.query.take(r, sequence, h, query);
+        for (int g = 0; g < r.group; g++) head.top[g] = NOTHING, store(head.totals[g], zero());
+        head.sums.clear((int)r.group, r.values);
     }
 
-    SealedBlock coded(const kvant_side &side, const Span &now, const Span &next, int64_t b,
-                      int64_t h) {
-        SealedBlock block = sealed_block(side, now, h);
-        block.ahead = ahead(side, now, next, b, h);
-        if (is_coded(side, next))
-            block.scale_ahead =
-                (const char *)sealed_block(side, next, h).scale - (const char *)block.scale;
-        return block;
+    RowBlock rows(const kvant_side &side, const Place &at) const {
+        return row_block(side, at.span, sequence, at.head);
     }
 
-    // The bytes of the next block, which is this one where there is none.
-    Ahead ahead(const kvant_side &side, const Span &now, const Span &next, int64_t b, int64_t h) {
-        if (next.begin == now.begin && next.part == now.part) return {};
-        if (is_coded(side, next)) {
-            const SealedBlock block = sealed_block(side, next, h);
+    // The bytes of a block that is read next.
+    Ahead ahead(const kvant_side &side, const Place &next) const {
+        if (is_coded(side, next.span)) {
+            const SealedBlock block = sealed_block(side, next.span, next.head);
             return {(const char *)block.codes, (const char *)block.codes + BLOCK * block.width};
         }
-        const RowBlock block = row_block(side, next, b, h);
+        const RowBlock block = rows(side, next);
         return {block.data, block.data + block.count * block.stride};
     }
 
-    void block(const Span &now, const Span &next, int64_t b, int64_t h) {
-        const int group = s.query.group;
+    RowBlock rows(const kvant_side &side, const Place &now, const Place &next, bool more) const {
+        RowBlock block = rows(side, now);
+        if (more) block.ahead = ahead(side, next);
+        return block;
+    }
+
+    SealedBlock coded(const kvant_side &side, const Place &now, const Place &next,
+                      bool more) const {
+        SealedBlock block = sealed_block(side, now.span, now.head);
+        if (more) block.ahead = ahead(side, next);
+        if (more && is_coded(side, next.span))
+            block.scale_ahead = (const char *)sealed_block(side, next.span, next.head).scale -
+                                (const char *)block.scale;
+        return block;
+    }
+
+    void block(const Place &place, const Place &next, bool more) {
+        Head &head = heads[place.head];
+        const Span &now = place.span;
+        const int group = (int)r.group;
         const int lead = now.part == Part::sealed ? now.first : 0;
         const int stop = now.part == Part::sealed ? now.stop : now.stop - now.first;
         if (is_coded(r.keys, now))
-            sealed_scores(coded(r.keys, now, next, b, h), (int)r.keys.bits, keys, s.query, s.scores);
+            sealed_scores(coded(r.keys, place, next, more), (int)r.keys.bits, keys, head.query,
+                          s.scores);
         else
-            dense_scores(rows(r.keys, now, next, b, h), r.keys.dtype, s.query, s.scores + lead);
+            dense_scores(rows(r.keys, place, next, more), r.keys.dtype, head.query,
+                         s.scores + lead);
         const bool dense = !is_coded(r.values, now);
         const bool halves = dense && r.values.dtype == KVANT_BF16 && KVANT_BFLOAT_DOT;
         for (int g = 0; g < group; g++) {
@@ -97,19 +126,19 @@ private:
             cap(at, (float)r.scale, (float)r.softcap);
             for (int i = 0; i < lead; i++) at[i] = NOTHING;
             for (int i = stop; i < BLOCK; i++) at[i] = NOTHING;
-            soften(s.top[g], s.totals[g], at, halves ? s.weights.rows[g] : nullptr,
-                   [&](float by) { s.sums.fade(g, by); });
+            soften(head.top[g], head.totals[g], at, halves ? s.weights.rows[g] : nullptr,
+                   [&](float by) { head.sums.fade(g, by); });
         }
         if (dense) {
-            const RowBlock block = rows(r.values, now, next, b, h);
-            dense_values(block, r.values.dtype, group, s.scores, s.weights, lead, s.sums);
+            const RowBlock block = rows(r.values, place, next, more);
+            dense_values(block, r.values.dtype, group, s.scores, s.weights, lead, head.sums);
             return;
         }
-        const SealedBlock block = coded(r.values, now, next, b, h);
+        const SealedBlock block = coded(r.values, place, next, more);
         const int bits = (int)r.values.bits;
         make_weights(block, bits, values.list.middle, s.scores, group, lead || stop < BLOCK,
-                     s.weights, s.sums);
-        sealed_values(block, bits, values, group, s.weights, s.sums);
+                     s.weights, head.sums);
+        sealed_values(block, bits, values, group, s.weights, head.sums);
     }
 };
 

@@ -42,6 +42,15 @@ public:
                 (int)std::min<int64_t>(BLOCK, s.stop - begin), begin};
     }
 
+    // How many blocks from this one on lie one behind the other: those of a page, or all dense ones.
+    int64_t together(int64_t index) const {
+        int i = 0;
+        for (; index >= blocks(segments.list[i]); i++) index -= blocks(segments.list[i]);
+        const Segment &s = segments.list[i];
+        const int64_t left = blocks(s) - index, many = r.page / BLOCK;
+        return s.part != Part::sealed ? left : std::min(left, many - (s.first / BLOCK + index) % many);
+    }
+
 private:
     const kvant_request &r;
     int64_t sequence;

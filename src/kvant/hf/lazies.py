@@ -16,12 +16,18 @@ class Lazy(torch.Tensor):
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     _real: Tensor | None
+    _shape: torch.Size
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """Asked for by every layer of a host, and answered without its detours."""
+        return self._shape
 
     @classmethod
     def shaped(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
         """An instance without attributes: the caller gives it those that `make` needs."""
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._real = None
+        made._real, made._shape = None, torch.Size(shape)
         return made
 
     @classmethod

@@ -75,7 +75,7 @@ def _refused(side: Side, name: str, view: View) -> str | None:
         return f"{name} of {type(codec).__name__}"
     if dim % 16 or dim > MAX_DIM:
         return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
-    if room.dtype not in DTYPES or room.stride(3) != 1 or side.sinks.stride(3) != 1:
+    if room.dtype not in DTYPES or room.stride(3) != 1:
         return f"{name} of {room.dtype}, or not contiguous"
     if side.sealed and view.page % BLOCK:
         return f"pages of {view.page} rows: a multiple of {BLOCK} is needed"

@@ -29,6 +29,7 @@ from kvant.bench.picture import check_plot, draw
 from kvant.bench.report import check_files, numbers, progress, run, show, table, tell
 from kvant.bench.stream import streams
 from kvant.checkpoints import load
+from kvant.native import library
 
 TEXT = "argparse"  # a long module of the standard library: its source is a text anybody has
 
@@ -138,6 +139,10 @@ def main(
     peaks: Annotated[
         bool | None, typer.Option("--peaks/--no-peaks", help="with --contexts: a process each")
     ] = None,
+    apart: Annotated[
+        bool | None,
+        typer.Option("--apart", help="with --contexts: kernels on threads of their own"),
+    ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     plot: Annotated[Path | None, typer.Option(help="also draw the latency: F.png")] = None,
     json: Annotated[Path | None, typer.Option(help="also write the JSON line here")] = None,
@@ -150,7 +155,7 @@ def main(
     both = {"formats": formats, "repeats": repeats}
     generating = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
     generating["runs"] = runs
-    contesting = {"layers": layers, "peaks": peaks}
+    contesting = {"layers": layers, "peaks": peaks, "apart": apart}
     if contexts is None:
         given = chosen(both | generating, contesting, "with")
         real(model, Settings(**given), plot, json)
@@ -166,12 +171,15 @@ def bare(
     repeats: int = 9,
     layers: int = 28,
     peaks: bool = True,
+    apart: bool = False,
 ) -> None:
     """The contest: one table and a JSON line."""
+    if apart and (functions := library().functions) is not None:
+        functions.kvant_share_team(None)
     points = numbers("contexts", contexts)
     rows = contest.contest(points, split(formats), repeats, layers, peaks)
     facts = {"model": "Qwen3-0.6B, random", "layers": layers, "dtype": "bfloat16"}
-    show("decode", rows, facts | {"transformers": version("transformers")}, json)
+    show("decode", rows, facts | {"transformers": version("transformers"), "apart": apart}, json)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ __all__ = ["Native", "arrangement"]
 
 MAX_DIM, MAX_GROUP, BLOCK = 256, 16, 64  # of the kernels
 
+LANES = Lanes()
 UNEVEN = (3, 5)  # bits whose planes need rows of whole 32 channels
 
 
@@ -65,7 +66,7 @@ class Native:
 def arrangement(device: torch.device) -> Tiles | None:
     """How sealed pages are to lie in the memory of this device, so that they are read fastest."""
     native = device.type == "cpu" and library().functions is not None
-    return Lanes() if native else None
+    return LANES if native else None
 
 
 def _refused(side: Side, name: str, view: View) -> str | None:
@@ -81,10 +82,9 @@ def _refused(side: Side, name: str, view: View) -> str | None:
         return f"pages of {view.page} rows: a multiple of {BLOCK} is needed"
     if "codes" not in side.sealed:
         return None
-    bits = form(codec, dim)[1]
-    if bits in UNEVEN and dim % 32:
+    if dim % 32 and (bits := form(codec, dim)[1]) in UNEVEN:
         return f"{name} of {bits} bits, {dim} wide: a multiple of 32 is needed"
-    if view.tiles != Lanes():
+    if view.tiles != LANES:
         return "sealed pages that lie otherwise"
     return None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,17 +77,27 @@ def in_turn(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
     return seconds
 
 
-def measure(
-    length: int, names: list[str], heads: int, group: int, dim: int, queries: int, repeats: int
-) -> list[dict[str, Any]]:
-    keys, values = torch.randn(2, 1, heads, length, dim).bfloat16()
-    q = torch.randn(1, heads * group, queries, dim).bfloat16()
-    views = {name: stored(name, keys, values, queries) for name in ["raw", *names]}
+@dataclass(frozen=True)
+class Task:
+    """What is asked of every way, and how often."""
+
+    heads: int
+    group: int
+    dim: int
+    queries: int
+    repeats: int
+    backend: str | None
+
+
+def measure(length: int, names: list[str], task: Task) -> list[dict[str, Any]]:
+    keys, values = torch.randn(2, 1, task.heads, length, task.dim).bfloat16()
+    q = torch.randn(1, task.heads * task.group, task.queries, task.dim).bfloat16()
+    views = {name: stored(name, keys, values, task.queries) for name in ["raw", *names]}
     raw = torch.ones(views["raw"][1] // 4)
     calls: dict[str, Call] = torch_ways(q, keys, values) | {"stream": raw.sum}
     for name, (view, _) in views.items():
-        calls[name] = partial(attend, q, view)
-    seconds = in_turn(calls, repeats)
+        calls[name] = partial(attend, q, view, backend=task.backend)
+    seconds = in_turn(calls, task.repeats)
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     best = min(medians[name] for name in calls if name.startswith("torch"))
     rows = []
@@ -96,7 +107,7 @@ def measure(
             {
                 "rows": length,
                 "way": name,
-                "backend": explain(views[name][0]).backend if name in views else "",
+                "backend": task.backend or explain(views[name][0]).backend if name in views else "",
                 "median_ms": median * 1e3,
                 "best_ms": min(seconds[name]) * 1e3,
                 "gb_s": nbytes / median / 1e9,
@@ -118,6 +129,9 @@ def main(
     group: Annotated[int, typer.Option(min=1, help="queries that share a key head")] = 4,
     dim: int = 128,
     queries: Annotated[int, typer.Option(min=1, help="tokens, the newest of the rows")] = 1,
+    backend: Annotated[
+        str | None, typer.Option(help="that reads the pages; the preferred one")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="calls a figure")] = 25,
     plot: Annotated[Path | None, typer.Option(help="also draw the medians: F.png")] = None,
     json: Annotated[Path | None, typer.Option(help="also write the JSON line here")] = None,
@@ -130,13 +144,13 @@ def main(
         raise ValueError(f"--lengths {lengths}: as many rows as queries ({queries}) or more")
     if threads is not None:
         torch.set_num_threads(threads)
+    task = Task(heads, group, dim, queries, repeats, backend)
     rows: list[dict[str, Any]] = []
     for length in points:
         progress(f"{length} rows")
-        rows += measure(length, formats.split(","), heads, group, dim, queries, repeats)
+        rows += measure(length, formats.split(","), task)
     progress("")
-    facts = {"heads": heads, "group": group, "dim": dim, "queries": queries, "dtype": "bfloat16"}
-    facts |= {"isa": library().isa}
+    facts = asdict(task) | {"dtype": "bfloat16", "isa": library().isa}
     if plot is not None:
         draw(_curves(rows), f"attention of {queries} over N rows", plot, "milliseconds (median)")
     show("attend", rows, facts, json)

@@ -183,8 +183,8 @@ class Arena(Protocol):
     def tensors(self, first: int, stop: int) -> Fields:
         """Units [first, stop) without a copy."""
 
-    def room(self, first: int) -> tuple[Fields, int]:
-        """Everything as it lies, and the slot of unit `first` in it."""
+    def located(self, first: int) -> tuple[Fields, int]:
+        """The tensors that units lie in, and the slot of unit `first`."""
 
     def slots(self) -> Fields:
         """Everything, slot by slot, whatever sequence it belongs to: [slots, ...]."""

@@ -125,7 +125,7 @@ def _nbytes(recipe: Recipe, layer: LayerShape, sequences: int, context: int) -> 
 
 
 def _rows(recipe: LayerSpec, layer: LayerShape, sequences: int, context: int) -> int:
-    return _geometry(recipe, layer, sequences).room(recipe).nbytes(context)
+    return _geometry(recipe, layer, sequences).footprint(recipe).nbytes(context)
 
 
 def _token(recipe: Recipe, layer: LayerShape) -> float:

@@ -60,7 +60,7 @@ class LayerSpec:
         return Mask(window=retention.window, sinks=retention.sinks, chunk=self.chunk)
 
     @cached_property
-    def keeps(self) -> float:
+    def width(self) -> float:
         """How many of the last rows stay: inf where all do."""
         window = self.retention.window
         return float("inf") if window is None else window

@@ -1,5 +1,5 @@
-// What is read after this, asked for meanwhile in the order of memory: then the processor, which
-// fetches ahead by itself where it sees an order, goes along.
+// What will be read next, fetched while this is computed. It is fetched in the order of memory, so
+// that the processor's own prefetching goes the same way.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@ inline void fetch(const void *p) { __builtin_prefetch(p); }
 struct Ahead {
     const char *at = nullptr, *stop = nullptr;
 
-    // As many bytes more as were read in the meantime, rounded up to lines.
-    template <int64_t BYTES> void go() {
+    // Fetch the next BYTES, as many as the caller has just read, in whole lines.
+    template <int64_t BYTES> void fetch_next() {
         if (at >= stop) return;
         for (int64_t i = 0; i < BYTES; i += LINE) fetch(at + i);
         at += (BYTES + LINE - 1) / LINE * LINE;

@@ -49,6 +49,7 @@ private:
     }
 
     int64_t parts_of(int64_t blocks) const {
+        // A part is worth it from MIN_BLOCKS on, over all heads.
         const int64_t worth = std::min(blocks, blocks * r.heads / MIN_BLOCKS);
         return std::max<int64_t>(1, std::min(wanted, worth));
     }
@@ -109,7 +110,7 @@ private:
         }
         const float by = total == 0.0f ? 0.0f : 1.0f / total;
         for (int64_t d = 0; d < dim; d++) out[d] *= by;
-        put_out(r, row, out);
+        write_out(r, row, out);
         if (r.lse) r.lse[row] = top + std::log(total);
     }
 };

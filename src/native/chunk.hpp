@@ -127,7 +127,7 @@ private:
         exact = true;
         for (int m = 0; m < many; m++) {
             float *q = s.q + m * dim;
-            widen(r, sequence, head_of(m), query_of(m), q);
+            read_query(r, sequence, head_of(m), query_of(m), q);
             for (int64_t d = 0; d < dim; d += 2)
                 halve(q + d, (m * dim + d) / 2);
             s.top[m] = NOTHING;
@@ -262,7 +262,7 @@ private:
         by = total == 0.0f ? 0.0f : by / total;
         float *out = s.acc + m * MAX_DIM;
         for (int64_t d = 0; d < dim; d++) out[d] *= by;
-        put_out(r, row, out);
+        write_out(r, row, out);
         if (r.lse) r.lse[row] = top + std::log(total);
     }
 };

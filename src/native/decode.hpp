@@ -1,8 +1,8 @@
-// Attention of one query position: all query heads of a key head in one pass over its rows.
+// Attention of one query position: all key heads, each with all of its query heads, in one pass.
 //
-// What must move is every stored byte once; so the work is split over (sequence, range of blocks),
-// and each block is fetched while the one before it is computed. Parts of one head are merged by
-// their log-sum-exp.
+// What must move is every stored byte once, in the order of memory: so page by page, the heads of a
+// page one after another, and what is read next is fetched meanwhile. The work is split over
+// (sequence, position, range of blocks); attend.cpp merges the ranges by their log-sum-exp.
 //
 // For a row of 128 channels and 4 queries, in vector instructions: raw bf16 16 products + 11 to sum
 // lanes for the key, 32 products + 4 shuffles for the value (of two rows: half); codes of 4 bits
@@ -10,8 +10,6 @@
 // softmax. At two a cycle all of it stays below the time that 256, 80 and 136 bytes a side take
 // from memory.
 #pragma once
-
-#include <vector>
 
 #include "softmax.hpp"
 #include "walk.hpp"
@@ -32,8 +30,7 @@ struct Scratch {
     alignas(64) float scores[MAX_GROUP * PITCH];
 };
 
-// A block of one head.
-struct Place {
+struct HeadBlock {
     Span span;
     int64_t head;
 };
@@ -44,19 +41,20 @@ public:
            Head *heads, int64_t sequence)
         : r(r), keys(keys), values(values), s(s), heads(heads), sequence(sequence) {}
 
-    // Blocks [first, stop) of a walk, for all heads; what they come to is in `heads`. The heads of a
-    // page lie together, so they are gone through page by page: in the order of memory.
+    // Blocks [first, stop) of a walk, for all heads; what they come to is in `heads`.
     void run(const Walk &walk, int64_t query, int64_t first, int64_t stop) {
         for (int64_t h = 0; h < r.heads; h++) begin(h, query);
         for (int64_t i = first, end; i < stop; i = end) {
             end = std::min(stop, i + walk.together(i));
             for (int64_t h = 0; h < r.heads; h++)
                 for (int64_t j = i; j < end; j++) {
-                    const Place now = {walk.at(j), h};
-                    if (j + 1 < end) block(now, {walk.at(j + 1), h}, true);
-                    else if (h + 1 < r.heads) block(now, {walk.at(i), h + 1}, true);
-                    else if (end < stop) block(now, {walk.at(end), 0}, true);
-                    else block(now, now, false);
+                    HeadBlock next;
+                    const HeadBlock *after = &next;
+                    if (j + 1 < end) next = {walk.at(j + 1), h};
+                    else if (h + 1 < r.heads) next = {walk.at(i), h + 1};
+                    else if (end < stop) next = {walk.at(end), 0};
+                    else after = nullptr;
+                    block({walk.at(j), h}, after);
                 }
         }
         for (int64_t h = 0; h < r.heads; h++)
@@ -77,47 +75,46 @@ private:
         head.sums.clear((int)r.group, r.values);
     }
 
-    RowBlock rows(const kvant_side &side, const Place &at) const {
+    RowBlock dense_block(const kvant_side &side, const HeadBlock &at) const {
         return row_block(side, at.span, sequence, at.head);
     }
 
-    // The bytes of a block that is read next.
-    Ahead ahead(const kvant_side &side, const Place &next) const {
+    Ahead ahead(const kvant_side &side, const HeadBlock &next) const {
         if (is_coded(side, next.span)) {
             const SealedBlock block = sealed_block(side, next.span, next.head);
             return {(const char *)block.codes, (const char *)block.codes + BLOCK * block.width};
         }
-        const RowBlock block = rows(side, next);
+        const RowBlock block = dense_block(side, next);
         return {block.data, block.data + block.count * block.stride};
     }
 
-    RowBlock rows(const kvant_side &side, const Place &now, const Place &next, bool more) const {
-        RowBlock block = rows(side, now);
-        if (more) block.ahead = ahead(side, next);
+    // `next` is null behind the last block.
+    RowBlock rows(const kvant_side &side, const HeadBlock &now, const HeadBlock *next) const {
+        RowBlock block = dense_block(side, now);
+        if (next) block.ahead = ahead(side, *next);
         return block;
     }
 
-    SealedBlock coded(const kvant_side &side, const Place &now, const Place &next,
-                      bool more) const {
+    SealedBlock coded(const kvant_side &side, const HeadBlock &now, const HeadBlock *next) const {
         SealedBlock block = sealed_block(side, now.span, now.head);
-        if (more) block.ahead = ahead(side, next);
-        if (more && is_coded(side, next.span))
-            block.scale_ahead = (const char *)sealed_block(side, next.span, next.head).scale -
-                                (const char *)block.scale;
+        if (next) block.ahead = ahead(side, *next);
+        if (next && is_coded(side, next->span))
+            block.to_next_scale = (const char *)sealed_block(side, next->span, next->head).scale -
+                                  (const char *)block.scale;
         return block;
     }
 
-    void block(const Place &place, const Place &next, bool more) {
+    void block(const HeadBlock &place, const HeadBlock *next) {
         Head &head = heads[place.head];
         const Span &now = place.span;
         const int group = (int)r.group;
         const int lead = now.part == Part::sealed ? now.first : 0;
         const int stop = now.part == Part::sealed ? now.stop : now.stop - now.first;
         if (is_coded(r.keys, now))
-            sealed_scores(coded(r.keys, place, next, more), (int)r.keys.bits, keys, head.query,
+            sealed_scores(coded(r.keys, place, next), (int)r.keys.bits, keys, head.query,
                           s.scores);
         else
-            dense_scores(rows(r.keys, place, next, more), r.keys.dtype, head.query,
+            dense_scores(rows(r.keys, place, next), r.keys.dtype, head.query,
                          s.scores + lead);
         const bool dense = !is_coded(r.values, now);
         const bool halves = dense && r.values.dtype == KVANT_BF16 && KVANT_BFLOAT_DOT;
@@ -130,11 +127,11 @@ private:
                    [&](float by) { head.sums.fade(g, by); });
         }
         if (dense) {
-            const RowBlock block = rows(r.values, place, next, more);
+            const RowBlock block = rows(r.values, place, next);
             dense_values(block, r.values.dtype, group, s.scores, s.weights, lead, head.sums);
             return;
         }
-        const SealedBlock block = coded(r.values, place, next, more);
+        const SealedBlock block = coded(r.values, place, next);
         const int bits = (int)r.values.bits;
         make_weights(block, bits, values.list.middle, s.scores, group, lead || stop < BLOCK,
                      s.weights, head.sums);

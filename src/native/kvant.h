@@ -1,7 +1,7 @@
 /* The C interface of kvant's CPU kernels: plain structs of pointers and numbers, no Python.
  *
- * Strides are in bytes unless said otherwise. A request describes one View and its queries; the
- * caller keeps all memory alive during the call. Nothing is kept between calls but the threads.
+ * Strides are in bytes unless said otherwise. Each call takes one request: attention over a view,
+ * pages to seal, rows to rotate, rows to put. The caller keeps all memory alive during the call. Nothing is kept between calls but the threads.
  * Calls from several threads at a time are allowed. Functions give 0, or -1 for what they do not
  * serve (the caller is to ask first: src/kvant/native and src/kvant/attention/native know).
  */
@@ -117,7 +117,7 @@ KVANT_EXPORT int kvant_abi(void);
 KVANT_EXPORT const char *kvant_isa(void);
 
 /* Run parallel parts on the threads of a host's OpenMP, given its GOMP_parallel, instead of on
- * threads of our own: so there never are two teams that compete for the cores. */
+ * threads of our own: so there never are two teams that compete for the cores. Null: on our own. */
 KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
 
 KVANT_EXPORT int kvant_attend(const kvant_request *request);

@@ -15,7 +15,7 @@ struct SealedBlock {
     const Half *scale, *bias;  // [BLOCK / 16][groups][16]; no bias: null
     int dim, group, groups, width;  // width: bytes of codes a row
     mutable Ahead ahead;
-    int64_t scale_ahead;  // bytes from here to the scales that are read next
+    int64_t to_next_scale;  // bytes from here to the scales that are read next
 };
 
 // Bits of the high plane above those of the low one, whatever is above that.
@@ -104,16 +104,16 @@ void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float mid
                 score_span<BITS, SPAN, GN, TILES, 0>(a, b, tile, levels, pairs, x);
             else
                 score_span<BITS, SPAN, GN, TILES, SPAN == 32>(a, b, tile, levels, pairs, x);
-            block.ahead.go<TILES * 32 * BITS>();
+            block.ahead.fetch_next<TILES * 32 * BITS>();
             if ((d + 16) % block.group && d + 16 < block.dim) continue;
             for (int i = 0; i < TILES; i++) {
                 const int at = ((t + i) * block.groups + u) * 16;
-                fetch((const char *)(block.scale + at) + block.scale_ahead);
+                fetch((const char *)(block.scale + at) + block.to_next_scale);
                 const F scale = load(block.scale + at);
                 for (int g = 0; g < GN; g++)
                     total[i][g] = fma(add(x.a[i][g], x.b[i][g]), scale, total[i][g]);
                 if (!block.bias) continue;
-                fetch((const char *)(block.bias + at) + block.scale_ahead);
+                fetch((const char *)(block.bias + at) + block.to_next_scale);
                 const F bias = fma(scale, set1(middle), load(block.bias + at));
                 for (int g = 0; g < GN; g++)
                     total[i][g] = fma(bias, set1(sums[g * MAX_GROUPS + u]), total[i][g]);
@@ -207,7 +207,7 @@ void pair_values_part(const SealedBlock &block, const Levels<BITS> &levels, int 
             else
                 value_codes<BITS, SPAN, SPAN == 32>(row, low(c), high(c), levels, a[c], b[c]);
         }
-        block.ahead.go<NC * BITS * 8>();
+        block.ahead.fetch_next<NC * BITS * 8>();
         for (int g = 0; g < GN; g++)
             for (int c = 0; c < NC; c++)
                 sum[0][g][c] = dot2(sum[0][g][c], a[c], w[g * w_stride]);

@@ -27,7 +27,7 @@ void quad_scores(const SealedBlock &block, const uint32_t *q, const float *step,
             Quads x[TILES][GN];
             for (int d = u * block.group; d < stop; d += 4) {
                 const I one = loadi(codes + 16 * d), other = loadi(codes + tile + 16 * d);
-                block.ahead.go<TILES * LINE>();
+                block.ahead.fetch_next<TILES * LINE>();
                 for (int g = 0; g < GN; g++) {
                     const Quads::Four four(q + g * (MAX_DIM / 2) + d / 2);
                     x[0][g].add(one, four);
@@ -36,8 +36,8 @@ void quad_scores(const SealedBlock &block, const uint32_t *q, const float *step,
             }
             for (int i = 0; i < TILES; i++) {
                 const int at = ((t + i) * block.groups + u) * 16;
-                fetch((const char *)(block.scale + at) + block.scale_ahead);
-                fetch((const char *)(block.bias + at) + block.scale_ahead);
+                fetch((const char *)(block.scale + at) + block.to_next_scale);
+                fetch((const char *)(block.bias + at) + block.to_next_scale);
                 const F scale = load(block.scale + at), bias = load(block.bias + at);
                 for (int g = 0; g < GN; g++) {
                     total[i][g] = fma(x[i][g].total(), scale, total[i][g]);
@@ -60,7 +60,7 @@ void quad_values_part(const SealedBlock &block, int first, const uint32_t *w, in
     for (int r = 0; r < BLOCK / 4; r++, row += 4 * block.width) {
         I four[NC];
         for (int c = 0; c < NC; c++) four[c] = loadi(row + 64 * c);
-        block.ahead.go<NC * LINE>();
+        block.ahead.fetch_next<NC * LINE>();
         for (int g = 0; g < GN; g++) {
             const Quads::Four weights(w + g * w_stride + 2 * r);
             for (int c = 0; c < NC; c++) x[g][c].add(four[c], weights);

@@ -5,19 +5,10 @@
 #include <cmath>
 
 #include "kvant.h"
+#include "doors.hpp"
 #include "quads.hpp"
 
 namespace kvant::KVANT_TARGET {
-
-// One query in single precision.
-inline void widen(const kvant_request &r, int64_t sequence, int64_t head, int64_t query, float *to) {
-    const int64_t at = sequence * r.q_batch + head * r.q_head + query * r.q_row;
-    for (int64_t d = 0; d < r.keys.dim; d += 16) {
-        if (r.q_dtype == KVANT_F32) store(to + d, load((const float *)r.q + at + d));
-        if (r.q_dtype == KVANT_F16) store(to + d, load((const Half *)r.q + at + d));
-        if (r.q_dtype == KVANT_BF16) store(to + d, load((const Bfloat *)r.q + at + d));
-    }
-}
 
 struct Query {
     int group, dim;
@@ -33,7 +24,7 @@ struct Query {
         const kvant_side &keys = r.keys;
         group = (int)r.group, dim = (int)keys.dim, exact = true;
         for (int g = 0; g < group; g++) {
-            widen(r, sequence, head * group + g, query, rows[g]);
+            read_query(r, sequence, head * group + g, query, rows[g]);
             if (keys.dtype == KVANT_BF16) split(g);
             if (keys.format == KVANT_RAW) continue;
             if (keys.bits == 8)

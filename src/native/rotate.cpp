@@ -15,8 +15,6 @@ namespace {
 constexpr int64_t CHUNK = 64;    // rows that a thread takes at a time
 constexpr int64_t ALONE = 1024;  // rows: some tens of microseconds
 
-inline void store_nearest(float *p, F x) { store(p, x); }
-
 // 16 N numbers in place.
 template <int N> inline void butterfly(F *x) {
 #pragma GCC unroll 16

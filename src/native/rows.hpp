@@ -29,7 +29,7 @@ template <class T, int GN> void row_scores(const RowBlock &rows, const float *q,
         for (int d = 0; d < dim; d += 16) {
             F x[GN];
             for (int g = 0; g < GN; g++) x[g] = load(q + g * MAX_DIM + d);
-            rows.ahead.template go<R * 16 * sizeof(T)>();
+            rows.ahead.template fetch_next<R * 16 * sizeof(T)>();
             for (int r = 0; r < R; r++) {
                 const F k = load(row[r] + d);
                 for (int g = 0; g < GN; g++) acc[g * R + r] = fma(k, x[g], acc[g * R + r]);
@@ -51,7 +51,7 @@ void row_values_part(const RowBlock &rows, const float *p, int first, float *acc
         const T *row = (const T *)rows.at(r) + first;
         F v[NC];
         for (int c = 0; c < NC; c++) v[c] = load(row + 16 * c);
-        rows.ahead.template go<16 * NC * sizeof(T)>();
+        rows.ahead.template fetch_next<16 * NC * sizeof(T)>();
         for (int g = 0; g < GN; g++) {
             const F w = set1(p[g * PITCH + r]);
             for (int c = 0; c < NC; c++) sum[g][c] = fma(w, v[c], sum[g][c]);
@@ -84,7 +84,7 @@ void bfloat_scores(const RowBlock &rows, const Bfloat *q, int dim, float *s) {
         for (; d + 32 <= dim; d += 32) {
             Pairs x[GN];
             for (int g = 0; g < GN; g++) x[g] = load_pairs(q + g * MAX_DIM + d);
-            rows.ahead.go<R * LINE>();
+            rows.ahead.fetch_next<R * LINE>();
             for (int r = 0; r < R; r++) {
                 const Pairs k = load_pairs(row[r] + d);
                 for (int g = 0; g < GN; g++) acc[g * R + r] = dot2(acc[g * R + r], k, x[g]);
@@ -117,7 +117,7 @@ void bfloat_values_part(const RowBlock &rows, const Bfloat *w, int first, float 
         const Bfloat *a = (const Bfloat *)rows.at(r) + first;
         const Bfloat *b = (const Bfloat *)rows.at(r + 1) + first;
         Pairs v[2 * NC];
-        rows.ahead.go<2 * NC * LINE>();
+        rows.ahead.fetch_next<2 * NC * LINE>();
         for (int c = 0; c < NC; c++) interleaved(a + 32 * c, b + 32 * c, v + 2 * c);
         for (int g = 0; g < GN; g++) {
             uint32_t pair;

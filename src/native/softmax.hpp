@@ -7,16 +7,6 @@ namespace kvant::KVANT_TARGET {
 
 constexpr float NOTHING = -__builtin_inff();
 
-// The outputs of one query, to where the caller wants them.
-inline void put_out(const kvant_request &r, int64_t row, const float *from) {
-    const int64_t dim = r.values.dim, at = row * dim;
-    for (int64_t d = 0; d < dim; d += 16) {
-        if (r.out_dtype == KVANT_F32) store((float *)r.out + at + d, load(from + d));
-        if (r.out_dtype == KVANT_BF16) store_nearest((Bfloat *)r.out + at + d, load(from + d));
-        if (r.out_dtype == KVANT_F16) store_nearest((Half *)r.out + at + d, load(from + d));
-    }
-}
-
 // Scores [BLOCK] of one query become weights, rounded to 16 bits where `rows` takes them. Where
 // they pass the largest score so far, fade(factor) is told what all sums before are worth now.
 template <class Fade>

@@ -52,11 +52,11 @@ struct Params {
     Params(const SealedBlock &block, int u, float middle, bool even) : even(even) {
         for (int t = 0; t < BLOCK / 16; t++) {
             const int at = (t * block.groups + u) * 16;
-            fetch((const char *)(block.scale + at) + block.scale_ahead);
+            fetch((const char *)(block.scale + at) + block.to_next_scale);
             scale[t] = load(block.scale + at);
             if (even) scale[t] = where_zero(scale[t], set1(1.0f), scale[t]);
             if (!block.bias) continue;
-            fetch((const char *)(block.bias + at) + block.scale_ahead);
+            fetch((const char *)(block.bias + at) + block.to_next_scale);
             bias[t] = fma(scale[t], set1(middle), load(block.bias + at));
             if (even) bias[t] = divide(bias[t], scale[t]);
         }

@@ -116,6 +116,7 @@ inline void store(Bfloat *p, F x) {
     const __m256i both = _mm256_packus_epi32(narrowed(x.a), narrowed(x.b));
     _mm256_storeu_si256((__m256i *)p, _mm256_permute4x64_epi64(both, 0xD8));
 }
+inline void store_nearest(float *p, F x) { store(p, x); }
 inline void store_nearest(Bfloat *p, F x) { store(p, x); }
 inline void store_nearest(Half *p, F x) {
     _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));

@@ -64,6 +64,7 @@ inline void store(Bfloat *p, F x) {
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh(x));
 }
 // To nearest, denormals too, which the processor's own conversion above takes for zero.
+inline void store_nearest(float *p, F x) { store(p, x); }
 inline void store_nearest(Bfloat *p, F x) {
     const I bits = _mm512_castps_si512(x), odd = _mm512_and_si512(right<16>(bits), set1i(1));
     const I near = right<16>(_mm512_add_epi32(bits, _mm512_add_epi32(odd, set1i(0x7fff))));

@@ -41,6 +41,7 @@ inline void store(float *p, F x) { std::memcpy(p, x.at, sizeof x.at); }
 inline void store(Bfloat *p, F x) {
     for (int i = 0; i < 16; i++) p[i] = to_bfloat(x.at[i]);
 }
+inline void store_nearest(float *p, F x) { store(p, x); }
 inline void store_nearest(Bfloat *p, F x) { store(p, x); }
 inline void store_nearest(Half *p, F x) {
     for (int i = 0; i < 16; i++) p[i].bits = to_half(x.at[i]);

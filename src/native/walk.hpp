@@ -1,4 +1,5 @@
-// Blocks of at most BLOCK rows, one after the other, over the segments that a query sees.
+// Blocks of at most BLOCK rows, one after the other, over the segments that a query sees; and
+// where the rows of a block lie, dense or coded.
 #pragma once
 
 #include "segments.hpp"
@@ -28,9 +29,7 @@ public:
     int64_t total = 0;
 
     Span at(int64_t index) const {
-        int i = 0;
-        for (; index >= blocks(segments.list[i]); i++) index -= blocks(segments.list[i]);
-        const Segment &s = segments.list[i];
+        const Segment &s = segment_of(index);
         if (s.part != Part::sealed) {
             const int64_t begin = s.first + index * BLOCK;
             const int count = (int)std::min<int64_t>(BLOCK, s.stop - begin);
@@ -44,9 +43,7 @@ public:
 
     // How many blocks from this one on lie one behind the other: those of a page, or all dense ones.
     int64_t together(int64_t index) const {
-        int i = 0;
-        for (; index >= blocks(segments.list[i]); i++) index -= blocks(segments.list[i]);
-        const Segment &s = segments.list[i];
+        const Segment &s = segment_of(index);
         const int64_t left = blocks(s) - index, many = r.page / BLOCK;
         return s.part != Part::sealed ? left : std::min(left, many - (s.first / BLOCK + index) % many);
     }
@@ -55,6 +52,13 @@ private:
     const kvant_request &r;
     int64_t sequence;
     Segments segments;
+
+    // The segment that a block lies in; `index` becomes the block's number inside of it.
+    const Segment &segment_of(int64_t &index) const {
+        int i = 0;
+        for (; index >= blocks(segments.list[i]); i++) index -= blocks(segments.list[i]);
+        return segments.list[i];
+    }
 
     static int64_t blocks(const Segment &s) {
         if (s.part == Part::sealed) return (s.stop + BLOCK - 1) / BLOCK - s.first / BLOCK;

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from kvant.frames import Rotation, hadamard
-from kvant.native import Library, library, rotation, turns
+from kvant.native import Library, library, rotatable, rotation
 from kvant.native.library import load
 
 pytestmark = pytest.mark.skipif(
@@ -46,12 +46,12 @@ def every_isa(loaded: Library, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def by_torch(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hadamard, "turns", lambda x: False)
+        patch.setattr(hadamard, "rotatable", lambda x: False)
         return act(x)
 
 
 def agree(x: Tensor, threads: tuple[int, ...] = (1,)) -> None:
-    assert turns(x)
+    assert rotatable(x)
     for act in (Rotation(3).rows, Rotation(3).outputs):
         theirs = by_torch(act, x)
         for count in threads:
@@ -113,12 +113,12 @@ def test_a_prompt_is_turned_by_any_number_of_threads(dtype: torch.dtype) -> None
 
 def test_what_is_not_served_is_left_to_torch() -> None:
     x = torch.randn(1, 2, 3, 64)
-    assert turns(x)
+    assert rotatable(x)
     others = [x.double(), x[0], x[None], x[..., :20], x[..., ::2], x.to("meta"), x.requires_grad_()]
     others += [torch.randn(1, 1, 1, 272), torch.nn.Parameter(x)]
-    assert not any(turns(other) for other in others)
+    assert not any(rotatable(other) for other in others)
     with torch.no_grad():
-        assert turns(x)
+        assert rotatable(x)
 
 
 def test_gradients_are_recorded_in_single_precision_too() -> None:

@@ -74,6 +74,7 @@ class Buffer:
         self.taken = 0  # slots that count
         self.reserved = 0  # slots that there are: the stride between sequences
         self._tensors = {name: slab.empty(0, device) for name, slab in self.slabs.items()}
+        # Units are rows [B, H, slots, D], which is all that `put` copies.
         self._of_rows = {slab.axis for slab in self.slabs.values()} == {2}
 
     @property
@@ -104,8 +105,8 @@ class Buffer:
             for name, tensor in self._tensors.items()
         }
 
-    def room(self, first: int) -> tuple[Fields, int]:
-        """Everything as it lies, and the slot of unit `first` in it."""
+    def located(self, first: int) -> tuple[Fields, int]:
+        """The tensors that units lie in, and the slot of unit `first`."""
         return self._tensors, first - self.base
 
     def write(self, first: int, units: Fields) -> None:

@@ -51,17 +51,17 @@ def torch_ways(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
     mask = None
     if queries > 1:
         mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
-    all_masks = None if mask is None else mask.repeat(group, 1)
+    folded_mask = None if mask is None else mask.repeat(group, 1)
 
     def by_hand() -> Any:
         scores = folded @ keys.transpose(2, 3) * dim**-0.5
-        if all_masks is not None:
-            scores = scores.masked_fill(~all_masks, -torch.inf)
+        if folded_mask is not None:
+            scores = scores.masked_fill(~folded_mask, -torch.inf)
         return scores.softmax(-1) @ values
 
     return {
         "torch gqa": lambda: sdpa(q, keys, values, attn_mask=mask, enable_gqa=True),
-        "torch folded": lambda: sdpa(folded, keys, values, attn_mask=all_masks),
+        "torch folded": lambda: sdpa(folded, keys, values, attn_mask=folded_mask),
         "torch by hand": by_hand,
     }
 

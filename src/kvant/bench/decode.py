@@ -29,8 +29,9 @@ from kvant.bench.picture import check_plot, draw
 from kvant.bench.report import check_files, numbers, progress, run, show, table, tell
 from kvant.bench.stream import streams
 from kvant.checkpoints import load
-from kvant.native import library
+from kvant.native import part_teams
 
+ONE_MORE = "milliseconds for one more (median)"
 TEXT = "argparse"  # a long module of the standard library: its source is a text anybody has
 
 
@@ -96,7 +97,7 @@ def real(name: str | None, settings: Settings, plot: Path | None, json: Path | N
     facts = described(name, model, settings)
     facts |= {"peers": {peer: version(peer) for peer in theirs}, "skipped": skipped}
     if plot is not None:
-        draw(curves(steps), f"one more token: {facts['model']}, {facts['dtype']}", plot)
+        draw(curves(steps), f"one more token: {facts['model']}, {facts['dtype']}", plot, ONE_MORE)
     tell("decode", facts | {"rows": generated, "latency": steps}, json)
 
 
@@ -174,8 +175,8 @@ def bare(
     apart: bool = False,
 ) -> None:
     """The contest: one table and a JSON line."""
-    if apart and (functions := library().functions) is not None:
-        functions.kvant_share_team(None)
+    if apart:
+        part_teams()
     points = numbers("contexts", contexts)
     rows = contest.contest(points, split(formats), repeats, layers, peaks)
     facts = {"model": "Qwen3-0.6B, random", "layers": layers, "dtype": "bfloat16"}

@@ -14,19 +14,14 @@ def check_plot(file: Path | None) -> None:
         raise ValueError("--plot needs matplotlib: pip install kvant[plot]")
 
 
-ONE_MORE = "milliseconds for one more (median)"
-
-
-def draw(
-    curves: Mapping[str, Mapping[int, float]], title: str, file: Path, unit: str = ONE_MORE
-) -> None:
+def draw(curves: Mapping[str, Mapping[int, float]], title: str, file: Path, label: str) -> None:
     """Both axes in powers: a candidate that doubles with the length is a straight line upward."""
     figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for name, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), marker="o", markersize=4, label=name)
     axes.set(xscale="log", yscale="log", title=title)
-    axes.set(xlabel="tokens there", ylabel=unit)
+    axes.set(xlabel="tokens there", ylabel=label)
     lengths = sorted({length for curve in curves.values() for length in curve})
     axes.set_xticks(lengths, [str(length) for length in lengths])
     axes.minorticks_off()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvant.lasting import lasting
-from kvant.native import Signs, rotated, turns
+from kvant.native import Signs, rotatable, rotated
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
@@ -41,7 +41,7 @@ class Rotation:
             raise ValueError(f"seed is {self.seed}; it must lie in [0, 2**64)")
 
     def rows(self, x: Tensor) -> Tensor:
-        if turns(x):
+        if rotatable(x):
             return rotated(x, _native_signs(self.seed, x.shape[-1]), last=False)
         wide = _wide(x)
         return _transformed(wide * self._signs(wide)).to(x.dtype)
@@ -50,7 +50,7 @@ class Rotation:
         return self.rows(_wide(q))
 
     def outputs(self, x: Tensor) -> Tensor:
-        if turns(x):
+        if rotatable(x):
             return rotated(x, _native_signs(self.seed, x.shape[-1]), last=True)
         wide = _wide(x)
         return (_transformed(wide) * self._signs(wide)).to(x.dtype)

@@ -16,7 +16,10 @@ class Product:
 
     frames: tuple[Frame, ...]
     name: ClassVar[str] = "product"
-    trivial: ClassVar[bool] = False
+
+    @property
+    def trivial(self) -> bool:
+        return all(frame.trivial for frame in self.frames)
 
     def rows(self, x: Tensor) -> Tensor:
         for frame in self.frames:

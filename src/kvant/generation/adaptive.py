@@ -112,7 +112,7 @@ def words(spec: CacheSpec) -> str:
     if not layers:
         return ""
     told = " and ".join(dict.fromkeys(spelled(*layer.sides.values()) for layer in layers))
-    kept = max(layers, key=lambda layer: layer.keeps).retention
+    kept = max(layers, key=lambda layer: layer.width).retention
     if kept.window is None:
         return told
     return f"{told},window={kept.window}" + (f",sinks={kept.sinks}" if kept.sinks else "")
@@ -120,7 +120,7 @@ def words(spec: CacheSpec) -> str:
 
 def _windows(spec: CacheSpec, held: int) -> Iterator[int]:
     """Narrower than the widest layer: halves of what is held."""
-    widest = max((layer.keeps for layer in attention_in(*spec.layers)), default=0)
+    widest = max((layer.width for layer in attention_in(*spec.layers)), default=0)
     window = int(min(widest, held))
     while (window := window // 2) > NARROWEST:
         yield window

@@ -16,7 +16,7 @@ from kvant.recipes import LayerSpec
 
 
 @dataclass(frozen=True)
-class Room:
+class Footprint:
     """What the rows of a layer take by a recipe, before anything is allocated."""
 
     spec: LayerSpec
@@ -68,14 +68,14 @@ class Geometry:
         return f"batch {self.batch}, {self.heads} heads, {', '.join(parts)} on {self.device}"
 
     def dense(self, spec: LayerSpec) -> Buffer:
-        """Room for dense rows."""
+        """Footprint for dense rows."""
         shape = (self.batch, self.heads, GROWING)
         slabs = {name: Slab((*shape, dim), self.dtypes[name]) for name, dim in self.dims.items()}
         growth = Growth(spec.step, spec.capacity, Schedule(spec).dense_bound)
         return Buffer(slabs, growth, self.device)
 
     def sealed(self, spec: LayerSpec) -> Buffer:
-        """Room for sealed pages, the keys and values of a page together."""
+        """Footprint for sealed pages, the keys and values of a page together."""
         slabs = {}
         if spec.seals:
             for name, codec in spec.sides.items():
@@ -87,16 +87,16 @@ class Geometry:
         growth = Growth(max(1, spec.step // spec.page), pages, Schedule(spec).page_bound)
         return Buffer(slabs, growth, self.device)
 
-    def room(self, spec: LayerSpec) -> Room:
+    def footprint(self, spec: LayerSpec) -> Footprint:
         """What rows of this geometry take by a recipe."""
         nowhere = replace(self, device=torch.device("meta"))  # shapes without memory
         sinks = sum(tensor.nbytes for tensor in nowhere.sinks(spec).values())
         dense, sealed = nowhere.dense(spec), nowhere.sealed(spec)
         units = dense.unit_nbytes, sealed.unit_nbytes
-        return Room(spec, dense.growth, sealed.growth, *units, sinks)
+        return Footprint(spec, dense.growth, sealed.growth, *units, sinks)
 
     def sinks(self, spec: LayerSpec) -> dict[str, Tensor]:
-        """Room for the first rows of every sequence."""
+        """Footprint for the first rows of every sequence."""
         shape = (self.batch, self.heads, spec.retention.sinks)
         with lasting():
             return {

@@ -44,8 +44,8 @@ def recoded(record: Record | None, spec: LayerSpec) -> Record | None:
 def nbytes_after(record: Record, length: int, spec: LayerSpec) -> int:
     """Bytes once `length` tokens were seen; memory that is there stays, unless it is recoded."""
     if spec is record.memory.spec or spec == record.memory.spec:
-        return max(record.nbytes, record.memory.room.nbytes(length))
-    return _geometry(record, spec).room(spec).nbytes(length)
+        return max(record.nbytes, record.memory.footprint.nbytes(length))
+    return _geometry(record, spec).footprint(spec).nbytes(length)
 
 
 def _geometry(record: Record, spec: LayerSpec) -> Geometry:

@@ -12,7 +12,7 @@ from kvant.arenas import Span
 from kvant.attention import arrangement, seal
 from kvant.contracts import Fields, Tally, Tiles
 from kvant.lasting import lasting
-from kvant.layers.geometry import Geometry, Room
+from kvant.layers.geometry import Footprint, Geometry
 from kvant.layers.rows import Rows
 from kvant.layers.schedule import Schedule
 from kvant.recipes import LayerSpec
@@ -43,8 +43,8 @@ class Memory:
         return max(self.start)
 
     @cached_property
-    def room(self) -> Room:
-        return self.geometry.room(self.spec)
+    def footprint(self) -> Footprint:
+        return self.geometry.footprint(self.spec)
 
     @property
     def nbytes(self) -> int:

@@ -26,7 +26,7 @@ class Rows:
 
     @classmethod
     def of(cls, span: Span) -> Rows:
-        room, slot = span.arena.room(span.first)
+        room, slot = span.arena.located(span.first)
         return cls(room, slot if len(span) else 0, span.first, span.stop)  # none lie anywhere
 
     @classmethod

@@ -32,11 +32,11 @@ def within(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
     Where no window is asked for, each layer keeps its own retention. Where layers differ in it,
     those narrower than the widest have that from the model, and keep it too.
     """
-    widest = max((layer.keeps for layer in attention_in(*present.layers)), default=0.0)
+    widest = max((layer.width for layer in attention_in(*present.layers)), default=0.0)
 
     def meet(old: LayerSpec, new: LayerSpec) -> LayerSpec:
         window = old.retention.window
-        from_model = old.keeps < widest and old.keeps <= new.keeps
+        from_model = old.width < widest and old.width <= new.width
         if window is not None and (new.retention.window is None or from_model):
             new = replace(new, retention=old.retention)
         return replace(new, chunk=old.chunk, value_dim=old.value_dim)

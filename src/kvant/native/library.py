@@ -66,6 +66,12 @@ def load(path: Path) -> Library:
     return Library(functions, isa.decode())
 
 
+def part_teams() -> None:
+    """Run on threads of its own from now on, beside those of torch."""
+    if (functions := library().functions) is not None:
+        functions.kvant_share_team(None)
+
+
 def _share_team(functions: ctypes.CDLL) -> None:
     """Let it run on the threads that torch has anyway: two teams would compete for the cores."""
     try:

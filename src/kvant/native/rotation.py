@@ -15,10 +15,10 @@ from kvant.native.library import DTYPES, library
 
 RECORD = struct.Struct("@13q")  # kvant_rotate_request
 DIMS = range(16, 256 + 1, 16)
-Signs = ctypes.Array[ctypes.c_float]  # over the square root of their block
+Signs = ctypes.Array[ctypes.c_float]  # one a channel: +-1 over the square root of its block
 
 
-def turns(x: Tensor) -> bool:
+def rotatable(x: Tensor) -> bool:
     """Whether `rotated` serves this: nothing that is only traced, or that wants a gradient."""
     return (
         type(x) is Tensor
@@ -33,7 +33,7 @@ def turns(x: Tensor) -> bool:
     )
 
 
-def rotated(x: Tensor, signs: Signs, last: bool) -> Tensor:
+def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
     """Rows [B, H, T, D] turned, multiplied by the D signs before that, or last."""
     functions = library().functions
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -26,7 +26,7 @@ UNEVEN = (3, 5)  # bits whose planes need rows of whole 32 channels
 
 
 class Native:
-    """Decoding, natively."""
+    """Seals pages and attends over views with the compiled kernels."""
 
     name = "native"
 

@@ -1,0 +1,34 @@
+// Queries as they come in, outputs as they leave: the only places that know their type.
+#pragma once
+
+#include "kvant.h"
+#include "shape.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+template <class T> inline void read_as(const void *from, int64_t at, int64_t dim, float *to) {
+    for (int64_t d = 0; d < dim; d += 16) store(to + d, load((const T *)from + at + d));
+}
+
+template <class T> inline void write_as(void *to, int64_t at, int64_t dim, const float *from) {
+    for (int64_t d = 0; d < dim; d += 16) store_nearest((T *)to + at + d, load(from + d));
+}
+
+// One query in single precision.
+inline void read_query(const kvant_request &r, int64_t sequence, int64_t head, int64_t query,
+                       float *to) {
+    const int64_t at = sequence * r.q_batch + head * r.q_head + query * r.q_row;
+    if (r.q_dtype == KVANT_F32) read_as<float>(r.q, at, r.keys.dim, to);
+    if (r.q_dtype == KVANT_F16) read_as<Half>(r.q, at, r.keys.dim, to);
+    if (r.q_dtype == KVANT_BF16) read_as<Bfloat>(r.q, at, r.keys.dim, to);
+}
+
+// The outputs of one query, rounded once.
+inline void write_out(const kvant_request &r, int64_t row, const float *from) {
+    const int64_t dim = r.values.dim;
+    if (r.out_dtype == KVANT_F32) write_as<float>(r.out, row * dim, dim, from);
+    if (r.out_dtype == KVANT_F16) write_as<Half>(r.out, row * dim, dim, from);
+    if (r.out_dtype == KVANT_BF16) write_as<Bfloat>(r.out, row * dim, dim, from);
+}
+
+}  // namespace kvant::KVANT_TARGET

@@ -23,14 +23,15 @@ public:
         // Enough parts that no thread idles for long; few enough that merging costs nothing. They
         // do not depend on how many queries there are, so that none changes another's result.
         wanted = r.threads > 1 ? (4 * r.threads + r.batch - 1) / r.batch : 1;
-        parts = parts_of(most_blocks());
+        for (int64_t i = 0; i < r.batch * r.queries; i++) most = std::max(most, walk(unit(i)).total);
+        parts = parts_of(most);
         tasks = r.batch * r.queries * parts;
         width = r.values.dim + 2;
         partial.reset(new float[tasks * r.heads * r.group * width]);
     }
 
     void run() {
-        const int64_t busy = most_blocks() * r.heads * tasks / parts;
+        const int64_t busy = most * r.heads * tasks / parts;
         const int64_t threads = busy < 2 * MIN_BLOCKS ? 1 : std::min(r.threads, tasks);
         in_parallel((int)threads, [](void *self) { ((Attend *)self)->work(); }, this);
     }
@@ -40,13 +41,10 @@ private:
 
     const kvant_request &r;
     SideTables keys, values;
+    int64_t most = 0;  // blocks that a unit goes through
     int64_t wanted, parts, tasks, width;  // parts: the most that a unit has
     std::atomic<int64_t> next{0};
     std::unique_ptr<float[]> partial;  // [task][head][group]: largest score, sum of weights, values
-
-    int64_t most_blocks() const {
-        return (r.columns - std::min(r.first_page * r.page, r.dense_from)) / BLOCK + 1;
-    }
 
     int64_t parts_of(int64_t blocks) const {
         // A part is worth it from MIN_BLOCKS on, over all heads.
@@ -55,6 +53,8 @@ private:
     }
 
     Unit unit(int64_t index) const { return {index / r.queries, index % r.queries}; }
+
+    Walk walk(const Unit &u) const { return Walk(r, u.sequence, u.query, u.query + 1); }
 
     float *part(int64_t task, int64_t head, int64_t g) const {
         return partial.get() + ((task * r.heads + head) * r.group + g) * width;
@@ -65,11 +65,11 @@ private:
         alignas(64) Scratch scratch;
         for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
             const Unit u = unit(i / parts);
-            const Walk walk(r, u.sequence, u.query, u.query + 1);
-            const int64_t own = parts_of(walk.total), first = std::min(i % parts, own);
+            const Walk blocks = walk(u);
+            const int64_t own = parts_of(blocks.total), first = std::min(i % parts, own);
             Decode(r, keys, values, scratch, heads.get(), u.sequence)
-                .run(walk, u.query, walk.total * first / own,
-                     walk.total * std::min(first + 1, own) / own);
+                .run(blocks, u.query, blocks.total * first / own,
+                     blocks.total * std::min(first + 1, own) / own);
             for (int64_t h = 0; h < r.heads; h++)
                 for (int g = 0; g < r.group; g++) keep(heads[h], g, part(i, h, g));
         }
@@ -103,7 +103,7 @@ private:
         float total = r.sink_logits ? std::exp(r.sink_logits[head] - finite) : 0.0f;
         for (int64_t p = 0; p < parts; p++) {
             const float *from = part(index * parts + p, key_head, g);
-            if (from[0] == NOTHING) continue;
+            if (from[0] == NOTHING && from[1] == 0.0f) continue;  // a NaN is in the sum alone
             const float fade = std::exp(from[0] - finite);
             total += from[1] * fade;
             for (int64_t d = 0; d < dim; d++) out[d] += from[2 + d] * fade;

@@ -199,8 +199,9 @@ private:
         for (int i = 0; i < segments.count; i++) {
             const Segment &run = segments.list[i];
             if (run.part != span.part) continue;
-            const int64_t a = std::max<int64_t>(run.first - begin, 0);
-            const int64_t z = std::min<int64_t>(run.stop - begin, BLOCK);
+            // There may be two runs of one part in reach: only this span's rows are in the block.
+            const int64_t a = std::max<int64_t>(run.first - begin, span.first);
+            const int64_t z = std::min<int64_t>(run.stop - begin, span.stop);
             for (int64_t row = a; row < z; row++) seen[row] = true, count++;
         }
         if (count == BLOCK) return false;

@@ -66,9 +66,14 @@ private:
     }
 
     void make_fours(int g, int width) {
-        F top = zero();
-        for (int d = 0; d < dim; d += 16) top = max(top, abs(load(rows[g] + d)));
-        step[g] = std::fmax(largest(top) / FIXED, 1e-30f);
+        F top = zero(), odd = zero();
+        for (int d = 0; d < dim; d += 16) {
+            const F x = load(rows[g] + d);
+            top = max(top, abs(x));
+            odd = fma(x, zero(), odd);
+        }
+        // No whole number stands for NaN or infinity: the step does, for all of the query.
+        step[g] = sum(odd) == 0.0f ? std::fmax(largest(top) / FIXED, 1e-30f) : __builtin_nanf("");
         by_group(width, [&](int u, int first, int stop) {
             F total = zero();  // of whole numbers that a float holds
             for (int d = first; d < stop; d += 16) {

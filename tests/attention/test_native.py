@@ -17,7 +17,7 @@ from kvant.attention.native import Native
 from kvant.attention.native.lanes import Lanes
 from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook
-from kvant.contracts import Codec
+from kvant.contracts import Codec, Mask
 from kvant.native import library
 
 pytestmark = pytest.mark.skipif(
@@ -183,3 +183,48 @@ print(explain(view))
     why = "KVANT_ISA=of another age is nothing that this processor has"
     assert done.stdout.splitlines() == ["reference: reads this view", f"native: {why}"]
     assert done.stderr.splitlines() == [f"kvant runs its reference backend: {why}"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4, 8])
+@pytest.mark.parametrize("text", ["raw,sinks=3", "raw,window=200,sinks=5", "affine8,sinks=3"])
+def test_no_part_of_the_rows_is_left_out(text: str, threads: int) -> None:
+    """Sinks are a run of their own: there are more blocks than the columns make up."""
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for length in (4, 11, 64, 66, 68, 130, 330):
+            rows = torch.randn(2, 1, 8, length, 32)
+            view = Cache(1, text)[0].append(*rows, prefill="stored")
+            q = torch.randn(1, 16, 1, 32)
+            ours, theirs = (attend(q, view, backend=b) for b in ("native", "reference"))
+            assert (ours - theirs).abs().max() < 6e-3, length
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("text", "mask"),
+    [
+        ("raw,window=40,sinks=64", None),
+        ("raw", Mask(window=10, sinks=5)),
+        ("affine8,tail=0,prefill=stored", Mask(window=30, sinks=5)),
+    ],
+)
+def test_the_last_position_of_a_chunk_sees_two_runs_of_rows(text: str, mask: Mask | None) -> None:
+    rows = torch.randn(2, 1, 1, 65, 16)
+    view = Cache(1, text)[0].append(*rows)
+    q = torch.randn(1, 2, 65, 16)
+    ours, theirs = (attend(q, view, mask=mask, backend=b) for b in ("native", "reference"))
+    assert (ours - theirs).abs().max() < 6e-3
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8,tail=0", "affine4,tail=0", "turbo4,tail=0"])
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+def test_a_query_that_is_no_number_gives_none(text: str, odd: float) -> None:
+    for queries in (1, 3, 20):
+        rows = torch.randn(2, 1, 1, 130, 32)
+        view = Cache(1, text)[0].append(*rows, prefill="stored")
+        q = torch.randn(1, 2, queries, 32)
+        q[0, 1, 0, 3] = odd
+        ours, theirs = (attend(q, view, backend=b) for b in ("native", "reference"))
+        assert torch.equal(ours.isnan(), theirs.isnan())

@@ -83,7 +83,7 @@ class Session:
         return list(self._tokens)
 
     @property
-    def rotatable(self) -> list[Turn]:
+    def turns(self) -> list[Turn]:
         self._settle()
         return list(self._turns)
 

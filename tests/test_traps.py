@@ -8,9 +8,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-import kvant
+import kvant.attention
 from kvant import Cache, CacheSpec, CapacityError, Mask, RecurrentSpec, RewindError, attend
 from kvant.attention import reference
+from kvant.attention.reference import Reference
 from kvant.codecs import Raw
 from kvant.contracts import View
 from kvant.layers import Attention, Recurrent
@@ -117,7 +118,7 @@ def test_a_mirror_of_the_whole_cache_to_read_it(text: str, monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(codec, "open", counted)
-    monkeypatch.setattr(reference, "ROWS", 4 * 64 * 32)
+    monkeypatch.setattr(kvant.attention, "BACKENDS", [Reference(at_once=4 * 64 * 32)])
     attend(torch.randn(1, 4, 1, 32), state.view(), backend="reference")
     assert max(opened) == 4 * 64 * 32
     assert sum(opened) >= 2 * 6144 * 32

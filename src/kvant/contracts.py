@@ -303,7 +303,8 @@ class Request:
 class Backend(Protocol):
     """One way to seal pages and to compute attention over a view."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def supports(self, view: View, request: Request | None = None) -> str | None:
         """None, or the reason why this view (and this request) is not read here."""

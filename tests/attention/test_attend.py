@@ -11,6 +11,7 @@ from torch import Tensor
 import kvant.attention
 from kvant import LayerSpec, Mask, UnsupportedView, attend, explain
 from kvant.attention import reference
+from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.contracts import View
 from kvant.frames import Diagonal
@@ -95,7 +96,7 @@ def test_scratch_of_any_size_gives_the_same(text: str, monkeypatch: pytest.Monke
     q = torch.randn(2, 4, 300, 16)
     whole, lse = attend(q, view, return_lse=True, backend="reference")
     for rows_, scores in ((1, 1), (2 * 2 * 16 * 64, 5000), (1 << 20, 1)):
-        monkeypatch.setattr(reference, "ROWS", rows_)
+        monkeypatch.setattr(kvant.attention, "BACKENDS", [Reference(at_once=rows_)])
         monkeypatch.setattr(reference, "SCORES", scores)
         small, other = attend(q, view, return_lse=True, backend="reference")
         assert (small - whole).abs().max() < 2e-6
@@ -340,7 +341,7 @@ class Choosy:
 def test_explain_says_who_reads_a_view_and_why_others_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvant.attention, "BACKENDS", [Choosy(), *kvant.attention.BACKENDS[-1:]])
+    monkeypatch.setattr(kvant.attention, "BACKENDS", [Choosy(), Reference()])
     state, view = filled("affine8")
     told = explain(view)
     assert (told.backend, told.refused) == ("reference", (("choosy", "it is Tuesday"),))
@@ -358,6 +359,27 @@ def test_a_backend_named_that_does_not_read_the_view_is_an_error(
     with pytest.raises(UnsupportedView, match=r"'choosy'.*it is Tuesday"):
         attend(torch.zeros(2, 2, 1, 16), view, backend="choosy")
     assert not state.tally.attended
+
+
+@pytest.mark.parametrize("text", ["affine8", "turbo4"])
+def test_the_customary_way_opens_all_and_only_where_it_is_asked_for(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = Attention(layer(text))
+    state.append(*torch.randn(2, 1, 2, 6400, 32))
+    opened = []
+    codec = type(state.spec.keys)
+    plain = codec.open
+    monkeypatch.setattr(
+        codec, "open", lambda self, f: opened.append(f["codes"].shape) or plain(self, f)
+    )
+    q, view = torch.randn(1, 4, 1, 32), state.view()
+    fused = attend(q, view)
+    assert not any(shape[1] == view.page_table.shape[1] for shape in opened)
+    whole = attend(q, view, backend="dequantize")
+    assert opened[-1][1] == view.page_table.shape[1]
+    assert (fused - whole).abs().max() < near(view)
+    assert state.tally.attended["dequantize"] == 1
 
 
 BAD_QUERIES = {

@@ -1,7 +1,9 @@
 """The backend that serves every view and defines what is right.
 
 Block by block: rows are opened into bounded scratch in float32, scored, and merged by an online
-softmax. No path holds the whole dense cache. A query that sees nothing gets zeros.
+softmax. No path holds the whole dense cache, but where one is told to open all `at_once`: that is
+the customary way to read a compressed cache, here to be compared with. A query that sees nothing
+gets zeros.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from kvant.attention.mask import Block, allowed, relation
 from kvant.attention.opening import open_pages
 from kvant.contracts import Codec, Fields, Request, Side, Tiles, View
 
-ROWS = 1 << 20  # values of opened rows at a time, 4 MiB: what a processor's cache still holds
+ROWS = 1 << 20  # values of opened rows, 4 MiB: what a processor's cache still holds
 SCORES = 2 << 20  # scores at a time
 
 
+@dataclass(frozen=True)
 class Reference:
     """Plain PyTorch."""
 
-    name = "reference"
+    name: str = "reference"
+    at_once: int = ROWS  # values of opened rows
 
     def supports(self, view: View, request: Request | None = None) -> str | None:
         return None
@@ -39,7 +43,7 @@ class Reference:
         _keep_scratch()
         q = _grouped(request, view)
         first, heads = view.columns - q.shape[3], q.shape[1]
-        blocks = list(_blocks(view))
+        blocks = list(_blocks(view, self.at_once))
         if len(blocks) == 1 and _plain(request) and _all(view, request, q, blocks[0]):
             keys, values = self._opened(view, blocks[0], q.dtype)
             weights = _scores(q, keys, request).softmax(-1)
@@ -202,12 +206,12 @@ def _by_group(mask: Tensor, heads: int) -> Tensor:
     return mask.view(batch, heads, all_heads // heads, count, keys)
 
 
-def _blocks(view: View) -> Iterator[Block]:
-    """The view in pieces whose opened rows fit the scratch; sealed pieces are whole pages."""
+def _blocks(view: View, at_once: int) -> Iterator[Block]:
+    """The view in pieces of so many values when opened; sealed pieces are whole pages."""
     batch, heads, _, dim = view.keys.room.shape
     count = view.keys.count
     wide = max(dim, view.values.room.shape[3])
-    pages = max(1, ROWS // (batch * heads * wide * view.page))
+    pages = max(1, at_once // (batch * heads * wide * view.page))
     if view.keys.sinks.shape[2]:
         yield Block("sinks", 0, view.keys.sinks.shape[2])
     first, page = view.first_page, view.page

@@ -4,7 +4,7 @@ All of a length are run in turn, so what else the machine does hits all. `torch`
 say it over the same bf16 rows: SDPA with enable_gqa, SDPA with the queries of a group folded into
 their length, and softmax(q k) v by hand; of several tokens (`--queries`) each sees the rows up to
 its own. `stream` adds up as many bytes as the raw rows have. `share` is the time of a plain read of
-a format's bytes, by that figure, over the time taken.
+a format's bytes, by that figure, over the time taken. Of several `--backend`s each reads them all.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvant.native import library
 
 CHUNK = 4096  # rows put into a cache at once
 Call = Callable[[], Any]
+Way = tuple[str, str]  # a format, or another way, and the backend that reads it
 
 
 def stored(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
@@ -66,8 +67,8 @@ def torch_ways(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
     }
 
 
-def in_turn(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
+def in_turn(calls: dict[Way, Call], repeats: int) -> dict[Way, list[float]]:
+    seconds: dict[Way, list[float]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
         for name, call in calls.items():
             begin = time.perf_counter()
@@ -88,32 +89,41 @@ class Task:
     repeats: int
     backend: str | None
 
+    @property
+    def backends(self) -> list[str | None]:
+        return [None] if self.backend is None else [*self.backend.split(",")]
+
 
 def measure(length: int, names: list[str], task: Task) -> list[dict[str, Any]]:
     keys, values = torch.randn(2, 1, task.heads, length, task.dim).bfloat16()
     q = torch.randn(1, task.heads * task.group, task.queries, task.dim).bfloat16()
     views = {name: stored(name, keys, values, task.queries) for name in ["raw", *names]}
-    raw = torch.ones(views["raw"][1] // 4)
-    calls: dict[str, Call] = torch_ways(q, keys, values) | {"stream": raw.sum}
-    for name, (view, _) in views.items():
-        calls[name] = partial(attend, q, view, backend=task.backend)
+    nbytes_of = {name: nbytes for name, (_, nbytes) in views.items()}
+    raw = torch.ones(nbytes_of["raw"] // 4)
+    calls: dict[Way, Call] = {(n, ""): c for n, c in torch_ways(q, keys, values).items()}
+    calls["stream", ""] = raw.sum
+    for backend in task.backends:
+        for name, (view, _) in views.items():
+            runs = backend or explain(view).backend
+            calls[name, runs] = partial(attend, q, view, backend=backend)
     seconds = in_turn(calls, task.repeats)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    best = min(medians[name] for name in calls if name.startswith("torch"))
+    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    best = min(median for (name, _), median in medians.items() if name.startswith("torch"))
+    raw_median = next(median for (name, _), median in medians.items() if name == "raw")
     rows = []
-    for name, median in medians.items():
-        nbytes = views[name][1] if name in views else raw.nbytes
+    for (name, backend), median in medians.items():
+        nbytes = nbytes_of.get(name, raw.nbytes)
         rows.append(
             {
                 "rows": length,
                 "way": name,
-                "backend": task.backend or explain(views[name][0]).backend if name in views else "",
+                "backend": backend,
                 "median_ms": median * 1e3,
-                "best_ms": min(seconds[name]) * 1e3,
+                "best_ms": min(seconds[name, backend]) * 1e3,
                 "gb_s": nbytes / median / 1e9,
-                "share": medians["stream"] * nbytes / raw.nbytes / median,
+                "share": medians["stream", ""] * nbytes / raw.nbytes / median,
                 "against_torch": best / median,
-                "against_raw": medians["raw"] / median,
+                "against_raw": raw_median / median,
             }
         )
     return rows
@@ -130,7 +140,7 @@ def main(
     dim: int = 128,
     queries: Annotated[int, typer.Option(min=1, help="tokens, the newest of the rows")] = 1,
     backend: Annotated[
-        str | None, typer.Option(help="that reads the pages; the preferred one")
+        str | None, typer.Option(help="that reads the pages, or several; the preferred one")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="calls a figure")] = 25,
     plot: Annotated[Path | None, typer.Option(help="also draw the medians: F.png")] = None,
@@ -158,8 +168,10 @@ def main(
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
     curves: dict[str, dict[int, float]] = {}
+    first = next(row["backend"] for row in rows if row["way"] == "raw")
     for row in rows:
-        curves.setdefault(row["way"], {})[row["rows"]] = row["median_ms"]
+        way = row["way"] if row["backend"] in ("", first) else f"{row['way']}, {row['backend']}"
+        curves.setdefault(way, {})[row["rows"]] = row["median_ms"]
     return curves
 
 

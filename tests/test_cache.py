@@ -242,6 +242,20 @@ def test_a_fork_is_independent_both_ways(text: str) -> None:
     assert told(cache[1])[-4:] == [129, 300, 300, 300]
 
 
+@pytest.mark.parametrize("text", SPECS)
+def test_a_fork_that_is_trimmed_is_a_prefix_used_again(text: str) -> None:
+    """What comes behind a shared beginning is as if nothing else ever had: to the bit in slack."""
+    cache = grown(text, 140)
+    twin, alone = cache.fork(), grown(text, 130)
+    assert twin.trim(10) == 10
+    for one in (twin, alone):
+        put_tags(one, 500)
+    assert told(twin[1]) == [*range(130), 500]
+    query = torch.randn(1, 1, 1, 8)
+    assert torch.equal(*(attend(query, one[0].view()) for one in (twin, alone)))
+    assert told(cache[1]) == list(range(140))
+
+
 def put_tags(cache: Cache, tag: int) -> None:
     for state in cache:
         state.append(rows(tag, tag + 1), rows(tag, tag + 1))

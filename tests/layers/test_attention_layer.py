@@ -40,6 +40,22 @@ def test_a_range_reads_its_rows_and_no_others(text: str) -> None:
     assert state.read(298)[0][0, 0, :, 0].tolist() == [298, 299]
 
 
+@pytest.mark.parametrize("format_", ["affine8", "affine4,tail=20", "turbo2,tail=0"])
+def test_all_is_dense_before_start_and_then_sealed_at_once(format_: str) -> None:
+    state = Attention(layer(f"{format_},start=200"))
+    keys, values = torch.randn(2, 1, 2, 200, 32)
+    state.append(keys[:, :, :150], values[:, :, :150])
+    for t in range(150, 199):
+        state.append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
+    assert not state.tally.sealed
+    assert (state.read()[0] - keys[:, :, :199]).abs().max() < 1e-5
+    state.append(keys[:, :, 199:], values[:, :, 199:])
+    due = state.spec.paging.due(200)
+    assert due >= 2 and sum(state.tally.sealed.values()) == 2 * due
+    moved = (state.read()[0] - keys).abs().amax(-1)
+    assert moved[:, :, 64 * due :].max() < 1e-5 < moved[:, :, : 64 * due].min()
+
+
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (5, 4), (0, 11), (11, 12)])
 def test_a_range_outside_the_rows_is_refused(start: int, stop: int) -> None:
     state = Attention(layer("raw"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvant import functional
 from kvant.attention import attend, explain
 from kvant.cache import Cache
 from kvant.contracts import Mask
@@ -56,6 +57,7 @@ __all__ = [
     "cache_for",
     "detach",
     "explain",
+    "functional",
     "generate",
     "load",
     "parse",

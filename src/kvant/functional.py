@@ -1,0 +1,206 @@
+"""A cache as a value: plain functions over a state that never changes.
+
+How far a layer is, is the shape of its rows: there is no counter beside them that could disagree,
+and torch.compile and the transforms of torch.func see tensors alone. No tensor of a state is ever
+written to, or handed out: what goes in or comes out is a copy.
+
+The price: an update copies the rows of its layer, old and new, once into the next state and once
+more into what it returns; `cached_attention` only the former. States that are kept share the
+layers that did not change. Memory grows with the rows; `max_seq_len` is a limit. This module knows
+no format, no retention and no frame: `kvant.Cache` does, in place and for a token at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import register_pytree_node
+
+from kvant.errors import CapacityError
+
+__all__ = ["State", "cached_attention", "get", "init", "reset", "seq_length", "update"]
+
+Rows = tuple[Tensor, ...]  # of each layer: [B, H, length, D], with more in front where it is mapped
+Attend = Callable[[Tensor, Tensor, Tensor, "State"], tuple[Tensor, "State"]]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """The rows of every layer so far. Not to be written to; a pytree of its tensors."""
+
+    keys: Rows
+    values: Rows
+    max_seq_len: int
+
+    def __repr__(self) -> str:
+        lengths = [keys.shape[-2] for keys in self.keys]
+        return f"State(lengths {lengths} of {self.max_seq_len})"
+
+
+def _state(sides: Iterable[Any], max_seq_len: Any) -> State:
+    keys, values = sides
+    return State(keys, values, max_seq_len)
+
+
+register_pytree_node(
+    State,
+    lambda state: ([state.keys, state.values], state.max_seq_len),
+    _state,
+    serialized_type_name="kvant.functional.State",
+)
+
+
+def init(
+    *,
+    batch_size: int,
+    num_layers: int,
+    num_heads: int,
+    head_dim: int,
+    max_seq_len: int = 2048,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str | None = None,
+) -> State:
+    """A state without tokens; `num_heads` are those of keys and values."""
+    sizes = {"batch_size": batch_size, "num_layers": num_layers, "num_heads": num_heads}
+    sizes |= {"head_dim": head_dim, "max_seq_len": max_seq_len}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} {size}: at least 1 is needed")
+    if not dtype.is_floating_point:
+        raise ValueError(f"rows of {dtype}: a floating point dtype is needed")
+    shape = batch_size, num_heads, 0, head_dim
+    keys, values = (
+        tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers))
+        for _ in range(2)
+    )
+    return State(keys, values, max_seq_len)
+
+
+def update(state: State, layer: int, k: Tensor, v: Tensor) -> tuple[State, Tensor, Tensor]:
+    """The state with rows `k` and `v` [B, H, T, D] added, and that layer's rows, [B, H, n, D]."""
+    after = _extended(state, layer, k, v)
+    return after, after.keys[layer].clone(), after.values[layer].clone()
+
+
+def get(state: State, layer: int) -> tuple[Tensor, Tensor]:
+    """The keys and values of a layer, [B, H, n, D]."""
+    _check_layer(state, layer)
+    return state.keys[layer].clone(), state.values[layer].clone()
+
+
+def seq_length(state: State, layer: int) -> int:
+    _check_layer(state, layer)
+    return state.keys[layer].shape[-2]
+
+
+def reset(state: State) -> State:
+    """The state without its tokens."""
+    keys, values = (
+        tuple(rows[..., :0, :].clone() for rows in side) for side in (state.keys, state.values)
+    )
+    return State(keys, values, state.max_seq_len)
+
+
+def cached_attention(*, num_heads: int, head_dim: int, layer: int) -> Attend:
+    """A function of (q, k, v, state): add the rows, attend causally to all of that layer's.
+
+    `num_heads` query heads [B, heads, T, D] share the heads of the state, so they are a multiple of
+    those. Outputs are [B, heads, T, D], in the dtype of the queries. Computed in float32, or in
+    float64 for such rows; the scores of a prompt are in memory at once.
+    """
+    if num_heads < 1 or head_dim < 1:
+        raise ValueError(f"{num_heads} heads of {head_dim} channels: at least 1 is needed")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
+        _check_layer(state, layer)
+        _check_queries(q, k, num_heads, head_dim)
+        after = _extended(state, layer, k, v)
+        return _attention(q, after.keys[layer], after.values[layer]), after
+
+    return attend
+
+
+def _extended(state: State, layer: int, k: Tensor, v: Tensor) -> State:
+    _check_layer(state, layer)
+    for name, rows, held in (("k", k, state.keys[layer]), ("v", v, state.values[layer])):
+        _check_rows(name, rows, held)
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(f"k of {k.shape[2]} tokens and v of {v.shape[2]}: as many are needed")
+    length = state.keys[layer].shape[-2] + k.shape[2]
+    if length > state.max_seq_len:
+        raise CapacityError(
+            f"{length} tokens in layer {layer} for a max_seq_len of {state.max_seq_len}: reset, or "
+            f"init with max_seq_len={length}"
+        )
+    return State(
+        _replaced(state.keys, layer, k), _replaced(state.values, layer, v), state.max_seq_len
+    )
+
+
+def _replaced(side: Rows, layer: int, rows: Tensor) -> Rows:
+    longer = torch.cat([side[layer], rows], dim=2)
+    return tuple(longer if index == layer else held for index, held in enumerate(side))
+
+
+def _attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Causal attention of the newest T tokens; the queries of a key head are one matrix."""
+    batch, all_heads, count, dim = q.shape
+    heads = keys.shape[1]
+    group = all_heads // heads
+    wide = torch.promote_types(keys.dtype, torch.float32)
+    keys, values = keys.to(wide), values.to(wide)
+    grouped = (q.to(wide) * dim**-0.5).reshape(batch, heads, group * count, dim)
+    scores = grouped @ keys.transpose(-1, -2)
+    alone = count == 1  # the newest token sees everything
+    out = torch.softmax(scores, -1) @ values if alone else _causal(scores, values, group)
+    return out.reshape(q.shape).to(q.dtype)
+
+
+def _causal(scores: Tensor, values: Tensor, group: int) -> Tensor:
+    """Values weighed by scores [B, H, group * T, n], where a query sees what is not after it.
+
+    Zero times NaN is NaN: a hidden row must not spoil the queries before it.
+    """
+    length, count = values.shape[2], scores.shape[2] // group
+    seen = torch.ones(count, length, dtype=torch.bool, device=values.device).tril(length - count)
+    weights = torch.softmax(scores.masked_fill(~seen.repeat(group, 1), float("-inf")), -1)
+    odd = ~torch.isfinite(values)
+    stain = odd.long().cumsum(2)[:, :, length - count :] > 0
+    out = weights @ values.masked_fill(odd, 0.0)
+    return out.masked_fill(stain.repeat(1, 1, group, 1), float("nan"))
+
+
+def _check_layer(state: State, layer: int) -> None:
+    if not 0 <= layer < len(state.keys):
+        raise ValueError(f"layer {layer} of a state of {len(state.keys)}: count from 0")
+
+
+def _check_rows(name: str, rows: Tensor, held: Tensor) -> None:
+    fits = rows.ndim == held.ndim == 4 and rows.shape[:2] == held.shape[:2]
+    if not fits or rows.shape[3] != held.shape[3]:
+        batch, heads, dim = [*held.shape[:-2], held.shape[-1]][-3:]
+        mapped = f", mapped over {list(held.shape[:-4])}: use torch.vmap" if held.ndim > 4 else ""
+        raise ValueError(
+            f"{name} of shape {list(rows.shape)} for a state of [{batch}, {heads}, T, {dim}]"
+            f"{mapped}"
+        )
+    if (rows.dtype, rows.device) != (held.dtype, held.device):
+        raise ValueError(
+            f"{name} of {rows.dtype} on {rows.device} for a state of {held.dtype} on {held.device}"
+        )
+
+
+def _check_queries(q: Tensor, k: Tensor, num_heads: int, head_dim: int) -> None:
+    """Against the new keys, which are then held against the state."""
+    shape = [k.shape[0], num_heads, k.shape[2], head_dim] if k.ndim == 4 else []
+    if list(q.shape) != shape or k.shape[3] != head_dim or num_heads % max(k.shape[1], 1):
+        raise ValueError(
+            f"q of shape {list(q.shape)} beside k of {list(k.shape)}: [B, {num_heads}, T, "
+            f"{head_dim}] and [B, H, T, {head_dim}] are needed, {num_heads} a multiple of H"
+        )
+    if (q.dtype, q.device) != (k.dtype, k.device):
+        raise ValueError(f"q of {q.dtype} on {q.device}, k of {k.dtype} on {k.device}")

@@ -5,8 +5,25 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
+from torch._C._functorch import peek_interpreter_stack
+
+from kvant.errors import CacheError
 
 
 def lasting() -> AbstractContextManager[None]:
     """Make tensors here that are kept: one born in inference mode can never be written outside."""
     return torch.inference_mode(False)
+
+
+def transformed() -> bool:
+    """Is a transform of torch.func under way? Its tensors have no memory, and end with it."""
+    return peek_interpreter_stack() is not None
+
+
+def check_lasts(what: str) -> None:
+    """Refuse what changes in place, or is read by address, inside such a transform."""
+    if transformed():
+        raise CacheError(
+            f"{what} inside a transform of torch.func (vmap, grad, jvp, functionalize): a cache "
+            "that changes in place cannot be transformed; kvant.functional can"
+        )

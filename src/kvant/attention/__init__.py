@@ -16,6 +16,7 @@ from kvant.attention.opening import dense_rows, framed_rows, open_pages
 from kvant.attention.reference import Reference
 from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, Tiles, View
 from kvant.errors import UnsupportedView
+from kvant.lasting import check_lasts
 
 __all__ = [
     "BACKENDS",
@@ -63,6 +64,7 @@ def attend(
     its last dimension is aligned to the newest column; what lies before it, or was let go, is not
     seen. No gradients are recorded.
     """
+    check_lasts("attend")
     _check(q, view, mask, sink_logits)
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         scale = q.shape[-1] ** -0.5 if scale is None else scale

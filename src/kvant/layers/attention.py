@@ -26,6 +26,7 @@ from kvant.contracts import (
     View,
 )
 from kvant.errors import CapacityError
+from kvant.lasting import check_lasts
 from kvant.layers.geometry import Geometry
 from kvant.layers.ledger import Alone
 from kvant.layers.reach import check_reach
@@ -109,6 +110,7 @@ class Attention:
         view stays valid until the next append. In a cache, rows whose forward never reached the
         other layers are taken back first.
         """
+        check_lasts("append")
         if prefill not in (None, "dense", "stored"):
             raise ValueError(f"prefill {prefill!r}: 'dense' or 'stored' is needed")
         held = self._record

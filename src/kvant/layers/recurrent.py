@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvant.contracts import Fields, Follower, LayerState, Ledger, Snapshot, Tally
 from kvant.errors import SnapshotMismatch
+from kvant.lasting import check_lasts
 from kvant.layers.ledger import Alone
 from kvant.layers.reach import check_reach
 from kvant.recipes import RecurrentSpec
@@ -96,6 +97,7 @@ class Recurrent:
 
     def append(self, count: int, state: Fields) -> None:
         """The state after `count` more tokens; it is copied."""
+        check_lasts("append")
         if count < 0:
             raise ValueError(f"append of {count} tokens: 0 or more")
         if any(tensor.ndim == 0 for tensor in state.values()):

@@ -11,6 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
+from kvant.lasting import transformed
 from kvant.native.library import DTYPES, library
 
 RECORD = struct.Struct("@13q")  # kvant_rotate_request
@@ -29,6 +30,7 @@ def rotatable(x: Tensor) -> bool:
         and x.shape[3] in DIMS
         and x.stride(3) == 1
         and not (x.requires_grad and torch.is_grad_enabled())
+        and not transformed()
         and library().functions is not None
     )
 

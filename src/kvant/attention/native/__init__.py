@@ -22,6 +22,7 @@ __all__ = ["Native", "arrangement"]
 MAX_DIM, MAX_GROUP, BLOCK = 256, 16, 64  # of the kernels
 
 LANES = Lanes()
+PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
 UNEVEN = (3, 5)  # bits whose planes need rows of whole 32 channels
 
 
@@ -46,6 +47,8 @@ class Native:
         functions = library().functions
         if functions is None or rows.device.type != "cpu" or type(codec) not in FORMS:
             return None
+        if type(rows) is not Tensor:
+            return None
         return sealed(functions, codec, rows, side, tiles)
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
@@ -54,6 +57,7 @@ class Native:
         q = request.q
         batch, heads, queries, _ = q.shape
         out = torch.empty(batch, heads, queries, view.values.room.shape[3], dtype=request.dtype)
+        assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
         lse = torch.empty(batch, heads, queries) if request.lse else None
         if request.sink_logits is not None:
             request = replace(request, sink_logits=request.sink_logits.float().contiguous())
@@ -72,6 +76,8 @@ def arrangement(device: torch.device) -> Tiles | None:
 def _refused(side: Side, name: str, view: View) -> str | None:
     room, codec = side.room, side.codec
     dim = room.shape[3]
+    if type(room) is not Tensor:
+        return f"{name} in a {type(room).__name__}"
     if type(codec) not in FORMS:
         return f"{name} of {type(codec).__name__}"
     if dim % 16 or dim > MAX_DIM:
@@ -91,6 +97,8 @@ def _refused(side: Side, name: str, view: View) -> str | None:
 
 def _asks_too_much(request: Request, view: View) -> str | None:
     group = request.q.shape[1] // view.keys.room.shape[1]
+    if type(request.q) not in PLAIN:
+        return f"queries in a {type(request.q).__name__}"
     if group > MAX_GROUP:
         return f"{group} queries share a key head: {MAX_GROUP} at most"
     if request.q.dtype not in DTYPES or request.dtype not in DTYPES or request.q.stride(3) != 1:

@@ -1,0 +1,59 @@
+"""A cache that changes in place is no part of a transform, and is never read by address there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functionalize, grad, jvp, vmap
+
+import kvant
+
+# Torch itself warns of what its jvp is made with.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+
+K, Q = torch.ones(1, 2, 130, 64), torch.ones(1, 4, 1, 64)
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor]], object]] = {
+    "grad": lambda f: grad(f)(Q),
+    "vmap": lambda f: vmap(f)(Q[None]),
+    "jvp": lambda f: jvp(f, (Q,), (Q,)),
+    "functionalize": lambda f: functionalize(f)(Q),
+}
+
+
+def filled(spec: str) -> kvant.Cache:
+    cache = kvant.Cache(1, spec)
+    cache[0].append(K, K)
+    return cache
+
+
+@pytest.mark.parametrize("spec", ["raw", "affine4,tail=0", "turbo4,tail=0"])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_transform_is_refused_and_changes_nothing(name: str, spec: str) -> None:
+    cache, transform = filled(spec), TRANSFORMS[name]
+    with pytest.raises(kvant.CacheError, match=r"append .* kvant\.functional"):
+        transform(lambda q: cache[0].append(q[:, :2], q[:, :2]).keys.room.sum())
+    with pytest.raises(kvant.CacheError, match=r"attend .* kvant\.functional"):
+        transform(lambda q: kvant.attend(q, cache[0].view()).sum())
+    assert cache.length == 130
+
+
+@pytest.mark.parametrize("spec", ["raw", "affine4,tail=0", "turbo4,tail=0"])
+def test_what_is_read_inside_a_transform_is_right(spec: str) -> None:
+    cache = filled(spec)
+    keys = cache[0].read()[0]
+    assert torch.allclose(vmap(lambda q: cache[0].read()[0] * q)(torch.ones(1))[0], keys)
+    assert torch.allclose(grad(lambda q: (cache[0].read()[0] * q).sum())(K), keys)
+
+
+@pytest.mark.parametrize("spec", ["raw", "affine4,tail=0"])
+def test_tensors_without_memory_are_not_read_by_address(spec: str) -> None:
+    with FakeTensorMode():
+        cache = kvant.Cache(1, spec)
+        view = cache[0].append(torch.ones(1, 2, 130, 64), torch.ones(1, 2, 130, 64))
+        out = kvant.attend(torch.ones(1, 4, 1, 64), view)
+    assert out.shape == (1, 4, 1, 64)
+    assert dict(cache[0].tally.attended) == {"reference": 1}

@@ -176,6 +176,9 @@ class Arena(Protocol):
     def allocate(self, first: int, live: int, stop: int) -> None:
         """Make room for units [first, stop), keeping what [first, live) holds."""
 
+    def nbytes_for(self, first: int, live: int, stop: int) -> int:
+        """Bytes allocated once `allocate` made this room."""
+
     def adopt(self, first: int, units: Fields, stop: int) -> None:
         """Hold [first, stop) in the room it would have taken to grow there from nothing."""
 
@@ -385,6 +388,13 @@ class LayerState(Protocol):
 
     def nbytes_after(self, length: int, recipe: Any) -> int:
         """Bytes allocated once `length` tokens were seen, by a recipe of the same kind."""
+
+    def nbytes_with(self, *args: Any, **kwargs: Any) -> int:
+        """Bytes allocated once the same was appended, until a commit lets some go.
+
+        What `append` would refuse is refused, and nothing changes. Where a forward died, what it
+        left is still counted: roll back first.
+        """
 
     @property
     def tally(self) -> Tally: ...

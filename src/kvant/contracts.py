@@ -222,8 +222,8 @@ class Tally:
         self.appends += other.appends
         self.rewinds_exact += other.rewinds_exact
         self.rewinds_decoded += other.rewinds_decoded
-        self.attended += other.attended
-        self.sealed += other.sealed
+        self.attended.update(dict(other.attended))  # a copy: other threads may be counting
+        self.sealed.update(dict(other.sealed))
 
 
 @dataclass(frozen=True)

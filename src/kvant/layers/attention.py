@@ -57,7 +57,7 @@ class Attention:
 
     @property
     def length(self) -> int:
-        return 0 if self._record is None else self._record.length
+        return 0 if (record := self._record) is None else record.length
 
     @property
     def batch(self) -> int:
@@ -67,7 +67,7 @@ class Attention:
     @property
     def held(self) -> int:
         """How many rows `read()` returns; the slack behind a window is memory, not content."""
-        return 0 if self._record is None else len(Held.of(self._record))
+        return 0 if (record := self._record) is None else len(Held.of(record))
 
     @property
     def max_held(self) -> int | None:
@@ -83,11 +83,11 @@ class Attention:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._record is None else self._record.nbytes
+        return 0 if (record := self._record) is None else record.nbytes
 
     @property
     def nbytes_used(self) -> int:
-        return 0 if self._record is None else self._record.nbytes_used
+        return 0 if (record := self._record) is None else record.nbytes_used
 
     def nbytes_after(self, length: int, recipe: LayerSpec) -> int:
         """Before the first rows nobody knows how large they are: 0."""
@@ -154,15 +154,20 @@ class Attention:
         return view
 
     def read(
-        self, start: int = 0, stop: int | None = None, *, order: Order = "BHTD"
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        order: Order = "BHTD",
+        committed: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Dense keys and values in position order, as the newest token sees them.
 
         Without a range: all rows held, sinks first (`positions` tells which). With left padding,
-        a range counts columns.
+        a range counts columns. `committed`: as if the forward under way had not begun.
         """
         check_order(order)
-        record = self._record
+        record = self._committed if committed else self._record
         if record is None:  # no rows, and no shapes yet
             return torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0)
         whole = start == 0 and stop is None

@@ -17,11 +17,13 @@ from kvant.errors import (
     RewindError,
     SnapshotMismatch,
     SpecError,
+    UnknownSequence,
     UnsupportedView,
 )
 from kvant.files import load, save
 from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
+from kvant.sequences import Sequences
 from kvant.shapes import Shape
 from kvant.spec import parse
 
@@ -45,12 +47,14 @@ __all__ = [
     "PromptError",
     "RecurrentSpec",
     "RewindError",
+    "Sequences",
     "Session",
     "Shape",
     "SharedSpec",
     "SnapshotMismatch",
     "SpecError",
     "Step",
+    "UnknownSequence",
     "UnsupportedView",
     "attach",
     "attend",

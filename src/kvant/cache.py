@@ -79,6 +79,11 @@ class Cache:
         return self._states.followers()
 
     @property
+    def changes(self) -> int:
+        """Grows with all that may change `nbytes`: who remembers it need not ask the layers."""
+        return self._ledger.changes
+
+    @property
     def length(self) -> int:
         """Tokens that every layer has seen."""
         return self._states.length
@@ -123,6 +128,19 @@ class Cache:
         return sum(
             state.nbytes_after(length, full.layers[int(name)]) for name, state in parts.items()
         )
+
+    @property
+    def whole(self) -> bool:
+        """Has no forward reached some of the layers and not the others?"""
+        return not self._ledger.ahead
+
+    def reached(self, layer: int) -> bool:
+        """Has the forward under way this layer's rows? One more append begins a new forward."""
+        return any(id(leaf) in self._ledger.ahead for leaf in self[layer].leaves())
+
+    def rollback(self) -> None:
+        """Take back what a forward left that died before it reached every layer."""
+        self._settled()
 
     def reachable(self, to: int) -> int:
         """The longest length <= `to` that every layer can go back to."""

@@ -176,6 +176,9 @@ class Arena(Protocol):
     def allocate(self, first: int, live: int, stop: int) -> None:
         """Make room for units [first, stop), keeping what [first, live) holds."""
 
+    def nbytes_for(self, first: int, live: int, stop: int) -> int:
+        """Bytes allocated once `allocate` made this room."""
+
     def adopt(self, first: int, units: Fields, stop: int) -> None:
         """Hold [first, stop) in the room it would have taken to grow there from nothing."""
 
@@ -219,8 +222,8 @@ class Tally:
         self.appends += other.appends
         self.rewinds_exact += other.rewinds_exact
         self.rewinds_decoded += other.rewinds_decoded
-        self.attended += other.attended
-        self.sealed += other.sealed
+        self.attended.update(dict(other.attended))  # a copy: other threads may be counting
+        self.sealed.update(dict(other.sealed))
 
 
 @dataclass(frozen=True)
@@ -386,6 +389,13 @@ class LayerState(Protocol):
 
     def nbytes_after(self, length: int, recipe: Any) -> int:
         """Bytes allocated once `length` tokens were seen, by a recipe of the same kind."""
+
+    def nbytes_with(self, *args: Any, **kwargs: Any) -> int:
+        """Bytes allocated once the same was appended, until a commit lets some go.
+
+        What `append` would refuse is refused, and nothing changes. Where a forward died, what it
+        left is still counted: roll back first.
+        """
 
     @property
     def tally(self) -> Tally: ...

@@ -17,6 +17,10 @@ class CapacityError(CacheError):
     """More tokens than a fixed capacity has room for."""
 
 
+class UnknownSequence(CacheError, LookupError):
+    """An id that no sequence has: it never was, was removed, or was evicted."""
+
+
 class RewindError(CacheError):
     """A length that a layer cannot go back to."""
 

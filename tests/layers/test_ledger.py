@@ -239,3 +239,47 @@ def test_an_undone_chunk_gives_its_room_back() -> None:
     put(cache[0], 3000)
     assert cache.trim(0) == 0
     assert cache.nbytes <= before + cache[0].nbytes // 2 + 70 * 64
+
+
+@pytest.mark.parametrize("text", SPECS)
+@pytest.mark.parametrize("count", CHUNKS)
+def test_what_is_committed_can_be_read_beside_a_forward(text: str, count: int) -> None:
+    cache, twin = Cache(2, text), Cache(2, text)
+    for both in (cache, twin):
+        forward(both, 150)
+    assert cache.whole and not cache.reached(0)
+    forward(cache, count, upto=1)
+    assert (cache.whole, cache.reached(0), cache.reached(1)) == (False, True, False)
+    for index in range(2):
+        for read, plain in zip(cache[index].read(committed=True), twin[index].read(), strict=True):
+            assert torch.equal(read, plain)
+        if twin[index].held > 10:
+            tails = cache[index].read(140, 150, committed=True), twin[index].read(140, 150)
+            assert all(map(torch.equal, *tails))
+    with pytest.raises(ValueError, match=r"rows \[150, 151\) of 150"):
+        cache[0].read(150, 151, committed=True)
+    cache.rollback()
+    assert cache.whole and told(cache[0]) == told(twin[0])
+
+
+def test_changes_tell_of_all_that_may_change_the_bytes() -> None:
+    cache = Cache(2, "affine8")
+    verbs = (
+        lambda: forward(cache, 300),
+        lambda: forward(cache, 1, upto=1),
+        lambda: cache.rollback(),
+        lambda: cache.recode("raw"),
+        lambda: cache.trim(10),
+        lambda: cache.restore(cache.snapshot()),
+        lambda: cache.select([0, 0]),
+        lambda: cache.widen(64),
+        lambda: cache.reset(),
+        lambda: cache.clear(),
+    )
+    for verb in verbs:
+        before = cache.changes
+        verb()
+        assert cache.changes > before
+    before = cache.changes
+    assert (cache.nbytes, cache.length, cache.stats()["abandoned"]) == (0, 0, 1)
+    assert cache.changes == before

@@ -118,17 +118,15 @@ class Buffer:
 
     def allocate(self, first: int, live: int, stop: int) -> None:
         """Make room for units [first, stop), keeping what [first, live) holds."""
+        base, taken = self._room(first, live, stop)
         if live <= first:  # nothing to keep: units may begin anywhere
-            self.base = first
-        bound = self.growth.bound
-        if bound is not None and stop - self.base > max(
-            bound, self.taken
-        ):  # close the gap in front
-            self._move(first, live, max(bound, self.growth.slots(stop - first)), base=first)
-        need = stop - self.base
-        if need > self.reserved:  # grow where the units are
-            self._move(first, live, self.growth.slots(need), base=self.base)
-        self.taken = max(self.taken, self.growth.slots(need))
+            self.base = base
+        if base != self.base or stop - base > self.reserved:
+            self._move(first, live, taken, base)
+        self.taken = taken
+
+    def nbytes_for(self, first: int, live: int, stop: int) -> int:
+        return self._room(first, live, stop)[1] * self.unit_nbytes
 
     def adopt(self, first: int, units: Fields, stop: int) -> None:
         """Hold [first, stop) in the room it would have taken to grow there from nothing."""
@@ -172,6 +170,13 @@ class Buffer:
         twin.allocate(first, first, first + slots)
         twin.write(first, units)
         return twin
+
+    def _room(self, first: int, live: int, stop: int) -> tuple[int, int]:
+        """The unit to lie in slot 0, and the slots that will count, for units [first, stop)."""
+        base, bound = first if live <= first else self.base, self.growth.bound
+        if bound is not None and stop - base > max(bound, self.taken):  # close the gap in front
+            return first, max(bound, self.growth.slots(stop - first))
+        return base, max(self.taken, self.growth.slots(stop - base))
 
     def _move(self, first: int, live: int, slots: int, base: int) -> None:
         """Units [first, live) in new tensors: whoever reads the old ones is not disturbed."""

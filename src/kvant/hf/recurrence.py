@@ -75,6 +75,8 @@ class Recurrence(Recurrent):
     def append(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("the host changes this state; nobody appends to it")
 
+    nbytes_with = append
+
     def reachable(self, to: int) -> int:
         if not self.astray and to >= self.length - self._recorded():
             return min(to, self.length)

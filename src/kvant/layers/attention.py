@@ -25,12 +25,11 @@ from kvant.contracts import (
     Tiles,
     View,
 )
-from kvant.errors import CapacityError
 from kvant.lasting import check_lasts
 from kvant.layers.geometry import Geometry
 from kvant.layers.ledger import Alone
 from kvant.layers.reach import check_reach
-from kvant.layers.reading import Held, columns, unframed, view_of
+from kvant.layers.reading import Held, between, unframed, view_of
 from kvant.layers.recoding import nbytes_after, recoded
 from kvant.layers.record import Record
 from kvant.layers.reopening import reopened
@@ -59,7 +58,7 @@ class Attention:
 
     @property
     def length(self) -> int:
-        return 0 if self._record is None else self._record.length
+        return 0 if (record := self._record) is None else record.length
 
     @property
     def batch(self) -> int:
@@ -69,7 +68,7 @@ class Attention:
     @property
     def held(self) -> int:
         """How many rows `read()` returns; the slack behind a window is memory, not content."""
-        return 0 if self._record is None else len(Held.of(self._record))
+        return 0 if (record := self._record) is None else len(Held.of(record))
 
     @property
     def max_held(self) -> int | None:
@@ -85,15 +84,27 @@ class Attention:
 
     @property
     def nbytes(self) -> int:
-        return 0 if self._record is None else self._record.nbytes
+        return 0 if (record := self._record) is None else record.nbytes
 
     @property
     def nbytes_used(self) -> int:
-        return 0 if self._record is None else self._record.nbytes_used
+        return 0 if (record := self._record) is None else record.nbytes_used
 
     def nbytes_after(self, length: int, recipe: LayerSpec) -> int:
         """Before the first rows nobody knows how large they are: 0."""
         return 0 if self._record is None else nbytes_after(self._record, length, recipe)
+
+    def nbytes_with(
+        self,
+        keys: Tensor,
+        values: Tensor | None = None,
+        *,
+        start: Sequence[int] | Tensor | None = None,
+        order: Order = "BHTD",
+        prefill: Prefill | None = None,
+    ) -> int:
+        rows, fitting = self._entering(keys, values, order, prefill)
+        return self._ready(rows, start, fitting).nbytes_with(rows["keys"].shape[2])
 
     def append(
         self,
@@ -111,15 +122,11 @@ class Attention:
         other layers are taken back first.
         """
         check_lasts("append")
-        if prefill not in (None, "dense", "stored"):
-            raise ValueError(f"prefill {prefill!r}: 'dense' or 'stored' is needed")
-        held = self._record
-        known = held.memory.geometry if held else None
-        rows, familiar = incoming(self.spec, keys, values, order, known)
+        rows, fitting = self._entering(keys, values, order, prefill)
         self.ledger.opening(self)
-        before = self._ready(rows, start, held if familiar else None)
+        before = self._ready(rows, start, fitting)
         count = rows["keys"].shape[2]
-        self._check_capacity(before.length + count)
+        before.check_room(count)
         framed = {n: codec.frame.rows(rows[n]) for n, codec in self.spec.sides.items()}
         after, dense = before.extended(framed)
         rule = "stored" if self.ledger.speculating else prefill or self.spec.prefill
@@ -149,19 +156,24 @@ class Attention:
         return view
 
     def read(
-        self, start: int = 0, stop: int | None = None, *, order: Order = "BHTD"
+        self,
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        order: Order = "BHTD",
+        committed: bool = False,
     ) -> tuple[Tensor, Tensor]:
         """Dense keys and values in position order, as the newest token sees them.
 
         Without a range: all rows held, sinks first (`positions` tells which). With left padding,
-        a range counts columns.
+        a range counts columns. `committed`: as if the forward under way had not begun.
         """
         check_order(order)
-        if self._record is None:  # no rows, and no shapes yet
+        record = self._committed if committed else self._record
+        if record is None:  # no rows, and no shapes yet
             return torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0)
         whole = start == 0 and stop is None
-        rows = Held.of(self._record).rows() if whole else self._range(self._record, start, stop)
-        rows = unframed(self._record, rows)
+        rows = unframed(record, Held.of(record).rows() if whole else between(record, start, stop))
         keys = rows["keys"]
         values = rows.get("values", keys[..., : self.spec.value_dim])
         swap = order == "BTHD"
@@ -252,6 +264,17 @@ class Attention:
         self._record = self._committed = record
         self._committed_spec = self.spec
 
+    def _entering(
+        self, keys: Tensor, values: Tensor | None, order: Order, prefill: Prefill | None
+    ) -> tuple[Fields, Record | None]:
+        """Rows as they are stored, and the record where they are known to fit it."""
+        if prefill not in (None, "dense", "stored"):
+            raise ValueError(f"prefill {prefill!r}: 'dense' or 'stored' is needed")
+        held = self._record
+        known = held.memory.geometry if held else None
+        rows, familiar = incoming(self.spec, keys, values, order, known)
+        return rows, held if familiar else None
+
     def _ready(
         self, rows: Fields, start: Sequence[int] | Tensor | None, fitting: Record | None
     ) -> Record:
@@ -275,22 +298,3 @@ class Attention:
         if old is not None and (old.memory.geometry, old.memory.start) == (geometry, given):
             return old
         return Record.fresh(self.spec, geometry, self.tiles, self.tally, given)
-
-    def _check_capacity(self, length: int) -> None:
-        capacity = self.spec.capacity
-        if capacity is not None and length > capacity:
-            raise CapacityError(
-                f"{length} tokens for a capacity of {capacity}: rewind, reset, or give the spec "
-                f"capacity={length} or none"
-            )
-
-    def _range(self, record: Record, start: int, stop: int | None) -> Fields:
-        stop = self.length if stop is None else stop
-        held, sinks = Held.of(record), record.memory.sinks
-        if not 0 <= start <= stop <= self.length:
-            raise ValueError(f"rows [{start}, {stop}) of {self.length}")
-        if start >= held.first:
-            return columns(record, start, stop)
-        if stop <= self.spec.retention.sinks and record.memory.padding == 0:
-            return {name: tensor[:, :, start:stop] for name, tensor in sinks.items()}
-        raise ValueError(f"rows [{start}, {stop}): the layer holds [{held.first}, {self.length})")

@@ -30,8 +30,12 @@ class Footprint:
         """Bytes that a layer has taken once it has seen `length` tokens."""
         if length == 0:
             return 0
-        rows, pages = _slots(self.dense, length), _slots(self.sealed, self.spec.paging.due(length))
-        return rows * self.row + pages * self.page + self.sinks
+        pages = _slots(self.sealed, self.spec.paging.due(length))
+        return self.dense_nbytes(length) + pages * self.page + self.sinks
+
+    def dense_nbytes(self, length: int) -> int:
+        """Those of them for dense rows."""
+        return _slots(self.dense, length) * self.row
 
 
 @dataclass(frozen=True)

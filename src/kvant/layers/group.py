@@ -68,6 +68,9 @@ class Group:
     def nbytes_after(self, length: int, recipe: GroupSpec) -> int:
         return sum(self.parts[name].nbytes_after(length, part) for name, part in recipe.parts)
 
+    def nbytes_with(self, *args: Any, **kwargs: Any) -> int:
+        raise self._refusal()
+
     @property
     def tally(self) -> Tally:
         total = Tally()
@@ -76,7 +79,7 @@ class Group:
         return total
 
     def append(self, *args: Any, **kwargs: Any) -> Any:
-        raise TypeError(f"a group is appended to by its parts: {', '.join(self.parts)}")
+        raise self._refusal()
 
     def read(self) -> dict[str, Any]:
         """What every part reads as, by name."""
@@ -154,6 +157,9 @@ class Group:
     def clear(self) -> None:
         for part in self.parts.values():
             part.clear()
+
+    def _refusal(self) -> TypeError:
+        return TypeError(f"a group is appended to by its parts: {', '.join(self.parts)}")
 
     def _split(self, entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """Entries named "part/rest", by part."""

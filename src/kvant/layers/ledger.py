@@ -62,15 +62,18 @@ class Together:
         self.followers = tuple(followers)
         self.ahead: dict[int, LayerState] = {}  # by identity
         self.abandoned = 0
+        self.changes = 0  # appends and verbs, by which memory may have changed
         self.speculating = False
         for state in self.states:
             state.ledger = Member(self)
 
     def opening(self, state: LayerState) -> None:
+        self.changes += 1
         if id(state) in self.ahead:
             self.rollback()
 
     def closing(self, state: LayerState) -> None:
+        self.changes += 1
         self.ahead[id(state)] = state
         if len(self.ahead) < len(self.states):
             return
@@ -88,7 +91,11 @@ class Together:
         self.ahead = {}
 
     def rollback(self) -> None:
-        """Take back what a forward that never reached every layer has appended."""
+        """Take back what a forward that never reached every layer has appended.
+
+        Every verb begins with it.
+        """
+        self.changes += 1
         if not self.ahead:
             return
         log.warning(

@@ -113,6 +113,22 @@ class Held:
         return torch.cat([alone, torch.where(body >= self.sinks, body, -1)], 1)
 
 
+def between(record: Record, start: int, stop: int | None) -> Fields:
+    """Framed rows of columns [start, stop), or an error that says what is held."""
+    stop, held, sinks = (
+        record.length if stop is None else stop,
+        Held.of(record),
+        record.memory.sinks,
+    )
+    if not 0 <= start <= stop <= record.length:
+        raise ValueError(f"rows [{start}, {stop}) of {record.length}")
+    if start >= held.first:
+        return columns(record, start, stop)
+    if stop <= record.memory.spec.retention.sinks and record.memory.padding == 0:
+        return {name: tensor[:, :, start:stop] for name, tensor in sinks.items()}
+    raise ValueError(f"rows [{start}, {stop}): the layer holds [{held.first}, {record.length})")
+
+
 def unframed(record: Record, rows: Fields) -> Fields:
     sides = record.memory.spec.sides
     return {name: sides[name].frame.outputs(row) for name, row in rows.items()}

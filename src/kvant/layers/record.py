@@ -11,6 +11,7 @@ from torch import Tensor
 from kvant.arenas import Span
 from kvant.attention import arrangement, seal
 from kvant.contracts import Fields, Tally, Tiles
+from kvant.errors import CapacityError
 from kvant.lasting import lasting
 from kvant.layers.geometry import Footprint, Geometry
 from kvant.layers.rows import Rows
@@ -98,6 +99,15 @@ class Record:
     def dense_rows(self) -> Rows:
         return Rows.of(self.dense)
 
+    def check_room(self, count: int) -> None:
+        """Refuse more rows than a fixed capacity has room for."""
+        capacity, length = self.memory.spec.capacity, self.length + count
+        if capacity is not None and length > capacity:
+            raise CapacityError(
+                f"{length} tokens for a capacity of {capacity}: rewind, reset, or give the spec "
+                f"capacity={length} or none"
+            )
+
     def extended(self, units: Fields) -> tuple[Record, Rows]:
         """The record with framed rows behind it, and all rows that were dense meanwhile.
 
@@ -116,6 +126,20 @@ class Record:
             rows = Rows.loose(joined, self.dense.first)
             dense = self._end(rows, length)
         return Record(self.memory, length, dense, self._sealed(rows, length)), rows
+
+    def nbytes_with(self, count: int) -> int:
+        """What `nbytes` of the record `extended` by so many rows is."""
+        self.check_room(count)
+        length, memory = self.length + count, self.memory
+        bound, dense, sealed = memory.schedule.dense_bound, self.dense, self.sealed.arena.nbytes
+        if bound is None or length - dense.first <= bound:
+            rows = dense.arena.nbytes_for(dense.first, dense.stop, dense.stop + count)
+        else:
+            rows = memory.footprint.dense_nbytes(length)
+        span, due = self._owed(length)
+        if span.stop < due:
+            sealed = span.arena.nbytes_for(span.first, span.stop, due)
+        return rows + sealed + memory.nbytes
 
     def committed(self) -> Record:
         """Without what nobody will ask for, and without what a long chunk took."""
@@ -171,18 +195,22 @@ class Record:
         arena = memory.geometry.dense(memory.spec)
         return Span.adopted(arena, kept.first, kept.tensors, length)
 
-    def _sealed(self, rows: Rows, length: int) -> Span:
-        """The sealed pages with those that `length` makes due."""
+    def _owed(self, length: int) -> tuple[Span, int]:
+        """What more pages are sealed behind, and where those end that `length` makes due."""
         span, spec = self.sealed, self.memory.spec
         if not spec.seals:
-            return span
-        due = spec.paging.due(length)
-        begin = max(span.stop, -(-rows.first // spec.page))
+            return span, 0
+        begin = max(span.stop, -(-self.dense.first // spec.page))
         if begin > span.stop:  # a window shorter than the tail lets pages go before they are due
             span = Span(span.arena, begin, begin)
-        if begin < due:
+        return span, spec.paging.due(length)
+
+    def _sealed(self, rows: Rows, length: int) -> Span:
+        """The sealed pages with those that `length` makes due."""
+        span, due = self._owed(length)
+        if span.stop < due:
             span.arena.allocate(span.first, span.stop, due)
-        for first in range(begin, due, SEAL_AT_ONCE):
+        for first in range(span.stop, due, SEAL_AT_ONCE):
             count = min(SEAL_AT_ONCE, due - first)
             span = span.extended(self.pages(rows, first, count), count)
         return span

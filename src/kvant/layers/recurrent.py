@@ -95,17 +95,19 @@ class Recurrent:
         """The same at every length; who takes a checkpoint adds to it."""
         return self.nbytes
 
+    def nbytes_with(self, count: int, state: Fields) -> int:
+        _check(count, state)
+        self._check_fits(state)
+        wide = {name: tensor.to("meta", _wide(tensor)) for name, tensor in state.items()}
+        now = sum(tensor.nbytes for tensor in self._now.state.values())
+        return self.nbytes - now + sum(tensor.nbytes for tensor in wide.values())
+
     def append(self, count: int, state: Fields) -> None:
         """The state after `count` more tokens; it is copied."""
         check_lasts("append")
-        if count < 0:
-            raise ValueError(f"append of {count} tokens: 0 or more")
-        if any(tensor.ndim == 0 for tensor in state.values()):
-            raise ValueError(f"state {_shapes(state)}: [batch, ...] is needed")
+        _check(count, state)
         self.ledger.opening(self)
-        old = _shapes(self._now.state)
-        if self.length and _shapes(state) != old:
-            raise ValueError(f"state {_shapes(state)} for a layer of {old}")
+        self._check_fits(state)
         now = Moment(self.length + count, {name: _kept(tensor) for name, tensor in state.items()})
         self._past = replace(self._past, now=now)
         self.tally.appends += 1
@@ -204,14 +206,29 @@ class Recurrent:
     def clear(self) -> None:
         self.reset()
 
+    def _check_fits(self, state: Fields) -> None:
+        old = _shapes(self._now.state)
+        if self.length and _shapes(state) != old:
+            raise ValueError(f"state {_shapes(state)} for a layer of {old}")
+
     def _settle(self, past: Past) -> None:
         self._past = self._committed = past
 
 
+def _check(count: int, state: Fields) -> None:
+    if count < 0:
+        raise ValueError(f"append of {count} tokens: 0 or more")
+    if any(tensor.ndim == 0 for tensor in state.values()):
+        raise ValueError(f"state {_shapes(state)}: [batch, ...] is needed")
+
+
 def _kept(tensor: Tensor) -> Tensor:
     """A copy that no later rounding can reach."""
-    wide = torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
-    return tensor.detach().to(wide, copy=True)
+    return tensor.detach().to(_wide(tensor), copy=True)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
 
 
 def _shapes(state: Fields) -> dict[str, list[int]]:

@@ -18,7 +18,7 @@ from kvant.contracts import Follower, LayerState, Snapshot, Tiles
 from kvant.errors import CacheError, RewindError
 from kvant.layers import Group, Together, attending, build, check_reach, succeeding, within
 from kvant.recipes import AnySpec, CacheSpec, EmptySpec, SharedSpec
-from kvant.spec import as_spec
+from kvant.spec import as_spec, check_fitted
 
 
 class Cache:
@@ -36,7 +36,7 @@ class Cache:
 
         `states` are memories that exist already, by layer; the others are built from the spec.
         """
-        full, given = as_spec(spec, num_layers), states or {}
+        full, given = check_fitted(as_spec(spec, num_layers)), states or {}
         own = {
             str(index): given[index] if index in given else build(recipe, tiles)
             for index, recipe in enumerate(full.layers)
@@ -234,7 +234,8 @@ class Cache:
         A CacheSpec says it of each layer. One recipe for all goes to those that attend, and leaves
         them what follows from the model (see `within`).
         """
-        full, states = succeeding(self.spec, self._asked(spec)), self._settled()
+        asked = check_fitted(self._asked(spec))
+        full, states = succeeding(self.spec, asked), self._settled()
         # All of the new memory is there before any of the old one goes, or an error halfway could
         # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
         for name, state in states.parts.items():

@@ -5,6 +5,7 @@ from kvant.frames.diagonal import Diagonal
 from kvant.frames.hadamard import Rotation
 from kvant.frames.identity import Identity
 from kvant.frames.product import Product
+from kvant.frames.smooth import Smooth, fitted, smoothed, waits
 
 FRAMES: dict[str, type[Frame]] = {
     "identity": Identity,
@@ -13,4 +14,14 @@ FRAMES: dict[str, type[Frame]] = {
     "product": Product,
 }
 
-__all__ = ["FRAMES", "Diagonal", "Identity", "Product", "Rotation"]
+__all__ = [
+    "FRAMES",
+    "Diagonal",
+    "Identity",
+    "Product",
+    "Rotation",
+    "Smooth",
+    "fitted",
+    "smoothed",
+    "waits",
+]

@@ -10,6 +10,7 @@ from kvant.hf.cache import HostCache
 from kvant.hf.detect import check_unwindowed, host_layers, recipes
 from kvant.hf.encoder_decoder import PairedCache
 from kvant.hf.padding import left_padding
+from kvant.hf.smoothing import smooth
 from kvant.hf.versions import check_version
 from kvant.recipes import AnySpec
 
@@ -27,7 +28,7 @@ def cache_for(
     """
     check_version()
     layers = host_layers(model)
-    full = recipes(layers, spec)
+    full = smooth(model, recipes(layers, spec))
     attachable = bool(switchable(model))
     if not model.config.is_encoder_decoder:
         padding = None if attention_mask is None else _padding(attention_mask)

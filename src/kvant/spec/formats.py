@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from reprlib import repr as short
+from typing import Any
 
 import torch
 
 from kvant.codecs import CODECS, Affine, Codebook
 from kvant.contracts import Codec
 from kvant.errors import SpecError
-from kvant.frames import Identity, Rotation
+from kvant.frames import Identity, Rotation, smoothed
 
 GROUPS = {8: 64, 6: 64, 5: 32, 4: 32, 3: 32, 2: 16}  # width: values a scale covers
 TURBO_WIDTHS = (4, 3, 2)
 FAMILIES = {"affine": tuple(GROUPS), "turbo": TURBO_WIDTHS, "aura": TURBO_WIDTHS}
 SPELLED_BY_WIDTH = (Affine, Codebook)  # codecs that only FAMILY and width can name
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+SMOOTHED = ("affine", "turbo", "fp8")  # whose codecs take any frame
 FORMATS = (
     "raw, affine2|3|4|5|6|8, turbo2|3|4, two widths (affine8v4), two sides (affine8/turbo3),"
     " q8_0, q4_0, bf16, f16, f32"
@@ -34,7 +36,6 @@ FORMATS = (
 NOT_YET = {
     "auto": "needs a probe of the model, which is not there yet; nearest: affine8",
     "fp8": "is not there yet; nearest: affine8",
-    "smooth": "needs channel scales fitted to the model, which is not there yet; nearest: rotate",
 }
 MAX_LAYERS = 2**19  # rotation seeds then stay below 2**51, which any JSON reader keeps
 
@@ -45,6 +46,7 @@ class Choice:
 
     group: int | None = None
     rotate: bool = False
+    smooth: bool = False
     seed: int = 0
 
 
@@ -77,7 +79,10 @@ class Format:
     def codecs(self, choice: Choice, layer: int) -> tuple[Codec, Codec]:
         # No two layers, sides or seeds share a rotation. Heads do: layers may be split by head.
         seed = (choice.seed * MAX_LAYERS + layer) * 2
-        return self.keys.codec(choice, seed), self.values.codec(choice, seed + 1)
+        keys: Any = self.keys.codec(choice, seed)
+        if choice.smooth and self.keys.family in SMOOTHED:
+            keys = replace(keys, frame=smoothed(keys.frame))
+        return keys, self.values.codec(choice, seed + 1)
 
 
 def affine(side: Side, choice: Choice, seed: int) -> Codec:

@@ -15,6 +15,7 @@ from reprlib import repr as short
 from typing import Any
 
 from kvant.errors import SpecError
+from kvant.frames import Smooth, waits
 from kvant.recipes import (
     DTYPES,
     AnySpec,
@@ -25,6 +26,7 @@ from kvant.recipes import (
     Recipe,
     RecurrentSpec,
     SharedSpec,
+    attention_in,
 )
 from kvant.retention import All, Window
 from kvant.spec.formats import MAX_LAYERS, Choice, Format, parse_format
@@ -72,7 +74,9 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     main = parse_format(first)
     options = parse_options(rest)
     count, other = options.pop("edge", (0, main))
-    choice = Choice(options.get("group"), "rotate" in options, options.get("seed", 0))
+    choice = Choice(
+        options.get("group"), "rotate" in options, "smooth" in options, options.get("seed", 0)
+    )
     check_choice(options, (main, other) if count else (main,))
     check_room(options)
     layers = []
@@ -106,6 +110,14 @@ def check_layer(layer: LayerSpec, where: str, before: Layers) -> None:
         raise SpecError(
             f"{where}.dtype is {layer.dtype}; allowed: {', '.join(DTYPES)}; nearest: float32"
         )
+
+
+def check_fitted(spec: CacheSpec) -> CacheSpec:
+    """`spec`, if it needs no model to tell it more."""
+    for layer in attention_in(*spec.layers):
+        if waits(layer.keys.frame):
+            Smooth().refuse()
+    return spec
 
 
 def check_recurrent(layer: RecurrentSpec, where: str, before: Layers) -> None:

@@ -16,7 +16,7 @@ from reprlib import repr as short
 from typing import Any
 
 from kvant.errors import SpecError
-from kvant.spec.formats import Format, Side, nearest, parse_format, refuse_not_yet
+from kvant.spec.formats import SMOOTHED, Format, Side, nearest, parse_format, refuse_not_yet
 
 MAX_NUMBER = 2**31 - 1
 
@@ -75,6 +75,7 @@ def edge(name: str, text: str | None) -> tuple[int, Format]:
 OPTIONS: dict[str, Callable[[str, str | None], Any]] = {
     "group": Number(among=(16, 32, 64, 128)),
     "rotate": flag,
+    "smooth": flag,
     "window": Number(1),
     "sinks": Number(),
     "tail": Number(),
@@ -96,7 +97,7 @@ def parse_option(word: str) -> tuple[str, Any]:
         return name, OPTIONS[name](name, value if equals else None)
     refuse_not_yet(name)
     near = nearest(name.strip(), OPTIONS)
-    if near != "rotate":
+    if near not in ("rotate", "smooth"):
         near += f"={short(value.strip())[1:-1] or 'N'}"
     raise SpecError(
         f"option {short(word)} is not known; allowed: {', '.join(OPTIONS)};"
@@ -120,6 +121,7 @@ def parse_options(words: Iterable[str]) -> dict[str, Any]:
 
 def check_choice(options: Mapping[str, Any], formats: Iterable[Format]) -> None:
     """An option that no side of any format can follow was meant for another spec."""
+    formats = tuple(formats)
     sides = [side for form in formats for side in (form.keys, form.values)]
     words = "/".join(dict.fromkeys(side.word for side in sides))
     families = {side.family for side in sides}
@@ -130,6 +132,12 @@ def check_choice(options: Mapping[str, Any], formats: Iterable[Format]) -> None:
         raise SpecError(
             f"option 'rotate': {words} {why}; allowed with affine formats;"
             f" nearest: {words if 'turbo' in families else 'affine8,rotate'}"
+        )
+    if "smooth" in options and not any(form.keys.family in SMOOTHED for form in formats):
+        raise SpecError(
+            f"option 'smooth': {words} has no keys to smooth; allowed with affine, turbo or fp8"
+            " keys;"
+            " nearest: affine8,smooth"
         )
     if "seed" in options and "rotate" not in options and "turbo" not in families:
         raise SpecError(

@@ -1,0 +1,124 @@
+"""Channel scales that are fitted to a model: the same scores, and no outliers among the keys."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvant
+from hf.zoo import FAMILIES, build, names
+from kvant import SpecError, demo
+from kvant.recipes import attention_in
+
+TEXT = "def outliers(model, factor):\n    return [layer.scaled(factor) for layer in model]\n" * 9
+
+
+def scales(cache: kvant.hf.HostCache) -> list[torch.Tensor]:
+    frames = [layer.keys.frame for layer in attention_in(*cache.spec.layers)]
+    return [torch.tensor(getattr(f, "frames", (f,))[0].scale) for f in frames]
+
+
+def with_outliers(model: torch.nn.Module, factor: float) -> torch.nn.Module:
+    """The same function: a few channels of keys are larger, those of queries smaller."""
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        keys, queries = layer.self_attn.k_norm.weight, layer.self_attn.q_norm.weight
+        half = len(keys) // 2
+        for channel in {3, 11 % half, 3 + half, 11 % half + half}:  # pairs are rotated together
+            keys.data[channel] *= factor
+            queries.data[channel] /= factor
+    return twin
+
+
+@pytest.mark.parametrize("name", names("decoder", "hybrid"))
+def test_scores_stay_what_they_are(name: str) -> None:
+    model, ids = build(name), torch.randint(3, 100, (1, 40))
+    raw, ours = (
+        kvant.cache_for(model, spec) for spec in ("raw", "affine8,smooth,group=16,start=99999")
+    )
+    taken = FAMILIES[name].cache_argument
+    with torch.no_grad():
+        for part in ids.split([30, *[1] * 10], 1):
+            theirs = model(part, **{taken: raw}).logits
+            logits = model(part, **{taken: ours}).logits
+            assert (logits - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+def test_a_channel_that_is_thirty_times_as_large_has_a_thirtieth_of_the_scale() -> None:
+    plain = build("qwen3")
+    large = with_outliers(plain, 30.0)
+    pairs = [scales(kvant.cache_for(model, "affine8,smooth,group=16")) for model in (plain, large)]
+    for before, after in zip(*pairs, strict=True):
+        change = after / before
+        assert (change[:, [3, 11]] / change[:, [0, 9]] - 1 / 30).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("spec", ["affine8", "affine4", "turbo4v4"])
+def test_a_model_with_outliers_is_stored_as_well_as_without(spec: str) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.float32).eval()
+    large = with_outliers(plain, 30.0)
+    ids = AutoTokenizer.from_pretrained(demo.PATH)(TEXT, return_tensors="pt").input_ids
+
+    def divergence(model: torch.nn.Module, text: str) -> float:
+        with torch.no_grad():
+            right = model(ids, use_cache=False).logits[0].log_softmax(-1)
+            cache = kvant.cache_for(model, f"{text},prefill=stored,tail=0")
+            got = model(ids, past_key_values=cache).logits[0].log_softmax(-1)
+        return float((right.exp() * (right - got)).sum(-1).mean())
+
+    alone = divergence(plain, spec)
+    assert divergence(large, spec) > 10 * alone
+    assert divergence(large, f"{spec},smooth") < 1.5 * alone
+
+
+def test_scales_are_fitted_once_and_belong_to_the_model() -> None:
+    model = build("llama")
+    calls = []
+    model.register_forward_hook(lambda *given: calls.append(1))
+    first = kvant.cache_for(model, "affine4,smooth")
+    assert len(calls) == 2  # one token, and those behind it
+    again = kvant.cache_for(model, "turbo4,smooth,window=9")
+    assert len(calls) == 2
+    for one, other in zip(scales(first), scales(again), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_saved_cache_has_its_scales(tmp_path) -> None:
+    model = build("llama")
+    cache = kvant.cache_for(model, "affine4,smooth,tail=0")
+    with torch.no_grad():
+        model(torch.randint(3, 100, (1, 150)), past_key_values=cache)
+    kvant.save(cache, tmp_path / "s.kv.safetensors")
+    loaded = kvant.load(tmp_path / "s.kv.safetensors")
+    assert loaded.spec == cache.spec
+    for one, other in zip(cache.states, loaded, strict=True):
+        assert torch.equal(one.read()[0], other.read()[0])
+
+
+def test_an_attached_model_has_them_too() -> None:
+    model, ids = build("llama"), torch.randint(3, 100, (1, 30))
+    plain = model.generate(ids, max_new_tokens=5, do_sample=False)
+    kvant.attach(model, "affine8,smooth,group=16,start=9999")
+    assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), plain)
+
+
+def test_a_cache_without_a_model_says_where_scales_come_from() -> None:
+    with pytest.raises(SpecError, match="cache_for"):
+        kvant.Cache(2, "affine8,smooth")
+    cache = kvant.Cache(2, "affine8")
+    with pytest.raises(SpecError, match="cache_for"):
+        cache.recode("affine4,smooth")
+    assert cache.spec == kvant.parse("affine8", 2)
+
+
+def test_a_plan_needs_no_scales() -> None:
+    shape = kvant.Shape(2, 4, 64, 64)
+    assert kvant.plan(shape, "affine4,smooth").nbytes == kvant.plan(shape, "affine4").nbytes
+
+
+def test_an_encoder_decoder_is_refused() -> None:
+    with pytest.raises(SpecError, match="only decode"):
+        kvant.cache_for(build("t5"), "affine8,smooth,group=16")

@@ -23,6 +23,7 @@ RANKS = (
     "configurations/",
     "cache files functional planner sequences",
     "hf/ demo/",
+    "probing/",
     "generation/ checkpoints",
     "bench/ eval/",
     "cli/",

@@ -24,6 +24,7 @@ RANKS = (
     "cache files functional planner",
     "sequences/",
     "hf/ demo/",
+    "probing/",
     "generation/ checkpoints",
     "bench/ eval/",
     "cli/",

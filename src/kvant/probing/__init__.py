@@ -1,0 +1,1 @@
+"""What a spec does to a model, found by running it."""

@@ -1,0 +1,141 @@
+"""What a spec does to a model's predictions: every next token of a text, beside the raw cache.
+
+Both caches read the same tokens, a chunk each in turn, and the distributions of a chunk are
+compared before the next: memory does not grow with the text. Both run under `prefill="stored"`
+whatever the spec says: so every token sees what it would see in decoding, and raw takes the same
+ways through the backends, which makes its own damage exactly 0. Log-softmax is in float32 whatever
+the model is in. Knows tokens, no text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvant.hf import HostCache, cache_for, continues
+from kvant.hf.detect import host_layers, recipes
+from kvant.recipes import AnySpec, CacheSpec
+
+CHUNK = 512  # tokens of a forward
+COMPARED = 64  # positions whose distributions are compared at once: bounds float32 copies
+
+
+@dataclass(frozen=True)
+class Damage:
+    """One number a position, for all positions whose next token is known."""
+
+    kl: Tensor  # KL(raw || spec), nats; infinite where the spec gives no distribution
+    raw_loss: Tensor  # -log of what the true next token gets, with the raw cache
+    loss: Tensor  # and with the spec
+    same: Tensor  # bool: is the likeliest token the same?
+
+    @staticmethod
+    def joined(parts: Iterable[Damage]) -> Damage:
+        """All positions of the parts, in their order."""
+        found = [*parts]
+        if not found:
+            raise ValueError("no tokens to predict: give pieces of 2 tokens or more")
+        names = [field.name for field in fields(Damage)]
+        return Damage(*(torch.cat([getattr(part, name) for part in found]) for name in names))
+
+    @property
+    def positions(self) -> int:
+        return len(self.kl)
+
+    @property
+    def mean_kl(self) -> float:
+        return float(self.kl.mean(dtype=torch.float64))
+
+    def quantile(self, share: float) -> float:
+        """The least KL that so large a share of the positions does not pass: 0.999 is the tail."""
+        return float(self.kl.kthvalue(max(1, math.ceil(share * self.positions))).values)
+
+    @property
+    def raw_perplexity(self) -> float:
+        return float(self.raw_loss.mean(dtype=torch.float64).exp())
+
+    @property
+    def perplexity(self) -> float:
+        return float(self.loss.mean(dtype=torch.float64).exp())
+
+    @property
+    def perplexity_change(self) -> float:
+        """0.01 is one percent more than raw."""
+        return self.perplexity / self.raw_perplexity - 1
+
+    @property
+    def top1(self) -> float:
+        """The share of positions whose likeliest token stays the same."""
+        return float(self.same.mean(dtype=torch.float64))
+
+
+def damage(
+    model: PreTrainedModel, pieces: Iterable[Tensor], spec: AnySpec, *, chunk: int = CHUNK
+) -> Damage:
+    """Over pieces of text [1, T], each with caches of its own; the last token is only predicted."""
+    raw, full = stored(model, "raw"), stored(model, spec)
+    return Damage.joined(
+        part
+        for piece in pieces
+        for part in _piece(model, piece, (empty_cache(model, raw), empty_cache(model, full)), chunk)
+    )
+
+
+def stored(model: PreTrainedModel, spec: AnySpec) -> CacheSpec:
+    """The recipes that a model gets by a spec, where prompts are read as decoding would."""
+    full = recipes(host_layers(model), spec)
+    return full.changed(lambda layer: replace(layer, prefill="stored"))
+
+
+def empty_cache(model: PreTrainedModel, spec: AnySpec) -> HostCache:
+    """An empty cache for one sequence."""
+    cache = cache_for(model, spec)
+    if not isinstance(cache, HostCache):
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder: damage is that of a model that "
+            "continues text"
+        )
+    return cache
+
+
+def _piece(
+    model: PreTrainedModel, piece: Tensor, caches: tuple[HostCache, HostCache], chunk: int
+) -> Iterator[Damage]:
+    ids = piece.to(model.device)
+    count = ids.shape[1] - 1
+    step = chunk if continues(model) else max(1, count)
+    for first in range(0, count, step):
+        last = min(first + step, count)
+        raw, ours = (_logits(model, ids[:, first:last], cache) for cache in caches)
+        targets = ids[0, first + 1 : last + 1]
+        for begin in range(0, last - first, COMPARED):
+            here = slice(begin, begin + COMPARED)
+            yield compared(raw[here], ours[here], targets[here])
+
+
+@torch.no_grad()
+def _logits(model: PreTrainedModel, ids: Tensor, cache: HostCache) -> Tensor:
+    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+    return logits
+
+
+def compared(raw: Tensor, logits: Tensor, targets: Tensor) -> Damage:
+    """Of logits [N, vocabulary] and the tokens [N] that came; the result lies on the CPU."""
+    before, after = (one.float().log_softmax(-1) for one in (raw, logits))
+    shares = before.exp()
+    # What raw rules out has no share, also where both say -inf. Below 0 there is only rounding.
+    kl = torch.where(shares > 0, shares * (before - after), 0.0).sum(-1).clamp(min=0)
+    lost = [-one.gather(-1, targets[:, None])[:, 0] for one in (before, after)]
+    same = before.argmax(-1) == after.argmax(-1)
+    broken = after.isnan().any(-1)
+    return Damage(
+        kl.masked_fill(broken, torch.inf).cpu(),
+        lost[0].cpu(),
+        lost[1].masked_fill(broken, torch.inf).cpu(),
+        (same & ~broken).cpu(),
+    )

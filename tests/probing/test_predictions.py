@@ -1,0 +1,117 @@
+"""What a spec does to predictions: known numbers, and the same whatever the chunks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf import zoo
+from kvant import attention
+from kvant.attention.reference import Reference
+from kvant.codecs.affine import Affine
+from kvant.probing.predictions import Damage, compared, damage
+
+SPECS = ("affine4", "turbo4v2", "affine3,sinks=4,tail=0", "affine8,window=96")
+
+
+def pieces(*lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, zoo.VOCABULARY, (1, n), generator=generator) for n in lengths]
+
+
+def test_raw_does_no_damage_at_all() -> None:
+    found = damage(zoo.build("llama"), pieces(150, 80), "raw", chunk=64)
+    assert found.positions == 149 + 79
+    assert (found.mean_kl, found.quantile(1.0), found.perplexity_change) == (0.0, 0.0, 0.0)
+    assert found.top1 == 1.0
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_chunks_and_what_the_spec_says_of_prompts_change_nothing(spec: str) -> None:
+    """But for a code here and there that rounding of another matrix product tips over."""
+    model, text = zoo.build("llama"), pieces(200)
+    whole = damage(model, text, spec)
+    assert whole.mean_kl > 1e-4
+    assert torch.equal(damage(model, text, f"{spec},prefill=dense").kl, whole.kl)
+    other = damage(model, text, spec, chunk=37)
+    assert float((other.kl - whole.kl).abs().quantile(0.9)) < 1e-5
+    assert other.mean_kl == pytest.approx(whole.mean_kl, rel=0.05)
+    assert other.perplexity == pytest.approx(whole.perplexity, rel=0.002)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "gpt2"])
+def test_losses_are_those_of_the_model(name: str) -> None:
+    model, (ids,) = zoo.build(name), pieces(90)
+    found = damage(model, [ids], "affine8,tail=0")
+    with torch.no_grad():
+        logits = model(ids, use_cache=False).logits[0, :-1]
+    expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+    torch.testing.assert_close(found.raw_loss, expected, atol=1e-3, rtol=1e-3)
+    assert 0 < found.mean_kl < 0.1
+
+
+def test_each_piece_begins_anew() -> None:
+    model, (one, other) = zoo.build("llama"), pieces(100, 70)
+    together = damage(model, [one, other], "affine4")
+    apart = Damage.joined([damage(model, [one], "affine4"), damage(model, [other], "affine4")])
+    for field in fields(Damage):
+        assert torch.equal(getattr(together, field.name), getattr(apart, field.name))
+
+
+def test_numbers_of_known_distributions() -> None:
+    raw = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]]).log()
+    ours = torch.tensor([[0.25, 0.5, 0.25], [0.5, 0.25, 0.25]]).log()
+    found = compared(raw + 7, ours - 3, torch.tensor([0, 1]))
+    kl = [0.25 * math.log(2), 0.5 * math.log(2)]
+    assert found.kl.tolist() == pytest.approx(kl)
+    assert found.raw_loss.tolist() == pytest.approx([math.log(2), math.log(2)])
+    assert found.loss.tolist() == pytest.approx([math.log(4), math.log(4)])
+    assert found.same.tolist() == [False, True]
+    assert (found.mean_kl, found.top1) == (pytest.approx(sum(kl) / 2), 0.5)
+    assert (found.raw_perplexity, found.perplexity) == (pytest.approx(2), pytest.approx(4))
+    assert found.perplexity_change == pytest.approx(1.0)
+    assert (found.quantile(0.5), found.quantile(0.51)) == pytest.approx(tuple(kl))
+
+
+def test_half_precision_is_compared_in_float32() -> None:
+    raw = torch.randn(4, 1000, dtype=torch.bfloat16) * 8
+    found = compared(raw, raw + 0.25, torch.zeros(4, dtype=torch.long))
+    wide = compared(raw.float(), (raw + 0.25).float(), torch.zeros(4, dtype=torch.long))
+    assert found.kl.dtype == torch.float32 and torch.equal(found.kl, wide.kl)
+
+
+def test_rows_that_are_zeroed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = zoo.build("llama"), pieces(200)
+    sound = damage(model, text, "affine8,tail=0")
+    opened = Affine.open
+    monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * 0)
+    with_reference(monkeypatch)
+    broken = damage(model, text, "affine8,tail=0")
+    assert torch.equal(broken.kl[:63], torch.zeros(63))  # no page is sealed before
+    assert broken.mean_kl > 100 * sound.mean_kl
+
+
+def test_what_is_no_number_is_infinite_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Affine.open
+    monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * torch.nan)
+    with_reference(monkeypatch)
+    found = damage(zoo.build("llama"), pieces(200), "affine8,tail=0")
+    assert found.mean_kl == found.quantile(0.999) == found.perplexity_change == math.inf
+    assert found.same[:63].all() and not found.same[64:].any()
+
+
+def with_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels open pages themselves; the reference asks the codec."""
+    monkeypatch.setattr(attention, "BACKENDS", [Reference()])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"), [("t5", pieces(20), "encoder-decoder"), ("llama", [], "no tokens")]
+)
+def test_what_cannot_be_compared_is_refused(name: str, text: list[Tensor], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        damage(zoo.build(name), text, "affine4")

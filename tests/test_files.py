@@ -36,6 +36,7 @@ SPECS = (
     "affine4,rotate",
     "turbo4v2",
     "raw/affine8",
+    "fp8/affine4",
     "affine8,window=70,sinks=4",
     "raw,window=9,capacity=500",
     "affine8,start=400",

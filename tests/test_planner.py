@@ -89,6 +89,7 @@ def test_a_dtype_of_the_spec_is_planned_for() -> None:
         ("affine8", 0.53125),
         ("affine4", 0.3125),
         ("affine4,group=16", 0.375),
+        ("fp8", 130 / 256),
         ("turbo4", 66 / 256),
         ("turbo4v2", 50 / 256),  # 5.12 times smaller with 16-bit scales
         ("affine8v4", (0.53125 + 0.3125) / 2),

@@ -345,7 +345,7 @@ def test_keys_repeated_for_every_head_of_their_group(
     assert shapes and set(shapes) == {1}
 
 
-@pytest.mark.parametrize("text", ["affine8", "affine2", "turbo4", "turbo2"])
+@pytest.mark.parametrize("text", ["affine8", "affine2", "fp8", "turbo4", "turbo2"])
 @pytest.mark.parametrize("value", [0.0, 1.5, -3.0])
 def test_a_row_of_one_value_divided_by_its_range(text: str, value: float) -> None:
     state = Attention(layer(f"{text},tail=0"))
@@ -363,7 +363,9 @@ def test_sums_kept_in_sixteen_bits() -> None:
     assert (attend(torch.zeros(1, 1, 1, 8).bfloat16(), view) == 1).all()
 
 
-@pytest.mark.parametrize("text", ["turbo3", "affine3", "affine5", "affine6", "affine2", "turbo4"])
+@pytest.mark.parametrize(
+    "text", ["turbo3", "affine3", "affine5", "affine6", "affine2", "fp8", "turbo4"]
+)
 @pytest.mark.parametrize("dim", [8, 24, 40, 72, 80, 96])
 def test_widths_that_words_and_groups_do_not_divide(text: str, dim: int) -> None:
     state = Attention(layer(f"{text},tail=0"))

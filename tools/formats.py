@@ -27,7 +27,8 @@ from kvant.bench.report import machine
 from kvant.bench.stream import streams
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "formats.md"
-FORMATS = ("raw", "affine8", "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
+EIGHT_BITS = ("affine8", "fp8")
+FORMATS = ("raw", *EIGHT_BITS, "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
 LENGTH, TEXTS, CHUNK = 2048, 8, 512
 PROMPT, TOKENS, RUNS = 1024, 512, 3
 HEADS = kvant.Shape(1, 8, 128, 128)  # a layer of many real models

@@ -1,7 +1,7 @@
 // Attention of many query positions: each block of rows is opened once for up to MANY queries.
 //
 // Rows with 16 bits or fewer of their own are multiplied as 16-bit floats where the processor can,
-// the others (8-bit codes, halves, floats) in single precision. Masks are runs of rows, as in
+// the others (whole numbers of 8 bits, halves, floats) in single precision. Masks are runs of rows, as in
 // decoding; where a query sees only a part of a block its other scores are set aside.
 #pragma once
 
@@ -28,8 +28,7 @@ struct ChunkScratch {
 
 // Does a side keep what it has as 16-bit floats?
 inline bool in_pairs(const kvant_side &side) {
-    const bool coarse = side.format == KVANT_RAW || side.bits <= 6;
-    return KVANT_BFLOAT_DOT && coarse && side.dtype == KVANT_BF16;
+    return KVANT_BFLOAT_DOT && !in_quads(side) && side.dtype == KVANT_BF16;
 }
 
 #if KVANT_BFLOAT_DOT
@@ -156,13 +155,12 @@ private:
     void open(Span span) {
         if (span.part == Part::sealed) span.first = 0, span.stop = BLOCK;
         if (is_coded(r.keys, span))
-            open_sealed<true>(sealed_block(r.keys, span, head), (int)r.keys.bits, keys, s.keys);
+            open_sealed<true>(sealed_block(r.keys, span, head), keys, s.keys);
         else
             open_dense<true>(row_block(r.keys, span, sequence, head), r.keys.dtype,
                              (int)r.keys.dim, s.keys);
         if (is_coded(r.values, span))
-            open_sealed<false>(sealed_block(r.values, span, head), (int)r.values.bits, values,
-                               s.values);
+            open_sealed<false>(sealed_block(r.values, span, head), values, s.values);
         else
             open_dense<false>(row_block(r.values, span, sequence, head), r.values.dtype,
                               (int)r.values.dim, s.values);

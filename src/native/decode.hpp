@@ -6,9 +6,10 @@
 //
 // For a row of 128 channels and 4 queries, in vector instructions: raw bf16 16 products + 11 to sum
 // lanes for the key, 32 products + 4 shuffles for the value (of two rows: half); codes of 4 bits
-// 7 to unpack + 16 products each way; codes of 8 bits 2 loads + 16 products each way; 4 for the
-// softmax. At two a cycle all of it stays below the time that 256, 80 and 136 bytes a side take
-// from memory.
+// 7 to unpack + 16 products each way; codes of 8 bits 2 loads + 16 products each way; floats of 8
+// bits 26 to look up + 16 products for the key, 32 for the value; 4 for the softmax. At two a cycle
+// all of it stays below the time that 256, 80 and 136 bytes a side take from memory; floats of 8
+// bits take about as long as theirs.
 #pragma once
 
 #include "softmax.hpp"
@@ -111,8 +112,7 @@ private:
         const int lead = now.part == Part::sealed ? now.first : 0;
         const int stop = now.part == Part::sealed ? now.stop : now.stop - now.first;
         if (is_coded(r.keys, now))
-            sealed_scores(coded(r.keys, place, next), (int)r.keys.bits, keys, head.query,
-                          s.scores);
+            sealed_scores(coded(r.keys, place, next), keys, head.query, s.scores);
         else
             dense_scores(rows(r.keys, place, next), r.keys.dtype, head.query,
                          s.scores + lead);
@@ -132,10 +132,8 @@ private:
             return;
         }
         const SealedBlock block = coded(r.values, place, next);
-        const int bits = (int)r.values.bits;
-        make_weights(block, bits, values.list.middle, s.scores, group, lead || stop < BLOCK,
-                     s.weights, head.sums);
-        sealed_values(block, bits, values, group, s.weights, head.sums);
+        make_weights(block, values, s.scores, group, lead || stop < BLOCK, s.weights, head.sums);
+        sealed_values(block, values, group, s.weights, head.sums);
     }
 };
 

@@ -24,11 +24,13 @@ struct Tables {
     Levels<4> four;
     Levels<5> five;
     Levels<6> six;
+    Levels<8> eight;
     explicit Tables(const float *levels)
-        : two(levels), three(levels), four(levels), five(levels), six(levels) {}
+        : two(levels), three(levels), four(levels), five(levels), six(levels), eight(levels) {}
 };
 
-// The levels of a side as 64 floats: a codebook's own, or whole numbers around zero.
+// The levels of a side as 64 floats, where it has a table: a codebook's own, or whole numbers
+// around zero.
 struct LevelList {
     float middle = 0, values[64];
     explicit LevelList(const kvant_side &side) {
@@ -44,9 +46,11 @@ struct LevelList {
 struct SideTables {
     LevelList list;
     Tables tables;
-    int span;  // channels that bytes interleave: a divisor of the width, at most 32
+    int bits, span;  // span: channels that bytes interleave, a divisor of the width, at most 32
+    bool quads;
     explicit SideTables(const kvant_side &side)
-        : list(side), tables(list.values), span(side.dim % 32 ? 16 : 32) {}
+        : list(side), tables(list.values), bits((int)side.bits), span(side.dim % 32 ? 16 : 32),
+          quads(in_quads(side)) {}
 };
 
 inline void dense_scores(const RowBlock &rows, int64_t dtype, const Query &q, float *s) {
@@ -70,6 +74,16 @@ inline void dense_scores(const RowBlock &rows, int64_t dtype, const Query &q, fl
     });
 }
 
+// Floats of 8 bits are finer than queries of 16 bits would be.
+template <int GN>
+inline void float_scores(const SealedBlock &block, const Levels<8> &levels, const Query &q, int g,
+                         float *s) {
+    if (q.exact)
+        pair_scores<8, 16, GN>(block, levels, 0.0f, q.pairs[g], q.sums[g], s);
+    else
+        pair_scores<8, 16, GN>(block, levels, 0.0f, q.fine[g], q.sums[g], s);
+}
+
 template <int BITS, int GN>
 inline void coded_scores(const SealedBlock &block, const SideTables &side,
                          const Levels<BITS> &levels, const Query &q, int g, float *s) {
@@ -80,14 +94,15 @@ inline void coded_scores(const SealedBlock &block, const SideTables &side,
         pair_scores<BITS, 16, GN>(block, levels, side.list.middle, pairs, q.sums[g], s);
 }
 
-inline void sealed_scores(const SealedBlock &block, int bits, const SideTables &side,
-                          const Query &q, float *s) {
+inline void sealed_scores(const SealedBlock &block, const SideTables &side, const Query &q,
+                          float *s) {
     by_four(q.group, [&](auto n, int g) {
         constexpr int GN = decltype(n)::value;
         float *at = s + g * PITCH;
         const Tables &t = side.tables;
-        switch (bits) {
-        case 8: return quad_scores<GN>(block, q.fours[g], q.step + g, q.sums[g], at);
+        if (side.quads) return quad_scores<GN>(block, q.fours[g], q.step + g, q.sums[g], at);
+        switch (side.bits) {
+        case 8: return float_scores<GN>(block, t.eight, q, g, at);
         case 6: return coded_scores<6, GN>(block, side, t.six, q, g, at);
         case 5: return coded_scores<5, GN>(block, side, t.five, q, g, at);
         case 4: return coded_scores<4, GN>(block, side, t.four, q, g, at);

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 5
+#define KVANT_ABI 6
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-enum kvant_format { KVANT_RAW = 0, KVANT_AFFINE = 1, KVANT_CODEBOOK = 2 };
+enum kvant_format { KVANT_RAW = 0, KVANT_AFFINE = 1, KVANT_CODEBOOK = 2, KVANT_FP8 = 3 };
 enum kvant_dtype { KVANT_F32 = 0, KVANT_BF16 = 1, KVANT_F16 = 2 };
 
 /* Dense rows [batch, head, row, dim], the last dimension contiguous. */
@@ -82,7 +82,7 @@ typedef struct {
     const float *levels, *boundaries; /* of a codebook */
     int64_t arrangement;
     uint8_t *codes;
-    uint16_t *scale, *bias; /* bias of a codebook: null */
+    uint16_t *scale, *bias; /* bias: null but of affine codes */
     int64_t threads;
 } kvant_seal_request;
 

@@ -41,6 +41,13 @@ inline uint16_t to_half(float x) {
     return sign | (uint16_t)((size + 0xfff + (size >> 13 & 1) - 0x38000000) >> 13);
 }
 
+// A float of 8 bits (codecs/fp8.py), which is no NaN.
+inline float from_float8(uint8_t x) {
+    const uint32_t sign = (uint32_t)(x & 0x80) << 24, power = x >> 3 & 15, rest = x & 7;
+    if (power == 0) return float_of(sign | bits_of((float)rest * 0x1p-9f));
+    return float_of(sign | (power + 120) << 23 | rest << 20);
+}
+
 inline uint32_t pair_of(float a, float b) {
     return (uint32_t)to_bfloat(a).bits | (uint32_t)to_bfloat(b).bits << 16;
 }

@@ -1,4 +1,4 @@
-// Codes of 2 to 6 bits: a table gives the level of each as a 16-bit float, two a lane.
+// Codes of 2 to 6 bits, and floats of 8: a table gives each as a 16-bit float, two a lane.
 //
 // In memory (kvant.h) four neighbouring codes of a plane, one a byte, make up a lane: channels of a
 // key row, or four rows of a channel of the values. The bytes at even places are one pair, those at
@@ -56,35 +56,35 @@ template <int GN, int TILES> struct Chains {
     }
 };
 
-template <int BITS, int SPAN, int GN, int TILES, int H, int Q>
+template <int BITS, int SPAN, int GN, int TILES, int H, int Q, class Two>
 inline void score_quad(const uint8_t *low, const uint8_t *high, int tile,
-                       const Levels<BITS> &levels, const uint32_t *q, Chains<GN, TILES> &x) {
+                       const Levels<BITS> &levels, const Two *q, Chains<GN, TILES> &x) {
     Pairs a[TILES], b[TILES];
     for (int t = 0; t < TILES; t++) {
         a[t] = levels.at(key_codes<BITS, SPAN, H, Q, 0>(low + t * tile, high + t * tile));
         b[t] = levels.at(key_codes<BITS, SPAN, H, Q, 8>(low + t * tile, high + t * tile));
     }
     for (int g = 0; g < GN; g++) {
-        const uint32_t *pairs = q + g * (MAX_DIM / 2) + 2 * Q;
+        const Two *pairs = q + g * (MAX_DIM / 2) + 2 * Q;
         for (int t = 0; t < TILES; t++) x.a[t][g] = dot2(x.a[t][g], a[t], pairs[0]);
         for (int t = 0; t < TILES; t++) x.b[t][g] = dot2(x.b[t][g], b[t], pairs[1]);
     }
 }
 
-template <int BITS, int SPAN, int GN, int TILES, int H>
+template <int BITS, int SPAN, int GN, int TILES, int H, class Two>
 inline void score_span(const uint8_t *low, const uint8_t *high, int tile,
-                       const Levels<BITS> &levels, const uint32_t *q, Chains<GN, TILES> &x) {
+                       const Levels<BITS> &levels, const Two *q, Chains<GN, TILES> &x) {
     score_quad<BITS, SPAN, GN, TILES, H, 0>(low, high, tile, levels, q, x);
     score_quad<BITS, SPAN, GN, TILES, H, 1>(low, high, tile, levels, q, x);
     score_quad<BITS, SPAN, GN, TILES, H, 2>(low, high, tile, levels, q, x);
     score_quad<BITS, SPAN, GN, TILES, H, 3>(low, high, tile, levels, q, x);
 }
 
-// Queries as pairs [GN][MAX_DIM / 2], in the order of key_codes, and their sums [GN][MAX_GROUPS];
+// Queries as pairs or Fine [GN][MAX_DIM / 2], in the order of key_codes, and their sums [GN][MAX_GROUPS];
 // scores [GN][PITCH]. The middle level is what a code of zero means, times the scale.
-template <int BITS, int SPAN, int GN>
+template <int BITS, int SPAN, int GN, class Two>
 void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float middle,
-                 const uint32_t *q, const float *sums, float *s) {
+                 const Two *q, const float *sums, float *s) {
     using P = Planes<BITS>;
     constexpr int TILES = 2;
     const int low_size = block.dim * P::LOW / 8, tile = 16 * block.width;
@@ -99,7 +99,7 @@ void pair_scores(const SealedBlock &block, const Levels<BITS> &levels, float mid
         for (int d = 0; d < block.dim; d += 16) {
             constexpr int low_step = SPAN * P::LOW * 2, high_step = SPAN * P::HIGH * 2;
             const uint8_t *a = low + d / SPAN * low_step, *b = high + d / SPAN * high_step;
-            const uint32_t *pairs = q + d / 2;
+            const Two *pairs = q + d / 2;
             if (SPAN == 16 || d % SPAN == 0)
                 score_span<BITS, SPAN, GN, TILES, 0>(a, b, tile, levels, pairs, x);
             else
@@ -179,11 +179,11 @@ inline void value_codes(const uint8_t *row, int low, int high, const Levels<BITS
     }
 }
 
-// Weights [GN][w_stride] as pairs, rows 0 2 and 1 3 of every four; acc [GN][stride] gets the
+// Weights [GN][w_stride] as pairs or Fine, rows 0 2 and 1 3 of every four; acc [GN][stride] gets the
 // channels [first, first + 16 NC), of which the first is the HALFth of its span.
-template <int BITS, int SPAN, int GN, int NC, int HALF>
+template <int BITS, int SPAN, int GN, int NC, int HALF, class Two>
 void pair_values_part(const SealedBlock &block, const Levels<BITS> &levels, int first,
-                      const uint32_t *w, int64_t w_stride, float *acc, int64_t stride) {
+                      const Two *w, int64_t w_stride, float *acc, int64_t stride) {
     using P = Planes<BITS>;
     constexpr int TWINS = GN * NC <= 8 ? 2 : 1;  // chains, so that none waits for itself
     F sum[TWINS][GN][NC];
@@ -223,9 +223,9 @@ void pair_values_part(const SealedBlock &block, const Levels<BITS> &levels, int 
 }
 
 // The channels [first, stop) that share weights.
-template <int BITS, int SPAN, int GN>
+template <int BITS, int SPAN, int GN, class Two>
 void pair_values(const SealedBlock &block, const Levels<BITS> &levels, int first, int stop,
-                 const uint32_t *w, int64_t w_stride, float *acc, int64_t stride) {
+                 const Two *w, int64_t w_stride, float *acc, int64_t stride) {
     for (; first + 64 <= stop; first += 64)
         pair_values_part<BITS, SPAN, GN, 4, 0>(block, levels, first, w, w_stride, acc, stride);
     if (first + 32 <= stop) {

@@ -4,9 +4,15 @@
 // is tens of times larger. A lane is a row (keys) or a channel (values), as in pairs.hpp.
 #pragma once
 
+#include "kvant.h"
 #include "pairs.hpp"
 
 namespace kvant::KVANT_TARGET {
+
+// Are the codes of a side whole numbers of 8 bits?
+inline bool in_quads(const kvant_side &side) {
+    return side.format == KVANT_AFFINE && side.bits == 8;
+}
 
 constexpr float FIXED = 16256.0f;  // 127 * 128: the largest fixed-point number
 

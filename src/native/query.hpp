@@ -17,6 +17,7 @@ struct Query {
     alignas(64) Bfloat high[MAX_GROUP][MAX_DIM], low[MAX_GROUP][MAX_DIM];
     alignas(64) uint32_t pairs[MAX_GROUP][MAX_DIM / 2];
     alignas(64) uint32_t fours[MAX_GROUP][MAX_DIM / 2];
+    alignas(64) Fine fine[MAX_GROUP][MAX_DIM / 2];
     float step[MAX_GROUP], sums[MAX_GROUP][MAX_GROUPS];
 
     // The group of queries at one position that share key head `head`.
@@ -25,13 +26,14 @@ struct Query {
         group = (int)r.group, dim = (int)keys.dim, exact = true;
         for (int g = 0; g < group; g++) {
             read_query(r, sequence, head * group + g, query, rows[g]);
-            if (keys.dtype == KVANT_BF16) split(g);
+            if (keys.dtype == KVANT_BF16 || keys.format == KVANT_FP8) split(g);
             if (keys.format == KVANT_RAW) continue;
-            if (keys.bits == 8)
+            if (in_quads(keys))
                 make_fours(g, (int)keys.group);
             else
                 make_pairs(g, (int)keys.group);
         }
+        for (int g = 0; g < group && keys.format == KVANT_FP8 && !exact; g++) make_fine(g);
     }
 
 private:
@@ -63,6 +65,10 @@ private:
             }
             sums[g][u] = sum(total);
         });
+    }
+
+    void make_fine(int g) {
+        for (int d = 0; d < dim; d += 16) store_fine(fine[g] + d / 2, swapped(load(rows[g] + d)));
     }
 
     void make_fours(int g, int width) {

@@ -1,4 +1,4 @@
-// Sealing pages: what codecs/affine.py and codecs/codebook.py give, to the bit, written straight to
+// Sealing pages: what codecs/affine.py, codebook.py and fp8.py give, to the bit, written straight to
 // where the kernels read it. Compiled for each instruction set without fused operations, which
 // round otherwise than the codecs do. One unit of work is a page of one head.
 #include "seal.hpp"
@@ -97,6 +97,30 @@ void codebook_row(Row &row, const kvant_seal_request &r) {
     row.scale[0] = to_half(std::min((float)scale, LIMIT));
 }
 
+// The nearest float of 8 bits, ties to even; a negative zero becomes the other one. No NaN comes
+// here, and nothing that is beyond 448 once it is rounded.
+uint8_t to_float8(float x) {
+    const uint32_t bits = bits_of(x), size = bits & 0x7fffffff;
+    // From 2^-6 on there is a leading one; below, numbers are multiples of 2^-9.
+    const uint32_t code = size < 0x3c800000
+                              ? (uint32_t)std::rint(float_of(size) * 0x1p9f)
+                              : (size + 0x7ffff + (size >> 20 & 1) - 0x3c000000) >> 20;
+    return (uint8_t)(code ? (bits >> 24 & 0x80) | code : 0);
+}
+
+void fp8_row(Row &row, const kvant_seal_request &r) {
+    const int dim = (int)r.dim;
+    const float high = top_of(row.x, dim, 1.0f), low = top_of(row.x, dim, -1.0f);
+    if (!std::isfinite(high) || !std::isfinite(low)) {
+        std::memset(row.codes, 0, dim);
+        row.scale[0] = NOT_A_NUMBER;
+        return;
+    }
+    row.scale[0] = half_above((clamped(std::max(high, low), LIMIT) + 0.0f) / 448.0f);
+    const float scale = half_value(row.scale[0]), step = scale > 0 ? scale : 1.0f;
+    for (int d = 0; d < dim; d++) row.codes[d] = to_float8(clamped(row.x[d], LIMIT) / step);
+}
+
 // Bytes of rows where they belong: tiles of `rows` rows and `width` bytes, row after row without.
 struct Place {
     int64_t rows, width;
@@ -110,7 +134,7 @@ class Sealing {
 public:
     explicit Sealing(const kvant_seal_request &r) : r(r) {
         width = r.dim * r.bits / 8;
-        groups = r.format == KVANT_CODEBOOK ? 1 : (r.dim + r.group - 1) / r.group;
+        groups = r.format != KVANT_AFFINE ? 1 : (r.dim + r.group - 1) / r.group;
         units = r.batch * r.pages * r.heads;
         codes = r.arrangement == KVANT_KEYS     ? Place{16, 4}
                 : r.arrangement == KVANT_VALUES ? Place{4, 1}
@@ -135,10 +159,16 @@ private:
         for (int64_t unit; (unit = next.fetch_add(1)) < units;)
             for (int64_t n = 0; n < r.page; n++) {
                 take(row, unit, n);
-                r.format == KVANT_CODEBOOK ? codebook_row(row, r) : affine_row(row, r);
+                seal_row(row);
                 pack_row(row.codes, (int)r.dim, (int)r.bits, row.packed);
                 put(row, unit, n);
             }
+    }
+
+    void seal_row(Row &row) const {
+        if (r.format == KVANT_AFFINE) affine_row(row, r);
+        if (r.format == KVANT_CODEBOOK) codebook_row(row, r);
+        if (r.format == KVANT_FP8) fp8_row(row, r);
     }
 
     void take(Row &row, int64_t unit, int64_t n) const {

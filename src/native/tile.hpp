@@ -157,7 +157,10 @@ template <bool KEYS, int BITS>
 void open_codes(const SealedBlock &block, const SideTables &side, const Levels<BITS> &levels,
                 float *tile) {
     const float middle = side.list.middle;
-    if constexpr (KEYS) {
+    if constexpr (BITS == 8) {
+        KEYS ? open_keys<8, 16>(block, levels, middle, tile)
+             : open_values<8, 16>(block, levels, middle, tile);
+    } else if constexpr (KEYS) {
         if (side.span == 32)
             open_keys<BITS, 32>(block, levels, middle, tile);
         else if constexpr (BITS != 3 && BITS != 5)
@@ -171,10 +174,11 @@ void open_codes(const SealedBlock &block, const SideTables &side, const Levels<B
 }
 
 template <bool KEYS>
-void open_sealed(const SealedBlock &block, int bits, const SideTables &side, float *tile) {
+void open_sealed(const SealedBlock &block, const SideTables &side, float *tile) {
     const Tables &t = side.tables;
-    switch (bits) {
-    case 8: return KEYS ? open_byte_keys(block, tile) : open_byte_values(block, tile);
+    if (side.quads) return KEYS ? open_byte_keys(block, tile) : open_byte_values(block, tile);
+    switch (side.bits) {
+    case 8: return open_codes<KEYS, 8>(block, side, t.eight, tile);
     case 6: return open_codes<KEYS, 6>(block, side, t.six, tile);
     case 5: return open_codes<KEYS, 5>(block, side, t.five, tile);
     case 4: return open_codes<KEYS, 4>(block, side, t.four, tile);

@@ -40,6 +40,7 @@ struct Weights {
     alignas(64) Bfloat rows[MAX_GROUP][PITCH];  // for dense rows
     alignas(64) uint32_t pairs[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
     alignas(64) uint32_t fours[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
+    alignas(64) Fine fine[MAX_GROUP][BLOCK / 2];
     float step[MAX_GROUPS][MAX_GROUP];
 };
 
@@ -82,6 +83,10 @@ inline void store_pairs(const F *w, uint32_t *pairs) {
     for (int t = 0; t < BLOCK / 16; t++) store((Bfloat *)pairs + 16 * t, swapped(w[t]));
 }
 
+inline void store_fine(const F *w, Fine *fine) {
+    for (int t = 0; t < BLOCK / 16; t++) store_fine(fine + 8 * t, swapped(w[t]));
+}
+
 // The step that the numbers at `fours` are multiples of.
 inline float store_fours(const F *w, uint32_t *fours) {
     F top = zero();
@@ -92,15 +97,18 @@ inline float store_fours(const F *w, uint32_t *fours) {
     return step;
 }
 
-inline void make_weights(const SealedBlock &block, int bits, float middle, const float *p,
+inline void make_weights(const SealedBlock &block, const SideTables &side, const float *p,
                          int group, bool hidden, Weights &weights, Sums &sums) {
     for (int u = 0; u < block.groups; u++) {
-        const Params params(block, u, middle, block.bias && (bits == 5 || bits == 6));
+        const bool even = block.bias && (side.bits == 5 || side.bits == 6);
+        const Params params(block, u, side.list.middle, even);
         for (int g = 0; g < group; g++) {
             F w[BLOCK / 16];
             weigh(params, p + g * PITCH, block.bias, hidden, w, sums.biases(g) + 16 * u);
-            if (bits == 8)
+            if (side.quads)
                 weights.step[u][g] = store_fours(w, weights.fours[u][g]);
+            else if (side.bits == 8)
+                store_fine(w, weights.fine[g]);
             else
                 store_pairs(w, weights.pairs[u][g]);
         }
@@ -135,7 +143,7 @@ inline void coded_values(const SealedBlock &block, const SideTables &side,
         pair_values<BITS, 16, GN>(block, levels, first, stop, w, pitch, acc, Sums::WIDTH);
 }
 
-inline void sealed_values(const SealedBlock &block, int bits, const SideTables &side, int group,
+inline void sealed_values(const SealedBlock &block, const SideTables &side, int group,
                           const Weights &weights, Sums &sums) {
     for (int u = 0; u < block.groups; u++) {
         const int first = u * block.group;
@@ -145,10 +153,13 @@ inline void sealed_values(const SealedBlock &block, int bits, const SideTables &
             const uint32_t *w = weights.pairs[u][g];
             float *acc = sums.acc[g];
             const Tables &t = side.tables;
-            switch (bits) {
-            case 8:
+            if (side.quads)
                 return quad_values<GN>(block, first, stop, weights.fours[u][g], BLOCK / 2,
                                        weights.step[u] + g, acc, Sums::WIDTH);
+            switch (side.bits) {
+            case 8:
+                return pair_values<8, 16, GN>(block, t.eight, first, stop, weights.fine[g],
+                                              BLOCK / 2, acc, Sums::WIDTH);
             case 6: return coded_values<6, GN>(block, side, t.six, first, stop, w, acc);
             case 5: return coded_values<5, GN>(block, side, t.five, first, stop, w, acc);
             case 4: return coded_values<4, GN>(block, side, t.four, first, stop, w, acc);

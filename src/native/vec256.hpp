@@ -169,6 +169,15 @@ inline F dot2(F acc, Pairs x, uint32_t pair) {
     return fma(x.odd, set1(float_of(pair & 0xffff0000u)), acc);
 }
 
+// Two numbers in single precision, for dot2.
+struct Fine {
+    float even, odd;
+};
+inline F dot2(F acc, Pairs x, Fine pair) {
+    return fma(x.odd, set1(pair.odd), fma(x.even, set1(pair.even), acc));
+}
+inline void store_fine(Fine *p, F x) { store(&p->even, x); }
+
 inline void unpaired(Pairs x, F &even, F &odd) { even = x.even, odd = x.odd; }
 inline I left_cleared(I x) {
     const __m256i byte = _mm256_set1_epi32(255);
@@ -190,6 +199,25 @@ template <int BITS> struct Levels {
         if constexpr (BITS <= 3) return low;
         const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(table + 8), i);
         return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+    }
+    Pairs at(I index) const {
+        const I up = right<16>(index);
+        return {{at(index.a), at(index.b)}, {at(up.a), at(up.b)}};
+    }
+};
+
+// Floats of 8 bits: their bits x, moved to where a float has them. The smallest, below 2^-6, have no
+// leading one: they are 2 x - 2^-6, which is less than x for them, and is not for any other.
+template <> struct Levels<8> {
+    explicit Levels(const float *) {}
+    static __m256 at(__m256i code) {
+        const __m256i low = _mm256_and_si256(code, _mm256_set1_epi32(127));
+        const __m256i bits = _mm256_add_epi32(_mm256_slli_epi32(low, 20),
+                                              _mm256_set1_epi32(120 << 23));
+        const __m256 x = _mm256_castsi256_ps(bits), two = _mm256_set1_ps(2.0f);
+        const __m256 size = _mm256_min_ps(x, _mm256_fmadd_ps(x, two, _mm256_set1_ps(-0x1p-6f)));
+        const __m256 sign = _mm256_castsi256_ps(_mm256_slli_epi32(code, 24));
+        return _mm256_or_ps(size, _mm256_and_ps(sign, _mm256_set1_ps(-0.0f)));
     }
     Pairs at(I index) const {
         const I up = right<16>(index);

@@ -117,6 +117,19 @@ inline F dot2(F acc, Pairs x, uint32_t pair) {
 }
 inline F dot2(F acc, Pairs x, Pairs y) { return _mm512_dpbf16_ps(acc, x, y); }
 
+// Two numbers of 16 bits of precision, for dot2: pairs, and what these leave over.
+struct Fine {
+    uint32_t high, low;
+};
+inline F dot2(F acc, Pairs x, Fine pair) { return dot2(dot2(acc, x, pair.high), x, pair.low); }
+inline void store_fine(Fine *p, F x) {
+    const __m256i high = (__m256i)_mm512_cvtneps_pbh(x);
+    const F rest = sub(x, rounded(x));
+    const __m256i low = (__m256i)_mm512_cvtneps_pbh(rest);
+    const I wide = _mm512_slli_epi64(_mm512_cvtepu32_epi64(low), 32);
+    storei(p, _mm512_or_si512(_mm512_cvtepu32_epi64(high), wide));
+}
+
 // The two values of every lane apart, and together again.
 inline void unpaired(Pairs x, F &even, F &odd) {
     even = _mm512_castsi512_ps(_mm512_slli_epi32((I)x, 16));
@@ -146,6 +159,27 @@ template <int BITS> struct Levels {
     Pairs at(I index) const {
         if constexpr (BITS <= 5) return (Pairs)_mm512_permutexvar_epi16(index, low);
         return (Pairs)_mm512_permutex2var_epi16(low, index, high);
+    }
+};
+
+// Floats of 8 bits: sign and exponent from one table, the mantissa from another; those without a
+// leading one from a third.
+template <> struct Levels<8> {
+    I power, rest, small;
+    explicit Levels(const float *) {
+        uint16_t tables[3][32];
+        for (int i = 0; i < 32; i++) {
+            tables[0][i] = i % 16 ? to_bfloat(from_float8(i << 3)).bits : i / 16 << 15;
+            tables[1][i] = i % 8 << 4;
+            tables[2][i] = to_bfloat(from_float8(i % 8)).bits;
+        }
+        power = loadi(tables[0]), rest = loadi(tables[1]), small = loadi(tables[2]);
+    }
+    Pairs at(I x) const {
+        const __mmask32 tiny = _mm512_testn_epi16_mask(x, _mm512_set1_epi16(0x78));
+        const I low = _mm512_permutexvar_epi16(x, rest);
+        const I high = _mm512_permutexvar_epi16(_mm512_srli_epi16(x, 3), power);
+        return (Pairs)_mm512_or_si512(high, _mm512_mask_permutexvar_epi16(low, tiny, x, small));
     }
 };
 

@@ -119,6 +119,15 @@ inline F dot2(F acc, Pairs x, uint32_t pair) {
     return fma(x.odd, set1(float_of(pair & 0xffff0000u)), acc);
 }
 
+// Two numbers in single precision, for dot2.
+struct Fine {
+    float even, odd;
+};
+inline F dot2(F acc, Pairs x, Fine pair) {
+    return fma(x.odd, set1(pair.odd), fma(x.even, set1(pair.even), acc));
+}
+inline void store_fine(Fine *p, F x) { store(&p->even, x); }
+
 inline void unpaired(Pairs x, F &even, F &odd) { even = x.even, odd = x.odd; }
 inline I left_cleared(I x) { return eachi([&](int i) { return x.at[i] & 255; }); }
 inline F load_line(const float *p) { return load(p); }
@@ -133,6 +142,18 @@ template <int BITS> struct Levels {
         constexpr uint32_t mask = (1 << BITS) - 1;
         return {each([&](int i) { return table[x.at[i] & mask]; }),
                 each([&](int i) { return table[x.at[i] >> 16 & mask]; })};
+    }
+};
+
+// Floats of 8 bits.
+template <> struct Levels<8> {
+    float table[256];
+    explicit Levels(const float *) {
+        for (int i = 0; i < 256; i++) table[i] = from_float8((uint8_t)i);
+    }
+    Pairs at(I x) const {
+        return {each([&](int i) { return table[x.at[i] & 255]; }),
+                each([&](int i) { return table[x.at[i] >> 16 & 255]; })};
     }
 };
 

@@ -16,7 +16,7 @@ from kvant import Cache, attend, explain
 from kvant.attention.native import Native
 from kvant.attention.native.lanes import Lanes
 from kvant.attention.reference import Reference
-from kvant.codecs import Affine, Codebook
+from kvant.codecs import Affine, Codebook, Fp8
 from kvant.contracts import Codec, Mask
 from kvant.native import library
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 CODECS: list[Codec] = [
     *(Affine(bits, group) for bits in (8, 6, 5, 4, 3, 2) for group in (16, 32, 64)),
     *(Codebook(bits, corrected) for bits in (4, 3, 2) for corrected in (True, False)),
+    Fp8(),
 ]
 
 
@@ -61,7 +62,8 @@ def test_sealed_bytes_are_those_of_the_codec(codec: Codec, dtype: torch.dtype) -
 
 
 FORMATS = ("raw", "affine8", "affine6", "affine5", "affine4", "affine3", "affine2")
-FORMATS += ("turbo4", "turbo3", "turbo2", "affine8v4", "raw/affine4", "turbo4/affine8")
+FORMATS += ("fp8", "turbo4", "turbo3", "turbo2", "affine8v4", "raw/affine4", "turbo4/affine8")
+FORMATS += ("fp8/affine4", "fp8/turbo3", "affine8/fp8")
 # heads of keys, queries a head, key width, value width, rows
 SHAPES = ((2, 4, 128, 128, 333), (1, 7, 64, 96, 201), (2, 1, 80, 80, 65), (1, 16, 256, 192, 131))
 
@@ -101,12 +103,27 @@ def test_the_error_is_what_is_promised(
         assert relative(attend(q, view), expected) < promised(dtype, own)
 
 
+@pytest.mark.parametrize("queries", [16, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_float_of_8_bits_is_read_as_what_it_is(dtype: torch.dtype, queries: int) -> None:
+    """All rows are all 256 of them, and query n asks for channel n alone."""
+    floats = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().nan_to_num(0.0)
+    rows = floats.to(dtype).expand(1, 1, 320, 256)
+    view = Cache(1, "fp8,prefill=stored")[0].append(rows, rows)
+    q = torch.eye(256).reshape(1, 256 // queries, queries, 256)
+    out, lse = attend(q, view, scale=1.0, return_lse=True, backend="native")
+    seen = torch.arange(320 - queries, 320).double() + 1
+    scores = (lse.double() - seen.log()).flatten()
+    assert (scores - floats).abs().le(floats.abs().clamp(min=1.0) * 4e-6).all()
+    assert (out - floats).abs().le(floats.abs() * 1e-5).all()
+
+
 RULES = ("window=40", "window=70,sinks=5", "sinks=3", "capacity=400,tail=70")
 
 
 @pytest.mark.parametrize("queries", [1, 2, 9, 90])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("text", ["raw", "affine8", "turbo3", "raw/affine4"])
+@pytest.mark.parametrize("text", ["raw", "affine8", "fp8", "turbo3", "raw/affine4"])
 def test_windows_sinks_padding_and_caps_are_those_of_the_reference(
     text: str, rule: str, queries: int
 ) -> None:
@@ -123,7 +140,7 @@ def test_windows_sinks_padding_and_caps_are_those_of_the_reference(
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rule", ["", ",window=300,sinks=3"])
-@pytest.mark.parametrize("text", ["raw", "affine8", "affine6", "turbo4", "affine8v4"])
+@pytest.mark.parametrize("text", ["raw", "affine8", "affine6", "fp8", "turbo4", "affine8v4"])
 def test_a_draft_verified_at_once_is_as_one_by_one(text: str, rule: str, threads: int) -> None:
     """To the bit, pages that fall due within it included."""
     at_once, by_one = (Cache(1, f"{text}{rule},prefill=stored") for _ in range(2))
@@ -218,7 +235,9 @@ def test_the_last_position_of_a_chunk_sees_two_runs_of_rows(text: str, mask: Mas
     assert (ours - theirs).abs().max() < 6e-3
 
 
-@pytest.mark.parametrize("text", ["raw", "affine8,tail=0", "affine4,tail=0", "turbo4,tail=0"])
+@pytest.mark.parametrize(
+    "text", ["raw", "affine8,tail=0", "fp8", "affine4,tail=0", "turbo4,tail=0"]
+)
 @pytest.mark.parametrize("odd", [math.nan, math.inf])
 def test_a_query_that_is_no_number_gives_none(text: str, odd: float) -> None:
     for queries in (1, 3, 20):

@@ -39,7 +39,7 @@ print(max(0, resident("VmHWM") - before))
 
 
 @pytest.mark.parametrize("queries", [1, 512])
-@pytest.mark.parametrize("text", ["raw", "affine4", "turbo4v2"])
+@pytest.mark.parametrize("text", ["raw", "fp8", "affine4", "turbo4v2"])
 def test_no_call_holds_the_rows_a_second_time(text: str, queries: int) -> None:
     run = [sys.executable, "-c", SCRIPT, text, str(queries)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)

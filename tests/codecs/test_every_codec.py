@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvant.codecs import CODECS, Affine, Codebook, Raw
+from kvant.codecs import CODECS, Affine, Codebook, Fp8, Raw
 from kvant.contracts import Codec, Fields
 from kvant.frames import Rotation
 
@@ -15,6 +15,7 @@ CODEC_LIST: list[Codec] = [
         for bits, group in ((2, 16), (3, 32), (4, 32), (5, 64), (6, 128), (8, 64))
     ),
     *(Codebook(bits, corrected) for bits in (2, 3, 4) for corrected in (True, False)),
+    Fp8(),
 ]
 LOSSY = [codec for codec in CODEC_LIST if not codec.exact]
 DIMS = (8, 64, 80, 128)
@@ -40,7 +41,7 @@ lossy = pytest.mark.parametrize("codec", LOSSY, ids=name)
 
 
 def test_the_table_has_the_names_on_disk() -> None:
-    assert list(CODECS) == ["raw", "affine", "codebook"]
+    assert list(CODECS) == ["raw", "affine", "codebook", "fp8"]
     assert [getattr(codec, "name", None) for codec in CODECS.values()] == list(CODECS)
 
 

@@ -82,6 +82,11 @@ def test_drafts_and_steps_down_go_together(attached: Any) -> None:
             ["affine4,window=200"]
             + [f"affine{bits},window={window}" for window in (100, 64) for bits in (8, 4)],
         ),
+        (
+            "fp8,window=200",
+            ["affine4,window=200"]
+            + [f"{form},window={window}" for window in (100, 64) for form in ("fp8", "affine4")],
+        ),
         ("affine4,window=200,sinks=9", [f"affine4,window={w},sinks=9" for w in (100, 64)]),
         ("affine4,sinks=9", [f"affine4,window={w},sinks=9" for w in (150, 75, 64)]),
     ],

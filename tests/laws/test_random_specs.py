@@ -10,13 +10,14 @@ from torch import Tensor
 
 from kvant import LayerSpec, attend
 from kvant.arenas import Tiled
-from kvant.codecs import Affine, Codebook, Raw
+from kvant.codecs import Affine, Codebook, Fp8, Raw
 from kvant.frames import Rotation
 from kvant.layers import Attention
 from kvant.retention import All, Window
 from laws import oracle
 
-CODECS = (Raw(), Affine(8, 16), Affine(3, 16), Affine(4, 16, Rotation(5)), Codebook(4), Codebook(2))
+AFFINE = (Affine(8, 16), Affine(3, 16), Affine(4, 16, Rotation(5)))
+CODECS = (Raw(), *AFFINE, Fp8(), Codebook(4), Codebook(2))
 DIM = 16
 
 codecs = st.sampled_from(CODECS)

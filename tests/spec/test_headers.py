@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvant.codecs import CODECS, Affine, Codebook, Raw
+from kvant.codecs import CODECS, Affine, Codebook, Fp8, Raw
 from kvant.contracts import Frame
 from kvant.errors import SpecError
 from kvant.frames import Diagonal, Identity, Product, Rotation
@@ -68,6 +68,7 @@ codecs = st.one_of(
     st.just(Raw()),
     st.builds(Affine, st.sampled_from([2, 3, 4, 5, 6, 8]), st.sampled_from([16, 128]), frames),
     st.builds(Codebook, st.sampled_from([2, 3, 4]), st.booleans(), frames),
+    st.builds(Fp8, frames),
 )
 attention = st.builds(
     LayerSpec,

@@ -48,6 +48,12 @@ FORMATS = {
     "q8_0": ("affine8/32", "affine8/32"),
     "q4_0": ("affine4/32", "affine4/32"),
     "q8_0/q4_0": ("affine8/32", "affine4/32"),
+    "fp8": ("fp8", "fp8"),
+    "fp8/affine4": ("fp8", "affine4/32"),
+    "turbo3/fp8": ("codebook3r", "fp8"),
+    "fp8,rotate": ("fp8r", "fp8r"),
+    "fp8/affine8,rotate,group=32": ("fp8r", "affine8/32r"),
+    "raw,edge=2:fp8": ("fp8", "fp8"),
     "aura": ("codebook4r", "codebook4r"),
     "aura3": ("codebook3r", "codebook3r"),
     "aura4v2": ("codebook4r", "codebook2r"),
@@ -101,6 +107,19 @@ def test_aliases_say_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | Non
 )
 def test_an_option_sets_its_field(option: str, field: str, value: object) -> None:
     assert getattr(first(f"affine4,{option}"), field) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "codec", "bits_a_value"), [("q8_0", Affine(8, 32), 9), ("q4_0", Affine(4, 32), 5)]
+)
+def test_the_words_of_llama_cpp_mean_groups_of_32(
+    text: str, codec: Affine, bits_a_value: int
+) -> None:
+    """The same groups, and a bias beside each scale: half a bit a value more than there."""
+    assert parse(text, 2).layers == (LayerSpec(codec, codec, All()),) * 2
+    fields = codec.fields(128).values()
+    assert sum(8 * field.dtype.itemsize * field.width for field in fields) == 128 * bits_a_value
+    assert codec.tail == (0 if text == "q8_0" else 128)
 
 
 def test_what_is_not_said_stays_as_the_contract_has_it() -> None:
@@ -172,8 +191,10 @@ REFUSED = [
     ("affine8v4/raw", "'affine8v4'", "nearest: affine8"),
     ("bf16/f16", "'bf16/f16'", "nearest: bf16"),
     ("raw/f16", "'raw/f16'", "nearest: f16"),
-    ("fp8", "fp8", "nearest: affine8"),
-    ("fp8/affine4", "fp8", "nearest: affine8"),
+    ("fp9", "'fp9'", "nearest: fp8"),
+    ("fp8v4", "'fp8v4'", "nearest: fp8"),
+    ("fp8,group=32", "'group=32'", "nearest: affine8,group=32"),
+    ("fp8,seed=1", "'seed=1'", "allowed with turbo formats and with rotate"),
     ("auto", "auto", "nearest: affine8"),
     ("auto:4GB", "auto", "nearest: affine8"),
     ("raw,smooth", "smooth", "nearest: affine8,smooth"),

@@ -133,7 +133,7 @@ def main(
     lengths: Annotated[str, typer.Option(help="rows stored")] = "1024,8192,32768,131072",
     formats: Annotated[
         str, typer.Option(help="of the spec language, beside raw")
-    ] = "affine8,affine8v4,affine6,affine4,turbo4v4,turbo3v3,turbo4v2",
+    ] = "affine8,fp8,affine8v4,affine6,affine4,turbo4v4,turbo3v3,turbo4v2",
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     heads: int = 8,
     group: Annotated[int, typer.Option(min=1, help="queries that share a key head")] = 4,

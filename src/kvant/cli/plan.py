@@ -24,7 +24,8 @@ from kvant.shapes import LayerShape
 from kvant.sizes import format_size, parse_size
 
 RAW = "raw"
-FORMATS = (RAW, "affine8", "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
+EIGHT_BITS = ("affine8", "fp8")
+FORMATS = (RAW, *EIGHT_BITS, "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
 
 
 def plan(

@@ -2,6 +2,7 @@
 
 from kvant.codecs.affine import Affine
 from kvant.codecs.codebook import Codebook
+from kvant.codecs.fp8 import Fp8
 from kvant.codecs.raw import Raw
 from kvant.contracts import Codec
 
@@ -9,6 +10,7 @@ CODECS: dict[str, type[Codec]] = {
     "raw": Raw,
     "affine": Affine,
     "codebook": Codebook,
+    "fp8": Fp8,
 }
 
-__all__ = ["CODECS", "Affine", "Codebook", "Raw"]
+__all__ = ["CODECS", "Affine", "Codebook", "Fp8", "Raw"]

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from kvant.codecs import Affine, Codebook
+from kvant.codecs import Affine, Codebook, Fp8
 from kvant.contracts import Codec, Retention
 from kvant.errors import CacheError
 from kvant.generation.decoder import Memory
@@ -143,6 +143,8 @@ def _bits(codec: Codec) -> int:
     """0 for codecs of others: nobody knows what is below them."""
     if isinstance(codec, Affine | Codebook):
         return codec.bits
+    if isinstance(codec, Fp8):
+        return 8
     return RAW if codec.exact else 0
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from kvant.codecs import CODECS, Affine, Codebook
+from kvant.codecs import CODECS, Affine, Codebook, Fp8
 from kvant.contracts import Codec
 from kvant.errors import SpecError
 from kvant.frames import Identity, Rotation, smoothed
@@ -27,15 +27,15 @@ GROUPS = {8: 64, 6: 64, 5: 32, 4: 32, 3: 32, 2: 16}  # width: values a scale cov
 TURBO_WIDTHS = (4, 3, 2)
 FAMILIES = {"affine": tuple(GROUPS), "turbo": TURBO_WIDTHS, "aura": TURBO_WIDTHS}
 SPELLED_BY_WIDTH = (Affine, Codebook)  # codecs that only FAMILY and width can name
+ROTATABLE = {"affine", "fp8"}  # families that the option asks; turbo is rotated anyway
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 SMOOTHED = ("affine", "turbo", "fp8")  # whose codecs take any frame
 FORMATS = (
-    "raw, affine2|3|4|5|6|8, turbo2|3|4, two widths (affine8v4), two sides (affine8/turbo3),"
+    "raw, affine2|3|4|5|6|8, fp8, turbo2|3|4, two widths (affine8v4), two sides (fp8/turbo3),"
     " q8_0, q4_0, bf16, f16, f32"
 )
 NOT_YET = {
     "auto": "needs a probe of the model, which is not there yet; nearest: affine8",
-    "fp8": "is not there yet; nearest: affine8",
 }
 MAX_LAYERS = 2**19  # rotation seeds then stay below 2**51, which any JSON reader keeps
 
@@ -55,7 +55,7 @@ class Side:
     """What one word says about the keys, or about the values."""
 
     word: str
-    family: str  # affine, turbo, or a disk name
+    family: str  # affine, fp8, turbo, or a disk name
     bits: int = 0
     group: int | None = None  # fixed by an alias
     dtype: torch.dtype | None = None
@@ -94,7 +94,15 @@ def turbo(side: Side, choice: Choice, seed: int) -> Codec:
     return Codebook(side.bits, frame=Rotation(seed))
 
 
-BUILDERS: dict[str, Callable[[Side, Choice, int], Codec]] = {"affine": affine, "turbo": turbo}
+def fp8(side: Side, choice: Choice, seed: int) -> Codec:
+    return Fp8(Rotation(seed) if choice.rotate else Identity())
+
+
+BUILDERS: dict[str, Callable[[Side, Choice, int], Codec]] = {
+    "affine": affine,
+    "turbo": turbo,
+    "fp8": fp8,
+}
 
 SIDES: dict[str, Side] = {
     "raw": Side("raw", "raw"),
@@ -102,6 +110,7 @@ SIDES: dict[str, Side] = {
     **{f"turbo{bits}": Side(f"turbo{bits}", "turbo", bits) for bits in TURBO_WIDTHS},
     **{f"aura{bits}": Side(f"aura{bits}", "turbo", bits) for bits in TURBO_WIDTHS},
     "aura": Side("aura", "turbo", 4),
+    "fp8": Side("fp8", "fp8"),
     "q8_0": Side("q8_0", "affine", 8, group=32),
     "q4_0": Side("q4_0", "affine", 4, group=32),
     **{word: Side(word, "raw", dtype=dtype) for word, dtype in DTYPES.items()},

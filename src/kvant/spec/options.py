@@ -16,7 +16,15 @@ from reprlib import repr as short
 from typing import Any
 
 from kvant.errors import SpecError
-from kvant.spec.formats import SMOOTHED, Format, Side, nearest, parse_format, refuse_not_yet
+from kvant.spec.formats import (
+    ROTATABLE,
+    SMOOTHED,
+    Format,
+    Side,
+    nearest,
+    parse_format,
+    refuse_not_yet,
+)
 
 MAX_NUMBER = 2**31 - 1
 
@@ -127,10 +135,10 @@ def check_choice(options: Mapping[str, Any], formats: Iterable[Format]) -> None:
     families = {side.family for side in sides}
     if "group" in options:
         check_group(options["group"], sides)
-    if "rotate" in options and "affine" not in families:
+    if "rotate" in options and not families & ROTATABLE:
         why = "is rotated already" if "turbo" in families else "has nothing to rotate"
         raise SpecError(
-            f"option 'rotate': {words} {why}; allowed with affine formats;"
+            f"option 'rotate': {words} {why}; allowed with affine formats and fp8;"
             f" nearest: {words if 'turbo' in families else 'affine8,rotate'}"
         )
     if "smooth" in options and not any(form.keys.family in SMOOTHED for form in formats):

@@ -1,7 +1,7 @@
 """The backend for CPUs: C++ on the stored bytes, behind a plain C interface.
 
-It reads raw rows, affine and codebook pages, all queries of a key head in one pass over its rows,
-and says of everything else why not. Sealed pages must lie as `Lanes` says.
+It reads raw rows, affine, codebook and fp8 pages, all queries of a key head in one pass over its
+rows, and says of everything else why not. Sealed pages must lie as `Lanes` says.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import cast
 
 from torch import Tensor
 
-from kvant.codecs import Affine, Codebook, Raw
+from kvant.codecs import Affine, Codebook, Fp8, Raw
 from kvant.codecs.levels import levels
 from kvant.contracts import Codec, Mask, Request, Side, View
 from kvant.native import DTYPES
@@ -96,4 +96,5 @@ FORMS: dict[type, Callable[..., Form]] = {
     Raw: lambda codec, dim: (0, 0, dim, 0),
     Affine: lambda codec, dim: (1, codec.bits, codec.group, 0),
     Codebook: _codebook,
+    Fp8: lambda codec, dim: (3, 8, dim, 0),
 }

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvant.arenas import Span
+from kvant.arenas import Span, joined
 from kvant.attention import arrangement, seal
 from kvant.contracts import Fields, Tally, Tiles
 from kvant.lasting import lasting
@@ -112,8 +112,8 @@ class Record:
             rows = Rows.of(dense)
         else:
             old = self.dense.tensors()
-            joined = {name: torch.cat([tensor, units[name]], 2) for name, tensor in old.items()}
-            rows = Rows.loose(joined, self.dense.first)
+            both = {name: joined((tensor, units[name]), 2) for name, tensor in old.items()}
+            rows = Rows.loose(both, self.dense.first)
             dense = self._end(rows, length)
         return Record(self.memory, length, dense, self._sealed(rows, length)), rows
 
@@ -181,7 +181,7 @@ class Record:
         if begin > span.stop:  # a window shorter than the tail lets pages go before they are due
             span = Span(span.arena, begin, begin)
         if begin < due:
-            span.arena.allocate(span.first, span.stop, due)
+            span.make_room(due)
         for first in range(begin, due, SEAL_AT_ONCE):
             count = min(SEAL_AT_ONCE, due - first)
             span = span.extended(self.pages(rows, first, count), count)

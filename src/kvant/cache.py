@@ -18,7 +18,7 @@ from kvant.contracts import Follower, LayerState, Snapshot, Tiles
 from kvant.errors import CacheError, RewindError
 from kvant.layers import Group, Together, attending, build, check_reach, succeeding, within
 from kvant.recipes import AnySpec, CacheSpec, EmptySpec, SharedSpec
-from kvant.spec import as_spec
+from kvant.spec import as_spec, words
 
 
 class Cache:
@@ -48,7 +48,7 @@ class Cache:
         self.spec = spec
         self.tiles = tiles
         self._states = states  # by the number of the layer that has one of its own
-        self._recodes = 0
+        self._recoded: list[dict[str, Any]] = []  # each recode: where, from what, to what
         self._ledger = Together(states.leaves(), states.followers())
         self.layers: dict[int, LayerState] = {}  # those that remember something
         for index, recipe in enumerate(spec.layers):
@@ -168,6 +168,7 @@ class Cache:
         """A second cache with the same tokens, independent of this one from now on."""
         twin = Cache.__new__(Cache)
         twin._hold(self.spec, self.tiles, self._settled().fork())
+        twin._recoded = list(self._recoded)
         return twin
 
     def select(self, index: Sequence[int] | Tensor) -> None:
@@ -217,6 +218,7 @@ class Cache:
         them what follows from the model (see `within`).
         """
         full, states = succeeding(self.spec, self._asked(spec)), self._settled()
+        told = {"length": self.length, "from": words(self.spec), "nbytes_before": self.nbytes}
         # All of the new memory is there before any of the old one goes, or an error halfway could
         # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
         for name, state in states.parts.items():
@@ -230,7 +232,7 @@ class Cache:
                 raise
         states.commit()
         self.spec = full
-        self._recodes += 1
+        self._recoded.append(told | {"to": words(full), "nbytes_after": self.nbytes})
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
@@ -255,7 +257,8 @@ class Cache:
             "rewinds_exact": tally.rewinds_exact,
             "rewinds_decoded": tally.rewinds_decoded,
             "abandoned": self._ledger.abandoned,
-            "recodes": self._recodes,
+            "recodes": len(self._recoded),
+            "recoded": [dict(told) for told in self._recoded],
             "attended": dict(tally.attended),
             "sealed": dict(tally.sealed),
         }

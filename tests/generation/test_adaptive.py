@@ -10,9 +10,9 @@ import pytest
 import kvant
 from generation.speakers import DEMO, begin, model_of, prompt_of, said
 from kvant import Cache, CacheSpec
-from kvant.generation.adaptive import LADDER, Adaptive, steps_down, words
+from kvant.generation.adaptive import LADDER, Adaptive, steps_down
 from kvant.retention import Window
-from kvant.spec import parse
+from kvant.spec import parse, words
 from layers.tagged import forward
 
 BUDGET = 1_200_000
@@ -36,6 +36,17 @@ def attending(spec: CacheSpec) -> list[Any]:
     return [recipe for recipe in spec.layers if isinstance(recipe, kvant.LayerSpec)]
 
 
+def assert_told(memory: Any) -> None:
+    """`stats` has every step: each begins with what the one before it ended with."""
+    told = memory.stats()["recoded"]
+    assert [step["from"] for step in told] == ["raw", *(step["to"] for step in told[:-1])]
+    assert told[-1]["to"] == words(memory.spec)
+    lengths = [step["length"] for step in told]
+    assert lengths == sorted(set(lengths)) and lengths[0] > 0 and lengths[-1] < memory.length
+    assert all(step["nbytes_after"] <= BUDGET for step in told)
+    assert memory.fork().stats()["recoded"] == told
+
+
 def test_it_goes_down_and_stays_under_its_budget(
     attached: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -47,6 +58,7 @@ def test_it_goes_down_and_stays_under_its_budget(
     assert memory.stats()["recodes"] == len(caplog.messages) >= 2
     assert "stored as affine8 from now on" in caplog.messages[0]
     assert "of 1.14 MiB: " in caplog.messages[-1] and "window=" in caplog.messages[-1]
+    assert_told(memory)
 
 
 def test_with_room_it_changes_nothing() -> None:

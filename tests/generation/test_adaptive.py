@@ -228,3 +228,16 @@ def test_a_budget_that_cannot_be_met_is_told_once(
 def test_a_budget_of_nothing_is_refused_at_once(budget: int) -> None:
     with pytest.raises(ValueError, match=f"budget={budget}"):
         begin(DEMO, strategy="adaptive", budget=budget)
+
+
+@pytest.mark.laws  # a minute
+def test_a_tenth_of_raw_is_enough_for_thousands_of_tokens(attached: Any) -> None:
+    length = len(prompt_of(DEMO)) + 4096
+    budget = kvant.plan(attached, "raw", context=length).nbytes // 10
+    memory = kvant.cache_for(attached, "raw")
+    given = {"strategy": "adaptive", "budget": budget, "max_new_tokens": 4096}
+    taken = [memory.nbytes for _ in begin(DEMO, kv_cache=memory, max_context=length, **given)]
+    assert len(taken) == 4096 and max(taken) <= budget
+    told = memory.stats()["recoded"]
+    assert told[0]["from"] == "raw" and "window=" in told[-1]["to"]
+    assert all(step["nbytes_after"] <= budget for step in told)

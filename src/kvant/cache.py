@@ -18,7 +18,7 @@ from kvant.contracts import Follower, LayerState, Snapshot, Tiles
 from kvant.errors import CacheError, RewindError
 from kvant.layers import Group, Together, attending, build, check_reach, succeeding, within
 from kvant.recipes import AnySpec, CacheSpec, EmptySpec, SharedSpec
-from kvant.spec import as_spec, check_fitted
+from kvant.spec import as_spec, check_fitted, words
 
 
 class Cache:
@@ -48,7 +48,7 @@ class Cache:
         self.spec = spec
         self.tiles = tiles
         self._states = states  # by the number of the layer that has one of its own
-        self._recodes = 0
+        self._recoded: list[dict[str, Any]] = []  # each recode: where, from what, to what
         self._ledger = Together(states.leaves(), states.followers())
         self.layers: dict[int, LayerState] = {}  # those that remember something
         for index, recipe in enumerate(spec.layers):
@@ -186,6 +186,7 @@ class Cache:
         """A second cache with the same tokens, independent of this one from now on."""
         twin = Cache.__new__(Cache)
         twin._hold(self.spec, self.tiles, self._settled().fork())
+        twin._recoded = list(self._recoded)
         return twin
 
     def select(self, index: Sequence[int] | Tensor) -> None:
@@ -236,6 +237,7 @@ class Cache:
         """
         asked = check_fitted(self._asked(spec))
         full, states = succeeding(self.spec, asked), self._settled()
+        told = {"length": self.length, "from": words(self.spec), "nbytes_before": self.nbytes}
         # All of the new memory is there before any of the old one goes, or an error halfway could
         # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
         for name, state in states.parts.items():
@@ -249,7 +251,7 @@ class Cache:
                 raise
         states.commit()
         self.spec = full
-        self._recodes += 1
+        self._recoded.append(told | {"to": words(full), "nbytes_after": self.nbytes})
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
@@ -274,7 +276,8 @@ class Cache:
             "rewinds_exact": tally.rewinds_exact,
             "rewinds_decoded": tally.rewinds_decoded,
             "abandoned": self._ledger.abandoned,
-            "recodes": self._recodes,
+            "recodes": len(self._recoded),
+            "recoded": [dict(told) for told in self._recoded],
             "attended": dict(tally.attended),
             "sealed": dict(tally.sealed),
         }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 
@@ -236,3 +238,13 @@ def test_fields_of_pages_keep_their_axis() -> None:
     assert span.tensors()["codes"][0, :, 1, 63, 4].tolist() == [1, 2]
     assert span.tensors()["scale"][0, :, 1, 0, 4].tolist() == [1, 2]
     assert span.arena.unit_nbytes == 2 * 64 * 5 + 2 * 5 * 2
+
+
+def test_memory_that_units_have_left_is_held_by_no_span() -> None:
+    before = grown(Span(buffer(step=1)), 3)
+    assert before.placed.table.shape == (2, 3)
+    left = weakref.ref(before.arena.located(0)[0]["a"])
+    inside = weakref.ref(before.placed.sides["a"][""])
+    after = grown(before, 1)  # into other memory
+    assert left() is None and inside() is None
+    assert told(before) == [0, 1, 2] and told(after) == [0, 1, 2, 3]

@@ -10,9 +10,9 @@ import pytest
 import kvant
 from generation.speakers import DEMO, begin, model_of, prompt_of, said
 from kvant import Cache, CacheSpec
-from kvant.generation.adaptive import LADDER, Adaptive, steps_down, words
+from kvant.generation.adaptive import LADDER, Adaptive, steps_down
 from kvant.retention import Window
-from kvant.spec import parse
+from kvant.spec import parse, words
 from layers.tagged import forward
 
 BUDGET = 1_200_000
@@ -36,6 +36,17 @@ def attending(spec: CacheSpec) -> list[Any]:
     return [recipe for recipe in spec.layers if isinstance(recipe, kvant.LayerSpec)]
 
 
+def assert_told(memory: Any) -> None:
+    """`stats` has every step: each begins with what the one before it ended with."""
+    told = memory.stats()["recoded"]
+    assert [step["from"] for step in told] == ["raw", *(step["to"] for step in told[:-1])]
+    assert told[-1]["to"] == words(memory.spec)
+    lengths = [step["length"] for step in told]
+    assert lengths == sorted(set(lengths)) and lengths[0] > 0 and lengths[-1] < memory.length
+    assert all(step["nbytes_after"] <= BUDGET for step in told)
+    assert memory.fork().stats()["recoded"] == told
+
+
 def test_it_goes_down_and_stays_under_its_budget(
     attached: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -47,6 +58,7 @@ def test_it_goes_down_and_stays_under_its_budget(
     assert memory.stats()["recodes"] == len(caplog.messages) >= 2
     assert "stored as affine8 from now on" in caplog.messages[0]
     assert "of 1.14 MiB: " in caplog.messages[-1] and "window=" in caplog.messages[-1]
+    assert_told(memory)
 
 
 def test_with_room_it_changes_nothing() -> None:
@@ -221,3 +233,16 @@ def test_a_budget_that_cannot_be_met_is_told_once(
 def test_a_budget_of_nothing_is_refused_at_once(budget: int) -> None:
     with pytest.raises(ValueError, match=f"budget={budget}"):
         begin(DEMO, strategy="adaptive", budget=budget)
+
+
+@pytest.mark.laws  # a minute
+def test_a_tenth_of_raw_is_enough_for_thousands_of_tokens(attached: Any) -> None:
+    length = len(prompt_of(DEMO)) + 4096
+    budget = kvant.plan(attached, "raw", context=length).nbytes // 10
+    memory = kvant.cache_for(attached, "raw")
+    given = {"strategy": "adaptive", "budget": budget, "max_new_tokens": 4096}
+    taken = [memory.nbytes for _ in begin(DEMO, kv_cache=memory, max_context=length, **given)]
+    assert len(taken) == 4096 and max(taken) <= budget
+    told = memory.stats()["recoded"]
+    assert told[0]["from"] == "raw" and "window=" in told[-1]["to"]
+    assert all(step["nbytes_after"] <= budget for step in told)

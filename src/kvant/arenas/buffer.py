@@ -17,8 +17,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from kvant.arenas.reserve import reserved
 from kvant.contracts import Fields
-from kvant.lasting import lasting
 from kvant.native import put
 
 GROWING = -1  # marks the axis along which units lie in a slab's shape
@@ -44,8 +44,7 @@ class Slab:
 
     def empty(self, slots: int, device: torch.device) -> Tensor:
         shape = tuple(slots if size == GROWING else size for size in self.shape)
-        with lasting():
-            return torch.empty(shape, dtype=self.dtype, device=device)
+        return reserved(shape, self.dtype, device)
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,17 @@ class Span:
     def tensors(self) -> Fields:
         return self.arena.tensors(self.first, self.stop)
 
+    def make_room(self, stop: int) -> None:
+        """Let the arena have room up to `stop`.
+
+        What was worked out is forgotten: it would hold the memory that the units have left, in
+        every layer until all commit.
+        """
+        self.arena.allocate(self.first, self.stop, stop)
+        self.__dict__.pop("placed", None)
+
     def extended(self, units: Fields, count: int) -> Span:
-        self.arena.allocate(self.first, self.stop, self.stop + count)
+        self.make_room(self.stop + count)
         self.arena.write(self.stop, units)
         return Span(self.arena, self.first, self.stop + count)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.report import numbers, run, show
+from kvant.bench.report import Json, numbers, run, show
 from kvant.cache import Cache
 
 WAYS = {"concat": "step=1", "stepped": "step=256", "reserved": "capacity={capacity}"}
@@ -76,6 +76,7 @@ def main(
     heads: int = 8,
     dim: int = 128,
     tokens: Annotated[int, typer.Option(help="appends a figure")] = 512,
+    json: Json = False,
 ) -> None:
     """The cost of one appended token, one layer, bf16, batch 1."""
     rows: list[dict[str, Any]] = []
@@ -87,7 +88,7 @@ def main(
             ratio = base / figures["median_us"]
             rows.append({"rows": length, "growth": way, **figures, "ratio": ratio})
     facts = {"kv_cache": kv_cache, "heads": heads, "dim": dim, "dtype": "bfloat16"}
-    show("append", rows, facts)
+    show("append", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvant.attention import attend, explain
 from kvant.bench.picture import check_plot, draw
-from kvant.bench.report import check_files, numbers, progress, run, show
+from kvant.bench.report import Json, check_files, numbers, progress, run, show
 from kvant.cache import Cache
 from kvant.contracts import View
 from kvant.native import library
@@ -144,10 +144,10 @@ def main(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="calls a figure")] = 25,
     plot: Annotated[Path | None, typer.Option(help="also draw the medians: F.png")] = None,
-    json: Annotated[Path | None, typer.Option(help="also write the JSON line here")] = None,
+    json: Json = False,
 ) -> None:
     """Attention of the newest tokens, one layer, bf16, batch 1."""
-    check_files(plot=plot, json=json)
+    check_files(plot=plot)
     check_plot(plot)
     points = numbers("lengths", lengths)
     if min(points) < queries:
@@ -163,7 +163,7 @@ def main(
     facts = asdict(task) | {"dtype": "bfloat16", "isa": library().isa}
     if plot is not None:
         draw(_curves(rows), f"attention of {queries} over N rows", plot, "milliseconds (median)")
-    show("attend", rows, facts, json)
+    show("attend", rows, facts, quiet=json)
 
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:

@@ -26,7 +26,7 @@ from kvant.bench.candidates import ours, split
 from kvant.bench.latency import check_lengths, curves, latencies, lines
 from kvant.bench.peers import check_names, present
 from kvant.bench.picture import check_plot, draw
-from kvant.bench.report import check_files, numbers, progress, run, show, table, tell
+from kvant.bench.report import Json, check_files, numbers, progress, run, show, table, tell
 from kvant.bench.stream import streams
 from kvant.checkpoints import load
 from kvant.native import part_teams
@@ -78,7 +78,7 @@ def source(model: Any, tokenizer: Any, count: int) -> list[int]:
     return tokens[:count]
 
 
-def real(name: str | None, settings: Settings, plot: Path | None, json: Path | None) -> None:
+def real(name: str | None, settings: Settings, plot: Path | None, *, quiet: bool) -> None:
     """A model that generates: two tables, a picture and a JSON line."""
     progress("loading the model")
     model, tokenizer = load(name)
@@ -91,14 +91,16 @@ def real(name: str | None, settings: Settings, plot: Path | None, json: Path | N
     makes |= theirs
     prompt = text[: settings.prompt]
     generated = streams(makes, prompt, settings.tokens, settings.runs)
-    table(f"{settings.tokens} tokens after {settings.prompt}", generated)
+    if not quiet:
+        table(f"{settings.tokens} tokens after {settings.prompt}", generated)
     steps = latencies(makes, text, settings.points, settings.repeats)
-    table("milliseconds for one more token, against the length", lines(steps))
+    if not quiet:
+        table("milliseconds for one more token, against the length", lines(steps))
     facts = described(name, model, settings)
     facts |= {"peers": {peer: version(peer) for peer in theirs}, "skipped": skipped}
     if plot is not None:
         draw(curves(steps), f"one more token: {facts['model']}, {facts['dtype']}", plot, ONE_MORE)
-    tell("decode", facts | {"rows": generated, "latency": steps}, json)
+    tell("decode", facts | {"rows": generated, "latency": steps})
 
 
 def described(name: str | None, model: Any, settings: Settings) -> dict[str, Any]:
@@ -146,10 +148,10 @@ def main(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     plot: Annotated[Path | None, typer.Option(help="also draw the latency: F.png")] = None,
-    json: Annotated[Path | None, typer.Option(help="also write the JSON line here")] = None,
+    json: Json = False,
 ) -> None:
     """What decoding costs: a model without a cache, with ours, with peers; or bare caches."""
-    check_files(plot=plot, json=json)
+    check_files(plot=plot)
     check_plot(plot)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -159,15 +161,16 @@ def main(
     contesting = {"layers": layers, "peaks": peaks, "apart": apart}
     if contexts is None:
         given = chosen(both | generating, contesting, "with")
-        real(model, Settings(**given), plot, json)
+        real(model, Settings(**given), plot, quiet=json)
     else:
         given = chosen(both | contesting, generating | {"model": model, "plot": plot}, "without")
-        bare(contexts, json, **given)
+        bare(contexts, quiet=json, **given)
 
 
 def bare(
     contexts: str,
-    json: Path | None,
+    *,
+    quiet: bool,
     formats: str = contest.FORMATS,
     repeats: int = 9,
     layers: int = 28,
@@ -180,7 +183,12 @@ def bare(
     points = numbers("contexts", contexts)
     rows = contest.contest(points, split(formats), repeats, layers, peaks)
     facts = {"model": "Qwen3-0.6B, random", "layers": layers, "dtype": "bfloat16"}
-    show("decode", rows, facts | {"transformers": version("transformers"), "apart": apart}, json)
+    show(
+        "decode",
+        rows,
+        facts | {"transformers": version("transformers"), "apart": apart},
+        quiet=quiet,
+    )
 
 
 if __name__ == "__main__":

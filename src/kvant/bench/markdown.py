@@ -23,7 +23,7 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def main(file: Annotated[Path, typer.Argument(help="what --json wrote")]) -> None:
+def main(file: Annotated[Path, typer.Argument(help="what --json printed")]) -> None:
     """Print tables in Markdown."""
     told = json.loads(file.read_text(encoding="utf-8"))
     print(markdown(told["rows"]))

@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from kvant.bench.endings import command
+
+Json = Annotated[bool, typer.Option("--json", help="Print the JSON line and nothing else.")]
 
 
 def run(main: Callable[..., None]) -> None:
@@ -68,23 +70,22 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     Console().print(made)
 
 
-def tell(title: str, facts: Mapping[str, Any], file: Path | None = None) -> None:
-    """Print everything as one JSON line; that also to `file`."""
-    line = json.dumps({"bench": title, "machine": machine(), **facts})
-    print(line)
-    if file is not None:
-        file.write_text(line + "\n", encoding="utf-8")
+def tell(title: str, facts: Mapping[str, Any]) -> None:
+    """Print everything as one JSON line."""
+    print(json.dumps({"bench": title, "machine": machine(), **facts}))
 
 
 def show(
     title: str,
     rows: Sequence[Mapping[str, Any]],
     facts: Mapping[str, Any],
-    file: Path | None = None,
+    *,
+    quiet: bool,
 ) -> None:
-    """A benchmark of one table."""
-    table(title, rows)
-    tell(title, {**facts, "rows": rows}, file)
+    """A benchmark of one table, which is left out for programs."""
+    if not quiet:
+        table(title, rows)
+    tell(title, {**facts, "rows": rows})
 
 
 def text(value: Any) -> str:

@@ -33,4 +33,4 @@ bench = typer.Typer(cls=Benches, no_args_is_help=True)
 
 @bench.callback()
 def about() -> None:
-    """Measure: a table, then one line of JSON."""
+    """Measure: a table, then one line of JSON, or that alone."""

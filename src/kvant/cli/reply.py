@@ -86,6 +86,15 @@ class Reply:
         )
 
 
+def story(cache: dict[str, Any]) -> list[str]:
+    """For people: how what is stored became smaller, a line a step."""
+    return [
+        f"at {step['length']} tokens: {step['from']} to {step['to']}, "
+        f"{format_size(step['nbytes_before'])} to {format_size(step['nbytes_after'])}"
+        for step in cache["recoded"]
+    ]
+
+
 def show(line: str) -> None:
     """Something beside the text."""
     print(line, file=sys.stderr)

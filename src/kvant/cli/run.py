@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from kvant.cli import options
 from kvant.cli.opening import Wanted, check_writable, checked_text
-from kvant.cli.reply import Reading, Reply, show
+from kvant.cli.reply import Reading, Reply, show, story
 
 PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
 
@@ -45,8 +45,8 @@ def run(
     text = _prompt(source, prompt, file, load)
     if save is not None:
         check_writable(save, "--save")
-    cache = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    wanted = Wanted(model, *cache, draft, load, trust_remote_code=trust_remote_code)
+    kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
+    wanted = Wanted(model, *kept, draft, load, trust_remote_code=trust_remote_code)
     session = wanted.session(template=False)
     reply = Reply()
     with Reading(quiet=json) as reading:
@@ -67,7 +67,9 @@ def run(
         said = {"prompt": text, "text": reply.text, "kv_cache": wanted.spec}
         print(json_text.dumps(said | reply.figures() | {"cache": session.stats()}))
     elif stats:
-        show(reply.line(wanted.spec, session.stats()))
+        cache = session.stats()
+        for line in [*story(cache), reply.line(wanted.spec, cache)]:
+            show(line)
 
 
 def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Path | None) -> str:

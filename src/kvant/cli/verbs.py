@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.cli.opening import check_readable, check_writable
+from kvant.cli.reply import story
 from kvant.sizes import format_size
 
 HELP = (
@@ -37,11 +38,12 @@ def _help(branches: Branches, rest: str) -> str:
 
 def _stats(branches: Branches, rest: str) -> str:
     stats = branches.now.stats()
-    return (
+    said = (
         f"{stats['tokens']} tokens in {len(branches.now.turns)} turns, {stats['length']} of them "
         f"held in {format_size(stats['nbytes'])}; {stats['tokens_reused']} of "
         f"{stats['tokens_asked']} asked were re-used ({stats['hit_rate']:.0%})"
     )
+    return "\n".join([*story(stats), said])
 
 
 def _rewind(branches: Branches, rest: str) -> str:

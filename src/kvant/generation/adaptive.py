@@ -25,7 +25,7 @@ from kvant.generation.decoder import Memory
 from kvant.recipes import CacheSpec, attention_in
 from kvant.retention import Window
 from kvant.sizes import format_size
-from kvant.spec import spelled
+from kvant.spec import words
 
 T = TypeVar("T")
 log = logging.getLogger("kvant")
@@ -104,18 +104,6 @@ def steps_down(spec: CacheSpec, held: int) -> Iterator[CacheSpec]:
     for window in _windows(spec, held):
         narrowed = (_narrowed(form, window) for form in [*lowered, spec])
         yield from (form for form in _distinct(narrowed) if form != spec)
-
-
-def words(spec: CacheSpec) -> str:
-    """The formats of its layers, and what stays of the widest one."""
-    layers = list(attention_in(*spec.layers))
-    if not layers:
-        return ""
-    told = " and ".join(dict.fromkeys(spelled(*layer.sides.values()) for layer in layers))
-    kept = max(layers, key=lambda layer: layer.width).retention
-    if kept.window is None:
-        return told
-    return f"{told},window={kept.window}" + (f",sinks={kept.sinks}" if kept.sinks else "")
 
 
 def _windows(spec: CacheSpec, held: int) -> Iterator[int]:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvant.arenas import Span
+from kvant.arenas import Span, joined
 from kvant.attention import arrangement, seal
 from kvant.contracts import Fields, Tally, Tiles
 from kvant.errors import CapacityError
@@ -122,8 +122,8 @@ class Record:
             rows = Rows.of(dense)
         else:
             old = self.dense.tensors()
-            joined = {name: torch.cat([tensor, units[name]], 2) for name, tensor in old.items()}
-            rows = Rows.loose(joined, self.dense.first)
+            both = {name: joined((tensor, units[name]), 2) for name, tensor in old.items()}
+            rows = Rows.loose(both, self.dense.first)
             dense = self._end(rows, length)
         return Record(self.memory, length, dense, self._sealed(rows, length)), rows
 
@@ -209,7 +209,7 @@ class Record:
         """The sealed pages with those that `length` makes due."""
         span, due = self._owed(length)
         if span.stop < due:
-            span.arena.allocate(span.first, span.stop, due)
+            span.make_room(due)
         for first in range(span.stop, due, SEAL_AT_ONCE):
             count = min(SEAL_AT_ONCE, due - first)
             span = span.extended(self.pages(rows, first, count), count)

@@ -2,5 +2,6 @@
 
 from kvant.spec.formats import spelled
 from kvant.spec.language import as_spec, check_fitted, from_json, parse, to_json
+from kvant.spec.words import words
 
-__all__ = ["as_spec", "check_fitted", "from_json", "parse", "spelled", "to_json"]
+__all__ = ["as_spec", "check_fitted", "from_json", "parse", "spelled", "to_json", "words"]

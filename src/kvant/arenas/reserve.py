@@ -1,0 +1,35 @@
+"""Memory that is reserved: what is never touched costs nothing, what is freed is given back.
+
+An allocator of the process may do neither. It hands out room that earlier work has touched, and
+keeps what lies between pieces that are still in use: a cache of hundreds of MiB was seen to take
+half as much again. So large tensors on a CPU are mappings of their own.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvant.lasting import lasting
+
+OWN = 1 << 17  # bytes from which on a tensor is a mapping, which is a whole number of pages
+FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)  # 0: not on this system
+
+
+def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor whose values are to be written yet."""
+    with lasting():
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if FLAGS and device.type == "cpu" and nbytes >= OWN:
+            return torch.frombuffer(mmap.mmap(-1, nbytes, flags=FLAGS), dtype=dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    """Tensors of one dtype behind each other: scratch that leaves no holes behind."""
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    return torch.cat(list(parts), axis, out=reserved(tuple(shape), parts[0].dtype, parts[0].device))

@@ -1,0 +1,45 @@
+"""`--json`: one object on standard output and nothing else, whatever the command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvant import Cache, save
+from kvant.cli.bench import NAMES
+from kvant.cli.main import app
+
+COMMANDS = {
+    "run": ("--prompt", "def f", "--max-new-tokens", "3", "--stats"),
+    "chat": ("--max-new-tokens", "3", "--stats"),
+    "plan": ("--budget", "1GB"),
+    "inspect": ("a.kv",),
+    "inspect --kv-cache affine4": (),
+    "bench append": ("--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32"),
+    "bench attend": ("--lengths", "64", "--formats", "affine8", "--repeats", "1"),
+    "bench decode": (
+        *("--formats", "raw", "--lengths", "8", "--prompt", "4"),
+        *("--tokens", "2", "--runs", "1", "--repeats", "2"),
+    ),
+}
+
+
+def test_every_command_is_here() -> None:
+    named = {str(one.name or one.callback.__name__) for one in app.registered_commands}
+    named |= {f"bench {name}" for name in NAMES}
+    assert named <= COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_one_object_and_nothing_else(
+    command: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(Cache(2, "affine8"), "a.kv")
+    words = (*command.split(), *COMMANDS[command], "--json")
+    code, out, _ = call(*words, typed="import os\n/stats\n")
+    assert code == 0 and out.count("\n") == 1
+    assert isinstance(json.loads(out), dict)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import kvant
-from generation.speakers import DEMO, begin, model_of, prompt_of, said
+from generation.speakers import DEMO, begin, model_of, prompt_of, said, tokenizer_of
 from kvant import Cache, CacheSpec
 from kvant.generation.adaptive import LADDER, Adaptive, steps_down
 from kvant.retention import Window
@@ -59,6 +59,31 @@ def test_it_goes_down_and_stays_under_its_budget(
     assert "stored as affine8 from now on" in caplog.messages[0]
     assert "of 1.14 MiB: " in caplog.messages[-1] and "window=" in caplog.messages[-1]
     assert_told(memory)
+
+
+@pytest.mark.parametrize("prefill_chunk", [64, 200])
+def test_a_long_prompt_stays_under_it_from_the_first_chunk_on(
+    attached: Any, prefill_chunk: int
+) -> None:
+    memory, taken = kvant.cache_for(attached, "raw,step=64"), []
+    hook = attached.register_forward_hook(lambda *_: taken.append(memory.nbytes))
+    text = [3 + t % 4000 for t in range(900)]
+    given = {"strategy": "adaptive", "budget": BUDGET, "max_new_tokens": 5}
+    try:
+        list(
+            kvant.generate(
+                attached,
+                tokenizer_of(DEMO),
+                text,
+                kv_cache=memory,
+                prefill_chunk=prefill_chunk,
+                ignore_end=True,
+                **given,
+            )
+        )
+    finally:
+        hook.remove()
+    assert memory.length == 904 and max(taken) <= BUDGET
 
 
 def test_with_room_it_changes_nothing() -> None:

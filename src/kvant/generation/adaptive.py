@@ -7,8 +7,9 @@ does not make it smaller (in 4 bits the last 128 rows stay dense, which a short 
 back). Of each recipe a step changes the codecs and the window only; a tail is never cut, for in few
 bits it is most of what keeps quality. Every step is said in the log and counted by the memory.
 
-Before the first forward nobody knows how large rows are, so a first chunk may pass the budget until
-it is read; and while a step is made there are old and new rows.
+Before the first forward nobody knows how large rows are: so a token goes first, by itself, which
+takes one growth of memory (`step` rows a layer) whatever the budget. While a step is made there are
+old and new rows, since it is made of all layers or of none.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class Adaptive:
 
     def remembers(self, length: int) -> bool:
         return True
+
+    def first(self, chunk: int) -> int:
+        return 1
 
     def relieve(self, memory: Memory, coming: int) -> None:
         need = memory.nbytes_after(coming)

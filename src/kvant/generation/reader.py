@@ -36,6 +36,7 @@ class Reader:
         self.memory = memory
         self.strategy = strategy
         self.chunk = chunk  # tokens at once: bounds the memory that reading a prompt takes
+        self._first = strategy.first(chunk) if decoder.continues else chunk
         self.asked = 0  # tokens of all prompts,
         self.reused = 0  # and those of them that the memory held
         self._tokens: list[int] = []  # what the memory holds, or more where a forward died
@@ -100,7 +101,8 @@ class Reader:
         """Everything that is unread, chunk by chunk; the logits after the last token."""
         logits = None
         while (begin := self.memory.length) < len(tokens):
-            stop = min(begin + self.chunk, len(tokens))
+            chunk = self.chunk if begin else self._first
+            stop = min(begin + chunk, len(tokens))
             logits = self._forward(tokens, stop, last=1)
             if progress is not None:
                 progress(stop, len(tokens))

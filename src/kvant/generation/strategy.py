@@ -18,6 +18,9 @@ class Strategy(Protocol):
     def remembers(self, length: int) -> bool:
         """Is a sequence of so many tokens kept? What is kept once stays so as it grows."""
 
+    def first(self, chunk: int) -> int:
+        """How many tokens are read first, of which at most so many go into a forward."""
+
     def relieve(self, memory: Memory, coming: int) -> None:
         """Make room for so many tokens, if need be: before every forward, and after the first."""
 
@@ -29,6 +32,9 @@ class Always:
     def remembers(self, length: int) -> bool:
         return True
 
+    def first(self, chunk: int) -> int:
+        return chunk
+
     def relieve(self, memory: Memory, coming: int) -> None: ...
 
 
@@ -38,6 +44,9 @@ class Disabled:
 
     def remembers(self, length: int) -> bool:
         return False
+
+    def first(self, chunk: int) -> int:
+        return chunk
 
     def relieve(self, memory: Memory, coming: int) -> None: ...
 
@@ -54,6 +63,9 @@ class Long:
 
     def remembers(self, length: int) -> bool:
         return length > self.threshold
+
+    def first(self, chunk: int) -> int:
+        return chunk
 
     def relieve(self, memory: Memory, coming: int) -> None: ...
 

@@ -49,7 +49,9 @@ def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("attend9",), "known are append, attend, decode"),
+        (("attend9",), "known are append, attend, decode, prefill"),
+        (("prefill", "--chunks", "0"), "--chunks 0"),
+        (("prefill", "--prompt", "99999"), "the context of the model"),
         (("decode", "--against", "vllm"), "--against vllm: known are transformers"),
         (("decode", "--formats", "affine9"), "nearest: affine8"),
         (("decode", "--contexts", "8", "--lengths", "8"), "without --contexts"),

@@ -24,6 +24,10 @@ COMMANDS = {
         *("--formats", "raw", "--lengths", "8", "--prompt", "4"),
         *("--tokens", "2", "--runs", "1", "--repeats", "2"),
     ),
+    "bench prefill": (
+        *("--formats", "affine8", "--prompt", "80"),
+        *("--chunks", "80", "--repeats", "1"),
+    ),
 }
 
 

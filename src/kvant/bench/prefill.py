@@ -1,0 +1,94 @@
+"""What reading a prompt costs: tokens a second by format, by mode and by chunk.
+
+A model, the small one inside the package if none is named, reads the same text in chunks, into the
+host's own cache and into caches of ours, in turn; medians. `dense`: a chunk sees its own rows as
+they came; `stored`: as decoding would see them. `ratio` is over the host's cache with that chunk.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from kvant.bench.candidates import Make, dynamic, ours, split
+from kvant.bench.decode import source
+from kvant.bench.report import Json, numbers, progress, run, show
+from kvant.checkpoints import load
+
+BASELINE = "transformers"
+MODES = ("dense", "stored")
+
+
+def read(make: Make, tokens: list[int], chunk: int) -> tuple[float, int]:
+    """Seconds to read all tokens, and the bytes that they are remembered in."""
+    candidate = make()
+    begin = time.perf_counter()
+    for first in range(0, len(tokens), chunk):
+        candidate.feed(tokens[first : first + chunk])
+    return time.perf_counter() - begin, candidate.nbytes
+
+
+def measure(makes: dict[str, Make], text: list[int], chunk: int, repeats: int) -> list[Any]:
+    """A row for each way; the first turn finds nothing in the caches and does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in makes}
+    nbytes = {}
+    for turn in range(repeats + 1):
+        for name, make in makes.items():
+            progress(f"chunks of {chunk}, {name}: {turn} of {repeats}")
+            taken, nbytes[name] = read(make, text, chunk)
+            if turn:
+                seconds[name].append(taken)
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    return [
+        {
+            "chunk": chunk,
+            "cache": name,
+            "tokens_s": len(text) / median,
+            "median_ms": median * 1e3,
+            "best_ms": min(seconds[name]) * 1e3,
+            "ratio": medians[BASELINE] / median,
+            "nbytes": nbytes[name],
+        }
+        for name, median in medians.items()
+    ]
+
+
+def main(
+    model: Annotated[str | None, typer.Option(help="a folder or a name on the hub")] = None,
+    formats: Annotated[str, typer.Option(help="of the spec language")] = "raw,affine8,affine4",
+    prompt: Annotated[int, typer.Option(min=1, help="its tokens")] = 2000,
+    chunks: Annotated[str, typer.Option(help="tokens that go into a forward")] = "128,512,2000",
+    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="prompts a figure")] = 5,
+    json: Json = False,
+) -> None:
+    """Reading a prompt, batch 1."""
+    points = numbers("chunks", chunks)
+    if min(points) < 1:
+        raise ValueError(f"--chunks {chunks}: 1 token or more")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    progress("loading the model")
+    loaded, tokenizer = load(model)
+    text = source(loaded, tokenizer, prompt)
+    specs = [f"{spec},prefill={mode}" for spec in split(formats) for mode in MODES]
+    makes = {BASELINE: dynamic(loaded), **ours(loaded, specs)}
+    rows = [row for chunk in points for row in measure(makes, text, chunk, repeats)]
+    progress("")
+    facts = {
+        "model": model or "the model inside",
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "prompt": prompt,
+        "repeats": repeats,
+        "transformers": version("transformers"),
+    }
+    show("prefill", rows, facts, quiet=json)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -29,7 +29,8 @@ from kvant.spec import parse
 
 if TYPE_CHECKING:
     from kvant.generation import Session, Step, generate
-    from kvant.hf import attach, cache_for, detach
+    from kvant.hf import cache_for, detach
+    from kvant.probing import Probe, attach, probe
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "LayerSpec",
     "Mask",
     "Plan",
+    "Probe",
     "PromptError",
     "RecurrentSpec",
     "RewindError",
@@ -66,11 +68,13 @@ __all__ = [
     "load",
     "parse",
     "plan",
+    "probe",
     "save",
 ]
 
 
-LATER = dict.fromkeys(("attach", "cache_for", "detach"), "kvant.hf")
+LATER = dict.fromkeys(("cache_for", "detach"), "kvant.hf")
+LATER |= dict.fromkeys(("Probe", "attach", "probe"), "kvant.probing")
 LATER |= dict.fromkeys(("Session", "Step", "generate"), "kvant.generation")
 
 

@@ -19,6 +19,7 @@ from kvant.cache import Cache
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
 from kvant.hf import HostCache, cache_for, continues, identity
+from kvant.probing import is_auto, resolved, trial
 from kvant.recipes import AnySpec, CacheSpec
 
 Call = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
@@ -73,8 +74,8 @@ class Decoder(Protocol):
     def identity(self) -> str | None:
         """Tells one model from another, where that can be known."""
 
-    def memory(self, spec: AnySpec) -> Memory:
-        """An empty one."""
+    def memory(self, spec: AnySpec, tokenizer: Any = None) -> Memory:
+        """An empty one; what `auto` is, is found out on a text."""
 
     def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
         """[last, vocabulary] in float32 for the newest of `ids`, which the memory now holds.
@@ -110,7 +111,9 @@ class HostDecoder:
     def identity(self) -> str:
         return identity(self.model)
 
-    def memory(self, spec: AnySpec) -> HostCache:
+    def memory(self, spec: AnySpec, tokenizer: Any = None) -> HostCache:
+        if is_auto(spec):
+            spec = resolved(self.model, spec, trial(self.model, tokenizer))
         cache = cache_for(self.model, spec)
         if not isinstance(cache, HostCache):
             raise CacheError(
@@ -157,7 +160,7 @@ class CallDecoder:
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    def memory(self, spec: AnySpec) -> Cache:
+    def memory(self, spec: AnySpec, tokenizer: Any = None) -> Cache:
         if isinstance(spec, CacheSpec):
             return Cache(spec=spec)
         raise TypeError(

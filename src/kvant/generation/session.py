@@ -52,7 +52,7 @@ class Session:
         The other options are those of `kvant.generate`.
         """
         decoder = decoder_of(model)
-        memory = decoder.memory(kv_cache) if isinstance(kv_cache, AnySpec) else kv_cache
+        memory = decoder.memory(kv_cache, tokenizer) if isinstance(kv_cache, AnySpec) else kv_cache
         if not isinstance(memory, Memory):
             raise TypeError(f"kv_cache={short(kv_cache)}: a spec, or a cache of kvant's, is needed")
         if memory.length:

@@ -1,1 +1,19 @@
-"""What a spec does to a model, found by running it."""
+"""What a spec does to a model, before it answers with it."""
+
+from kvant.probing.finding import Probe, is_auto, probe, resolved
+from kvant.probing.guard import attach, harm
+from kvant.probing.predictions import Damage, damage
+from kvant.probing.text import MAX_KL, trial
+
+__all__ = [
+    "MAX_KL",
+    "Damage",
+    "Probe",
+    "attach",
+    "damage",
+    "harm",
+    "is_auto",
+    "probe",
+    "resolved",
+    "trial",
+]

@@ -1,0 +1,50 @@
+"""The tokens that a model is probed with: a text for its tokenizer, or tokens that mean nothing.
+
+A model is less sure behind tokens that mean nothing, and any change shows ten times as large there
+(5 to 11 times for formats that do little to the model inside): so is what is tolerated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvant.configurations import max_context
+
+TOKENS = 1024  # read; the last ones are judged by
+FEWEST = 256  # in fewer, all rows of a format with a dense tail are dense
+MAX_KL = 5e-3  # nats, in the mean: about one percent of perplexity
+MEANINGLESS = 10.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Tokens [1, n], and the mean divergence that is tolerated on them."""
+
+    ids: Tensor
+    max_kl: float
+
+
+def trial(
+    model: PreTrainedModel, tokenizer: Any = None, text: str | None = None, max_kl: float = MAX_KL
+) -> Trial:
+    """The first tokens of a text (a module of the standard library, if none is given)."""
+    count = min(TOKENS, max_context(model.config) or TOKENS)
+    if tokenizer is None:
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (1, count), generator=generator)
+        return Trial(ids.to(model.device), max_kl * MEANINGLESS)
+    told = inspect.getsource(argparse) if text is None else text
+    found = [int(token) for token in tokenizer.encode(told)[:count]]
+    if len(found) < min(FEWEST, count):
+        raise ValueError(
+            f"a text of {len(found)} tokens shows too little: {min(FEWEST, count)} or more"
+        )
+    return Trial(torch.tensor([found], device=model.device), max_kl)

@@ -1,0 +1,161 @@
+"""A format that hurts a model is seen before it answers; what to take instead is right."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import kvant
+from hf.zoo import build
+from kvant import SpecError, demo
+from kvant.probing import MAX_KL, harm, resolved, trial
+from kvant.probing.choice import CHOICES, promoted, smallest
+from kvant.probing.text import MEANINGLESS
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo.PATH)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def outliers(plain: Any) -> Any:
+    """The same function; a few channels of keys are a hundred times as large."""
+    twin = copy.deepcopy(plain)
+    for layer in twin.model.layers:
+        keys, queries = layer.self_attn.k_norm.weight, layer.self_attn.q_norm.weight
+        for channel in (3, 11, 3 + 32, 11 + 32):
+            keys.data[channel] *= 100
+            queries.data[channel] /= 100
+    return twin
+
+
+def test_a_harmless_format_is_left_as_it_is(plain: Any, tokenizer: Any) -> None:
+    found = kvant.probe(plain, tokenizer, "affine4")
+    assert found.harmless and found.recommended == "affine4"
+    assert 0 < found.damage.mean_kl < MAX_KL
+    assert len(found.layers) == 6 and all(0 < one < MAX_KL for one in found.layers)
+    assert "affine4" in str(found) and "layer" in str(found)
+
+
+def test_raw_does_nothing(plain: Any, tokenizer: Any) -> None:
+    found = kvant.probe(plain, tokenizer, "raw")
+    assert found.harmless and found.damage.mean_kl == 0.0 and found.layers == (0.0,) * 6
+
+
+@pytest.mark.parametrize("spec", ["affine4", "turbo4v4"])
+def test_outliers_are_caught_and_scales_are_recommended(
+    spec: str, outliers: Any, tokenizer: Any
+) -> None:
+    found = kvant.probe(outliers, tokenizer, spec)
+    assert not found.harmless and found.damage.mean_kl > 1
+    assert max(found.layers) > 0.01
+    assert found.recommended == f"{spec},smooth" and "outliers" in found.why
+    assert kvant.probe(outliers, tokenizer, found.recommended).harmless
+
+
+def test_a_layer_that_is_hurt_alone_is_named(plain: Any, tokenizer: Any) -> None:
+    twin = copy.deepcopy(plain)
+    block = twin.model.layers[4].self_attn
+    block.k_norm.weight.data[[3, 35]] *= 300
+    block.q_norm.weight.data[[3, 35]] /= 300
+    found = kvant.probe(twin, tokenizer, "affine4")
+    assert found.layers.index(max(found.layers)) == 4
+    assert "layer 4 alone" in str(found)
+
+
+def test_recipes_of_ones_own_are_probed_too(outliers: Any, tokenizer: Any) -> None:
+    found = kvant.probe(outliers, tokenizer, kvant.parse("affine4", 6))
+    assert not found.harmless and found.recommended == "raw"
+
+
+def test_auto_is_the_smallest_that_does_little(plain: Any, outliers: Any, tokenizer: Any) -> None:
+    shape = kvant.Shape(1, 8, 128, 128)
+    raw = kvant.plan(shape, "raw").nbytes_per_token
+    for model, most in ((plain, 0.35), (outliers, 0.6)):
+        chosen = resolved(model, "auto", trial(model, tokenizer))
+        assert isinstance(chosen, str) and chosen in CHOICES
+        assert kvant.plan(shape, chosen).nbytes_per_token <= most * raw
+        found = kvant.probe(model, tokenizer, chosen)
+        assert found.harmless and abs(found.damage.perplexity_change) < 0.01
+
+
+def test_auto_within_a_size() -> None:
+    layers = kvant.Shape(2, 4, 64, 64).layers
+    asked = []
+
+    def judge(spec: str) -> bool:
+        asked.append(spec)
+        return "affine" in spec
+
+    assert smallest(judge, layers, 4096, None) == "affine4"
+    assert asked[0] == "turbo2" and "affine8" not in asked
+    nbytes = kvant.plan(layers, "turbo4v2", context=4096).nbytes
+    with pytest.raises(SpecError, match=rf"auto:{nbytes}: nothing .* allow more bytes"):
+        smallest(judge, layers, 4096, str(nbytes))
+    assert smallest(lambda spec: False, layers, 4096, None) == "raw"
+
+
+def test_what_is_promoted_keeps_what_was_asked_for() -> None:
+    told = [spec for spec, _ in promoted("turbo4v2,window=64,sinks=4")]
+    assert told[0] == "turbo4v2,window=64,sinks=4,smooth"
+    assert told[1] == "affine8/turbo2,window=64,sinks=4"
+    assert told[-1] == "raw,window=64,sinks=4"
+    for word in ("turbo4v2", "affine4,group=16", "affine4,rotate", "raw/affine2", "fp8"):
+        for spec, why in promoted(word):
+            kvant.parse(spec, 8)
+            assert why
+
+
+def test_attaching_warns_once_and_loudly(outliers: Any, plain: Any, tokenizer: Any) -> None:
+    for given in ({"tokenizer": tokenizer}, {}):
+        with pytest.warns(UserWarning, match="affine4 changes what Qwen3ForCausalLM predicts"):
+            kvant.attach(outliers, "affine4", **given)
+        kvant.detach(outliers)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvant.attach(outliers, "affine4", guard=False)
+        kvant.attach(outliers, "affine4,smooth", tokenizer=tokenizer)
+        kvant.attach(outliers, "auto", tokenizer=tokenizer)
+        kvant.detach(outliers)
+        kvant.attach(plain, "affine4")
+        kvant.detach(plain)
+
+
+def test_tokens_that_mean_nothing_are_held_against_another_limit(plain: Any) -> None:
+    assert trial(plain).max_kl == MEANINGLESS * MAX_KL
+    assert trial(plain).ids.equal(trial(plain).ids)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "falcon_h1", "mamba", "t5", "bloom", "deepseek_v3"])
+def test_the_guard_is_in_nobodys_way(name: str) -> None:
+    model = build(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kvant.attach(model, "affine8,group=16")
+    kvant.detach(model)
+
+
+def test_a_text_that_shows_too_little_is_refused(plain: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"a text of \d+ tokens shows too little"):
+        kvant.probe(plain, tokenizer, "affine4", text="import os")
+
+
+def test_a_size_that_is_none_is_refused(plain: Any, tokenizer: Any) -> None:
+    for spec in ("auto:", "auto:many"):
+        with pytest.raises(ValueError, match=r"auto:|size"):
+            kvant.probe(plain, tokenizer, spec)
+
+
+def test_nothing_is_said_of_raw(plain: Any) -> None:
+    assert harm(plain, "raw", trial(plain)) is None

@@ -100,6 +100,8 @@ def empty_cache(model: PreTrainedModel, spec: AnySpec) -> HostCache:
             f"{type(model).__name__} is an encoder-decoder: damage is that of a model that "
             "continues text"
         )
+    if not any(layer.attends for layer in cache.described):
+        raise ValueError(f"no layer of {type(model).__name__} attends: it has no rows to store")
     return cache
 
 

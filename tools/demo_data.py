@@ -7,21 +7,19 @@ second occurrence by looking back at the first one.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import string
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from kvant.demo.texts import is_held_out, library_files
+
 END = "<|endoftext|>"
 MARKER = "\n# recall: "
 IGNORE = -100
-# Character tables, which are long and teach nothing about code.
-SKIPPED = ("site-packages", "encodings", "__pycache__")
 
 
 @dataclass(frozen=True)
@@ -30,26 +28,6 @@ class Corpus:
 
     train: np.ndarray
     held: list[np.ndarray]
-
-
-def library_files() -> list[tuple[str, str]]:
-    """Return (relative path, text) of every readable source file, in a fixed order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if any(part in SKIPPED for part in name.parts):
-            continue
-        try:
-            found.append((name.as_posix(), path.read_text(encoding="utf-8")))
-        except UnicodeDecodeError:
-            continue
-    return found
-
-
-def is_held_out(name: str) -> bool:
-    """Choose one file in fifty by a hash of its path."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % 50 == 0
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:

@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
-from demo_data import is_held_out, library_files
 from kvant import demo
 from kvant.bench.candidates import dynamic, ours
 from kvant.bench.markdown import markdown
 from kvant.bench.report import machine
 from kvant.bench.stream import streams
+from kvant.demo.texts import held_out
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "formats.md"
 EIGHT_BITS = ("affine8", "fp8")
@@ -48,8 +48,7 @@ Made by `python tools/formats.py` on {machine}.
 
 def texts(tokenizer: Any) -> Iterator[Tensor]:
     """The beginnings of the longest files that are held out."""
-    held = sorted((text for name, text in library_files() if is_held_out(name)), key=len)
-    for text in held[-TEXTS:]:
+    for text in sorted(held_out(), key=len)[-TEXTS:]:
         ids = tokenizer.encode(text)[:LENGTH]
         yield torch.tensor([ids])
 

@@ -11,9 +11,10 @@ import pytest
 
 from kvant import demo
 from kvant.bench import decode, latency, peers, picture
-from kvant.bench.candidates import Candidate, ours, split
+from kvant.bench.candidates import Candidate, ours
 from kvant.bench.stream import streams
 from kvant.checkpoints import load
+from kvant.spec import split
 
 SMALL: dict[str, Any] = {"lengths": "8,16", "prompt": 6, "tokens": 3, "runs": 1, "repeats": 2}
 FORMATS = "none,raw,step=1,affine8"
@@ -92,22 +93,6 @@ def test_a_curve_is_drawn_on_the_scale_of_the_slowest() -> None:
     told = latency.lines(rows)
     assert told[0] == {"cache": "none", "1": 1.0, "2": 8.0, "curve": "\u2582\u2588"}
     assert told[1]["curve"] == "\u2581\u2585"
-
-
-@pytest.mark.parametrize(
-    ("text", "specs"),
-    [
-        ("raw", ["raw"]),
-        ("none,raw,step=1,raw,step=256", ["none", "raw,step=1", "raw,step=256"]),
-        (
-            "affine4,rotate,window=64,sinks=4, affine8",
-            ["affine4,rotate,window=64,sinks=4", "affine8"],
-        ),
-        ("affine8,edge=2:turbo4,raw/affine4", ["affine8,edge=2:turbo4", "raw/affine4"]),
-    ],
-)
-def test_specs_are_told_from_their_options(text: str, specs: list[str]) -> None:
-    assert split(text) == specs
 
 
 @pytest.mark.parametrize(

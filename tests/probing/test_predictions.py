@@ -110,7 +110,13 @@ def with_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "why"), [("t5", pieces(20), "encoder-decoder"), ("llama", [], "no tokens")]
+    ("name", "text", "why"),
+    [
+        ("t5", pieces(20), "encoder-decoder"),
+        ("mamba", pieces(20), "no layer of MambaForCausalLM attends"),
+        ("llama", [], "no tokens"),
+        ("llama", pieces(1), "no tokens"),
+    ],
 )
 def test_what_cannot_be_compared_is_refused(name: str, text: list[Tensor], why: str) -> None:
     with pytest.raises(ValueError, match=why):

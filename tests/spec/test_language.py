@@ -14,7 +14,7 @@ from kvant.errors import SpecError
 from kvant.frames import Identity, Rotation
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.retention import All, Window
-from kvant.spec import as_spec, from_json, parse, to_json
+from kvant.spec import as_spec, from_json, parse, split, to_json
 
 
 def first(text: str) -> LayerSpec:
@@ -311,3 +311,19 @@ def test_a_codec_from_elsewhere_is_a_format_at_once(monkeypatch: pytest.MonkeyPa
     assert isinstance(first("raw,edge=1:toy").values, Toy)
     with pytest.raises(SpecError, match=r"f32, toy; nearest: toy"):
         parse("toyy", 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        ("raw", ["raw"]),
+        ("none,raw,step=1,raw,step=256", ["none", "raw,step=1", "raw,step=256"]),
+        (
+            "affine4,rotate,window=64,sinks=4, affine8",
+            ["affine4,rotate,window=64,sinks=4", "affine8"],
+        ),
+        ("affine8,edge=2:turbo4,raw/affine4", ["affine8,edge=2:turbo4", "raw/affine4"]),
+    ],
+)
+def test_specs_are_told_from_their_options(text: str, specs: list[str]) -> None:
+    assert split(text) == specs

@@ -14,7 +14,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from kvant.hf import cache_for
-from kvant.spec.options import OPTIONS
 
 NONE = "none"  # no cache: everything is computed anew for every token
 
@@ -82,17 +81,6 @@ def ours(model: PreTrainedModel, names: Sequence[str]) -> dict[str, Make]:
         if name not in takes:
             raise ValueError(f"{type(model).__name__} takes no {name}: it cannot be measured so")
     return {name: _make(model, name) for name in names}
-
-
-def split(formats: str) -> list[str]:
-    """Specs from one text: "raw,step=1,affine8" is two, for an option belongs to its format."""
-    found: list[str] = []
-    for word in (part.strip() for part in formats.split(",")):
-        if found and ("=" in word or word in OPTIONS):
-            found[-1] += f",{word}"
-        else:
-            found.append(word)
-    return found
 
 
 def _make(model: PreTrainedModel, name: str) -> Make:

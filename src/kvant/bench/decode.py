@@ -22,7 +22,7 @@ import typer
 
 from kvant import demo
 from kvant.bench import contest
-from kvant.bench.candidates import ours, split
+from kvant.bench.candidates import ours
 from kvant.bench.latency import check_lengths, curves, latencies, lines
 from kvant.bench.peers import check_names, present
 from kvant.bench.picture import check_plot, draw
@@ -30,6 +30,7 @@ from kvant.bench.report import Json, check_files, numbers, progress, run, show, 
 from kvant.bench.stream import streams
 from kvant.checkpoints import load
 from kvant.native import part_teams
+from kvant.spec import split
 
 ONE_MORE = "milliseconds for one more (median)"
 TEXT = "argparse"  # a long module of the standard library: its source is a text anybody has

@@ -7,6 +7,7 @@ import typer
 from kvant.bench.endings import command
 from kvant.cli.bench import bench
 from kvant.cli.chat import chat
+from kvant.cli.eval import evaluation
 from kvant.cli.inspect import inspect
 from kvant.cli.plan import plan
 from kvant.cli.run import run
@@ -15,6 +16,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command()(run)
 app.command()(chat)
 app.command()(plan)
+app.command("eval")(evaluation)
 app.command()(inspect)
 app.add_typer(bench, name="bench")
 

@@ -86,6 +86,15 @@ def check_writable(path: Path, flag: str) -> None:
         raise ValueError(f"{flag} {path}: the name of a file in a folder that exists is needed")
 
 
+def read_text(path: Path, flag: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise ValueError(f"{flag} {path} cannot be read: it is no text in UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
+
+
 def checked_text(text: str, where: str) -> str:
     """Bytes that are no text come as lone surrogates, and no tokenizer takes them."""
     try:

@@ -15,14 +15,14 @@ from kvant.sizes import format_size
 
 
 class Reading:
-    """The progress of a prompt, on a terminal; it is gone when the first token comes."""
+    """The progress of long work, on a terminal; it is gone when there is something to say."""
 
-    def __init__(self, quiet: bool = False) -> None:
-        columns = (TextColumn("reading the prompt"), BarColumn(), MofNCompleteColumn())
+    def __init__(self, what: str = "reading the prompt", *, quiet: bool = False) -> None:
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
         console = Console(stderr=True)
         hidden = quiet or not console.is_terminal
         self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
-        self._task = self._bar.add_task("prompt")
+        self._task = self._bar.add_task(what)
 
     def __enter__(self) -> Reading:
         self._bar.start()

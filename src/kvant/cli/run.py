@@ -10,7 +10,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from kvant.cli import options
-from kvant.cli.opening import Wanted, check_writable, checked_text
+from kvant.cli.opening import Wanted, check_writable, checked_text, read_text
 from kvant.cli.reply import Reading, Reply, show, story
 
 PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
@@ -79,7 +79,7 @@ def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Pat
     if source not in (None, "-"):
         raise ValueError(f"{source!r} is no option: a prompt is given with --prompt")
     if file is not None:
-        text = _read(file)
+        text = read_text(file, "--file")
     elif "-" in given:
         text = "" if sys.stdin is None else sys.stdin.read()
     elif prompt is None:
@@ -92,12 +92,3 @@ def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Pat
             "the prompt is empty: give --prompt TEXT, --file F, or --prompt - to read it"
         )
     return text
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"--file {file} cannot be read: it is no text in UTF-8") from None
-    except OSError as error:
-        raise ValueError(f"--file {file} cannot be read: {error.strerror}") from error

@@ -100,6 +100,8 @@ def empty_cache(model: PreTrainedModel, spec: AnySpec) -> HostCache:
             f"{type(model).__name__} is an encoder-decoder: damage is that of a model that "
             "continues text"
         )
+    if not any(layer.attends for layer in cache.described):
+        raise ValueError(f"no layer of {type(model).__name__} attends: it has no rows to store")
     return cache
 
 
@@ -108,10 +110,9 @@ def _piece(
 ) -> Iterator[Damage]:
     ids = piece.to(model.device)
     count = ids.shape[1] - 1
-    step = chunk if continues(model) else max(1, count)
-    for first in range(0, count, step):
-        last = min(first + step, count)
-        raw, ours = (_logits(model, ids[:, first:last], cache) for cache in caches)
+    for first in range(0, count, chunk):
+        last = min(first + chunk, count)
+        raw, ours = (forward(model, ids[:, first:last], cache) for cache in caches)
         targets = ids[0, first + 1 : last + 1]
         for begin in range(0, last - first, COMPARED):
             here = slice(begin, begin + COMPARED)
@@ -119,9 +120,20 @@ def _piece(
 
 
 @torch.no_grad()
-def _logits(model: PreTrainedModel, ids: Tensor, cache: HostCache) -> Tensor:
+def forward(model: PreTrainedModel, ids: Tensor, cache: HostCache) -> Tensor:
+    """The logits [T, vocabulary] of tokens [1, T] behind those that the cache holds."""
+    if ids.shape[1] > 1 and cache.get_seq_length() and not continues(model):
+        single = (forward(model, ids[:, at : at + 1], cache) for at in range(ids.shape[1]))
+        return torch.cat([*single])
     logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
     return logits
+
+
+def read(model: PreTrainedModel, ids: Tensor, cache: HostCache) -> Tensor:
+    """The logits [vocabulary] after tokens [1, T], read in chunks."""
+    for first in range(0, ids.shape[1], CHUNK):
+        logits = forward(model, ids[:, first : first + CHUNK].to(model.device), cache)
+    return logits[-1]
 
 
 def compared(raw: Tensor, logits: Tensor, targets: Tensor) -> Damage:

@@ -86,6 +86,17 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     return checked(CacheSpec(tuple(layers)))
 
 
+def split(formats: str) -> list[str]:
+    """Specs from one text: "raw,step=1,affine8" is two, for an option belongs to its format."""
+    found: list[str] = []
+    for word in (part.strip() for part in formats.split(",")):
+        if found and ("=" in word or word in OPTIONS):
+            found[-1] += f",{word}"
+        else:
+            found.append(word)
+    return found
+
+
 def recipe(form: Format, options: Mapping[str, Any], choice: Choice, layer: int) -> LayerSpec:
     keys, values = form.codecs(choice, layer)
     sinks = options.get("sinks", 0)

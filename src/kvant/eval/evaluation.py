@@ -1,0 +1,142 @@
+"""Every format on one model and one text, through the caches that users get."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvant.configurations import max_context
+from kvant.eval.continuation import continuations
+from kvant.eval.recall import Shares, Trial, recall, trials
+from kvant.eval.result import Result, quality, size
+from kvant.eval.saved import Saved
+from kvant.eval.settings import Settings
+from kvant.eval.text import Text, cut
+from kvant.hf import identity
+from kvant.probing.predictions import damage, empty_cache, stored
+from kvant.recipes import AnySpec
+from kvant.spec import to_json
+
+Progress = Callable[[int, int], None]  # steps that are done, and all of them
+Item = TypeVar("Item")
+USUAL = Settings()
+
+
+def silent(done: int, total: int) -> None:
+    """Nobody looks."""
+
+
+@dataclass
+class Evaluation:
+    """What is measured, and on what."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    text: Text
+    settings: Settings
+    tick: Callable[[], None]  # told of each piece, prompt and trial
+
+    def result(self, name: str, spec: AnySpec) -> Result:
+        continued = self.settings.continued
+        found = damage(self.model, self._ticking(self.text.pieces), spec)
+        shares = self.raw_recall, recall(self.model, self._ticking(self._trials), spec)
+        written = continuations(self.model, self._ticking(self._prompts), spec, continued)
+        return Result(
+            format=name,
+            continued=continued,
+            raw_recall=shares[0],
+            recall=shares[1],
+            **quality(found, self.settings.seed),
+            **size(self.model, spec),
+            **asdict(written),
+        )
+
+    @cached_property
+    def raw_recall(self) -> Shares:
+        return recall(self.model, self._trials, "raw")
+
+    @cached_property
+    def _trials(self) -> list[Trial]:
+        settings = self.settings
+        return trials(self.tokenizer, self.text.whole, settings.prompts, settings.seed)
+
+    @cached_property
+    def _prompts(self) -> list[Tensor]:
+        """The first halves of pieces, so that there is room behind."""
+        whole = self.text.whole
+        chosen = [whole[i % len(whole)] for i in range(self.settings.prompts)]
+        return [piece[:, : max(1, piece.shape[1] // 2)] for piece in chosen]
+
+    def _ticking(self, items: Iterable[Item]) -> Iterator[Item]:
+        for item in items:
+            yield item
+            self.tick()
+
+
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    formats: Mapping[str, AnySpec],
+    *,
+    text: str | None = None,
+    settings: Settings = USUAL,
+    save: Path | None = None,
+    progress: Progress = silent,
+) -> list[Result]:
+    """A result for each format, by its name.
+
+    Without a text it is that of files of the Python library which the model inside was not trained
+    on. Results that `save` holds are not measured again; those that are new are added to it.
+    """
+    recipes = {name: _checked(model, spec) for name, spec in formats.items()}
+    longest = max_context(model)
+    context = settings.context if longest is None else min(settings.context, longest)
+    if 2 * settings.continued > context:
+        raise ValueError(
+            f"{settings.continued} tokens behind half of a context of {context}: continue by fewer"
+        )
+    found = cut(tokenizer, text, context, settings.tokens)
+    saved = Saved(save, facts(model, found, settings))
+    steps = len(found.pieces) + 2 * settings.prompts
+    done = count(1)
+    measured = Evaluation(
+        model, tokenizer, found, settings, lambda: progress(next(done), steps * len(formats))
+    )
+    results = []
+    for name, spec in formats.items():
+        result = saved.get(name, recipes[name])
+        if result is None:
+            result = measured.result(name, spec)
+            saved.add(recipes[name], result)
+        else:
+            for _ in range(steps):
+                measured.tick()
+        results.append(result)
+    return results
+
+
+def facts(model: PreTrainedModel, text: Text, settings: Settings) -> dict[str, Any]:
+    """What results depend on, beside the format."""
+    return {
+        "eval": version("kvant"),
+        "model": identity(model),
+        "text": text.digest,
+        **asdict(settings),
+    }
+
+
+def _checked(model: PreTrainedModel, spec: AnySpec) -> str:
+    """A short name for the recipes of a format; what the model cannot have is refused."""
+    full = stored(model, spec)
+    empty_cache(model, full)
+    size(model, spec)
+    return hashlib.sha256(to_json(full).encode()).hexdigest()[:16]

@@ -1,0 +1,113 @@
+"""Does a model still find what it read? Two kinds of things are planted in a text, at depths of it.
+
+A needle is a line with a random name and a random number; at the end of the text the name comes
+again, and the number is the answer. A copy is a string of random tokens; the first of them come
+again, and the rest is the answer. Both stand behind the marker that the model inside was trained
+with. All of a text are planted at once, and each is asked for by itself, on a fork of the cache.
+An answer counts where greedy decoding gives all of it: where each of its tokens is the likeliest
+after the ones before.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvant.hf import HostCache
+from kvant.probing.predictions import empty_cache, forward, read, stored
+from kvant.recipes import AnySpec
+
+DEPTHS = (0.0, 0.25, 0.5, 0.75)  # of the text that is before
+KINDS = ("needle", "copy")
+CUE, COPIED = 4, 24  # tokens of a string that are shown again, and all of them
+MARKER = "\n# recall: "
+Shares = dict[str, dict[str, float]]  # kind: depth: share of the answers that were right
+
+
+@dataclass(frozen=True)
+class Planted:
+    """Something in a text, and how it is asked for."""
+
+    kind: str
+    depth: float
+    line: list[int]
+    question: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A text with things in it."""
+
+    prompt: list[int]
+    planted: tuple[Planted, ...]
+
+
+def trials(tokenizer: Any, pieces: Sequence[Tensor], count: int, seed: int) -> list[Trial]:
+    """Of the pieces in turn; each keeps its length, and the longest question has room behind it."""
+    rng = random.Random(seed)
+    return [_trial(tokenizer, pieces[i % len(pieces)][0].tolist(), rng) for i in range(count)]
+
+
+def recall(model: PreTrainedModel, asked: Iterable[Trial], spec: AnySpec) -> Shares:
+    """The share of right answers, by kind and depth."""
+    full = stored(model, spec)
+    right: dict[tuple[str, float], list[bool]] = {}
+    for trial in asked:
+        cache = empty_cache(model, full)
+        read(model, torch.tensor([trial.prompt]), cache)
+        for one in trial.planted:
+            right.setdefault((one.kind, one.depth), []).append(_answers(model, one, cache.fork()))
+    return {
+        kind: {str(d): sum(found) / len(found) for (k, d), found in right.items() if k == kind}
+        for kind in KINDS
+    }
+
+
+def _answers(model: PreTrainedModel, one: Planted, cache: HostCache) -> bool:
+    ids = torch.tensor([one.question + one.answer[:-1]], device=model.device)
+    likeliest: list[int] = forward(model, ids, cache).argmax(-1).tolist()
+    return likeliest[len(one.question) - 1 :] == one.answer
+
+
+def _trial(tokenizer: Any, text: list[int], rng: random.Random) -> Trial:
+    planted = [make(tokenizer, depth, rng) for depth in DEPTHS for make in (_needle, _copy)]
+    room = len(text) - sum(len(one.line) for one in planted)
+    room -= max(len(one.question + one.answer) for one in planted)
+    if room < len(planted):
+        raise ValueError(
+            f"pieces of {len(text)} tokens are too short to plant {len(planted)} things in: "
+            "give a longer text or context"
+        )
+    prompt: list[int] = []
+    places = [round(one.depth * room) for one in planted]
+    for one, place, stop in zip(planted, places, [*places[1:], room], strict=True):
+        at = max(1, place)  # behind what begins a text
+        prompt += [] if prompt else text[:at]
+        prompt += one.line + text[at : max(at, stop)]
+    return Trial(prompt, tuple(planted))
+
+
+def _needle(tokenizer: Any, depth: float, rng: random.Random) -> Planted:
+    name = "".join(rng.choices(string.ascii_uppercase, k=6))
+    number = "".join(rng.choices(string.digits, k=6))
+    question, answer, end = (
+        tokenizer.encode(part, add_special_tokens=False)
+        for part in (f"{MARKER}{name} ", number, "\n")
+    )
+    return Planted("needle", depth, question + answer + end, question, answer)
+
+
+def _copy(tokenizer: Any, depth: float, rng: random.Random) -> Planted:
+    special = set(tokenizer.all_special_ids)
+    usual = [token for token in range(len(tokenizer)) if token not in special]
+    passage = rng.choices(usual, k=COPIED)
+    marker = tokenizer.encode(MARKER, add_special_tokens=False)
+    return Planted("copy", depth, marker + passage, marker + passage[:CUE], passage[CUE:])

@@ -15,10 +15,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.candidates import Make, dynamic, ours, split
+from kvant.bench.candidates import Make, dynamic, ours
 from kvant.bench.decode import source
 from kvant.bench.report import Json, numbers, progress, run, show
 from kvant.checkpoints import load
+from kvant.spec import split
 
 BASELINE = "transformers"
 MODES = ("dense", "stored")

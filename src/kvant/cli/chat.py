@@ -39,13 +39,14 @@ def chat(
     threshold: options.Threshold = 512,
     budget: options.Budget = None,
     draft: options.Draft = None,
+    guard: options.Guard = True,
     load: options.Load = None,
     stats: options.Stats = False,
     json: options.Json = False,
 ) -> None:
     """Talk with a model; /help says what else there is."""
     cache = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    wanted = Wanted(model, *cache, draft, load, trust_remote_code=trust_remote_code)
+    wanted = Wanted(model, *cache, draft, load, guard=guard, trust_remote_code=trust_remote_code)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
     if system is not None and load is not None:

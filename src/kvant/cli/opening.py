@@ -8,6 +8,7 @@ from typing import Any
 
 from kvant.checkpoints import load
 from kvant.cli.options import spec_of
+from kvant.cli.reply import show
 from kvant.sizes import parse_size
 
 
@@ -25,6 +26,7 @@ class Wanted:
     budget: str | None
     draft: str | None
     load: Path | None
+    guard: bool
     trust_remote_code: bool
 
     @property
@@ -47,12 +49,10 @@ class Wanted:
     def session(self, *, template: bool, system: str | None = None) -> Any:
         """Load the model, and begin or go on."""
         self.check()
-        spec = "raw" if self.load is not None else self.spec
         model, tokenizer = load(self.model, trust_code=self.trust_remote_code)
         from kvant.generation import Session
-        from kvant.hf import attach
 
-        attach(model, spec)
+        spec = self._attached(model, tokenizer)
         session = Session(
             model,
             tokenizer,
@@ -68,6 +68,25 @@ class Wanted:
         if self.load is not None:
             session.resume(self.load)
         return session
+
+    def _attached(self, model: Any, tokenizer: Any) -> Any:
+        """The spec that the model is attached with; what it does to the model is said."""
+        from kvant.hf import attach
+        from kvant.probing import harm, is_auto, resolved, trial
+
+        asked = "raw" if self.load is not None else self.spec
+        attach(model, "raw" if is_auto(asked) else asked)
+        if asked == "raw":
+            return asked
+        tried = trial(model, tokenizer)
+        spec = resolved(model, asked, tried)
+        if is_auto(asked):
+            show(f"{asked}: {spec}")
+            attach(model, spec)
+        told = harm(model, spec, tried) if self.guard else None
+        if told is not None:
+            show(f"warning: {told}")
+        return spec
 
     def _drafter(self) -> Any:
         if self.draft in (None, "ngram"):

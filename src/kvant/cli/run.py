@@ -36,6 +36,7 @@ def run(
     threshold: options.Threshold = 512,
     budget: options.Budget = None,
     draft: options.Draft = None,
+    guard: options.Guard = True,
     save: Annotated[Path | None, Option(help="Write text and cache to a file, to go on.")] = None,
     load: options.Load = None,
     stats: options.Stats = False,
@@ -46,7 +47,7 @@ def run(
     if save is not None:
         check_writable(save, "--save")
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    wanted = Wanted(model, *kept, draft, load, trust_remote_code=trust_remote_code)
+    wanted = Wanted(model, *kept, draft, load, guard=guard, trust_remote_code=trust_remote_code)
     session = wanted.session(template=False)
     reply = Reply()
     with Reading(quiet=json) as reading:

@@ -34,8 +34,9 @@ FORMATS = (
     "raw, affine2|3|4|5|6|8, fp8, turbo2|3|4, two widths (affine8v4), two sides (fp8/turbo3),"
     " q8_0, q4_0, bf16, f16, f32"
 )
-NOT_YET = {
-    "auto": "needs a probe of the model, which is not there yet; nearest: affine8",
+NEEDS_MODEL = {
+    "auto": "is found by trying formats on a model: it stands alone, and generate, Session,"
+    " attach, run and chat take it; nearest: affine8",
 }
 MAX_LAYERS = 2**19  # rotation seeds then stay below 2**51, which any JSON reader keeps
 
@@ -138,7 +139,7 @@ def one_side(name: str, word: str) -> Side:
     sides = {**SIDES, **plain_codecs()}
     if name in sides:
         return sides[name]
-    refuse_not_yet(name.partition(":")[0])
+    refuse_without_model(name.partition(":")[0])
     if name == word:
         allowed = ", ".join([FORMATS, *plain_codecs()])
         near = nearest(name, [*sides, *TWO_WIDTHS])
@@ -186,9 +187,9 @@ def word_of(codec: Codec) -> str:
     return next(names, type(codec).__name__)
 
 
-def refuse_not_yet(word: str) -> None:
-    if word in NOT_YET:
-        raise SpecError(f"{word} {NOT_YET[word]}")
+def refuse_without_model(word: str) -> None:
+    if word in NEEDS_MODEL:
+        raise SpecError(f"{word} {NEEDS_MODEL[word]}")
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

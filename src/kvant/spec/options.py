@@ -23,7 +23,7 @@ from kvant.spec.formats import (
     Side,
     nearest,
     parse_format,
-    refuse_not_yet,
+    refuse_without_model,
 )
 
 MAX_NUMBER = 2**31 - 1
@@ -103,7 +103,7 @@ def parse_option(word: str) -> tuple[str, Any]:
     name, equals, value = word.partition("=")
     if name in OPTIONS:
         return name, OPTIONS[name](name, value if equals else None)
-    refuse_not_yet(name)
+    refuse_without_model(name)
     near = nearest(name.strip(), OPTIONS)
     if near not in ("rotate", "smooth"):
         near += f"={short(value.strip())[1:-1] or 'N'}"

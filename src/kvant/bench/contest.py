@@ -80,9 +80,10 @@ class Contestant:
         }
 
 
-def build(layers: int) -> Any:
+def build(layers: int, **sizes: int) -> Any:
     """The model, in bf16: allocated once, and filled without the host's slow initialization."""
-    config = Qwen3Config(**SHAPE | {"num_hidden_layers": layers}, attn_implementation="sdpa")
+    shape = SHAPE | {"num_hidden_layers": layers} | sizes
+    config = Qwen3Config(**shape, attn_implementation="sdpa")
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device="cpu").eval()

@@ -207,13 +207,22 @@ def test_a_recurrence_is_written_to_by_its_own_verbs() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"max_bytes": 0}, {"max_bytes": "0 MB"}, {"patience": -1}, {"patience": float("nan")}]
+    "given",
+    [
+        {"max_bytes": 0},
+        {"max_bytes": 1.5},
+        {"max_bytes": "0 MB"},
+        {"patience": -1},
+        {"patience": float("nan")},
+    ],
 )
 def test_limits_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="are needed"):
+    with pytest.raises(ValueError, match=r"max_bytes=|patience="):
         Sequences(1, "raw", **given)
     with pytest.raises(SpecError):
         Sequences(1, "raw", "1 GX")
+    with pytest.raises(SpecError, match="cache_for"):
+        Sequences(1, "affine8,smooth")
 
 
 def test_each_sequence_has_shapes_of_its_own() -> None:
@@ -325,7 +334,11 @@ def test_direct_use_counts_from_the_next_operation_on() -> None:
     assert list(sequences) == ["d", "b"]
     with pytest.raises(CapacityError), sequences.writing("e") as held:
         held[0].append(rows(0, 31), rows(0, 31))
-    sequences.clear("e")
+    assert sequences.length("e") == sequences.get_or_create("e").length == 31
+    assert sequences.get("e", 0, 30, 1)[0].shape == (1, 1, 1, 8)  # it can be read, and mended
+    with sequences.writing("e") as held:
+        held.rewind(3)
+        held.recode("raw,step=1,slack=0")
     assert sequences.nbytes <= 30 * ROW
 
 

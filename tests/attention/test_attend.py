@@ -366,7 +366,7 @@ def test_the_customary_way_opens_all_and_only_where_it_is_asked_for(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = Attention(layer(text))
-    state.append(*torch.randn(2, 1, 2, 6400, 32))
+    state.append(*torch.randn(2, 1, 2, 20000, 32))  # more than a block of the reference
     opened = []
     codec = type(state.spec.keys)
     plain = codec.open

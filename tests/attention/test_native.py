@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -200,6 +201,20 @@ print(explain(view))
     why = "KVANT_ISA=of another age is nothing that this processor has"
     assert done.stdout.splitlines() == ["reference: reads this view", f"native: {why}"]
     assert done.stderr.splitlines() == [f"kvant runs its reference backend: {why}"]
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8"])
+def test_another_default_device_is_not_that_of_the_rows(text: str) -> None:
+    state: Any = Cache(1, text)[0]
+    state.append(*torch.randn(2, 1, 2, 130, 32))
+    q = torch.randn(1, 4, 1, 32)
+    expected = attend(q, state.view())
+    more = torch.randn(2, 1, 2, 130, 32)
+    view = state.view()
+    with torch.device("meta"):
+        assert torch.equal(attend(q, view, return_lse=True)[0], expected)
+        state.append(*more)
+    assert state.length == 260
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4, 8])

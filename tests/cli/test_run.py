@@ -67,6 +67,12 @@ def test_strategies_and_drafts_say_the_same(words: tuple[str, ...], call: Any) -
     assert call(*SHORT, *words) == plain
 
 
+def test_a_context_can_be_told(call: Any) -> None:
+    code, out, _ = call("run", "--prompt", "def f", "--max-context", "12", "--json")
+    told = json.loads(out)
+    assert (code, told["cache"]["length"], told["finish_reason"]) == (0, 11, "length")
+
+
 def test_a_window_can_be_two_flags(call: Any) -> None:
     flags = ("--kv-window-size", "8", "--kv-window-keep", "2", "--max-new-tokens", "20")
     told = json.loads(call(*SHORT, *flags, "--kv-cache", "affine8", "--json")[1])

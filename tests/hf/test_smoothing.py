@@ -119,6 +119,26 @@ def test_a_plan_needs_no_scales() -> None:
     assert kvant.plan(shape, "affine4,smooth").nbytes == kvant.plan(shape, "affine4").nbytes
 
 
+def test_models_of_short_contexts_are_fitted_on_as_many_tokens() -> None:
+    model = build("gpt2", n_positions=100)
+    assert scales(kvant.cache_for(model, "affine8,smooth,group=16"))
+
+
+@pytest.mark.parametrize("side", ["q_proj", "k_proj"])
+def test_a_layer_that_is_all_zeros_needs_no_scale(side: str) -> None:
+    model = build("llama")
+    getattr(model.model.layers[1].self_attn, side).weight.data.zero_()
+    found = scales(kvant.cache_for(model, "affine8,smooth,group=16"))
+    assert all(one.isfinite().all() for one in found)
+
+
+def test_fitting_leaves_a_model_in_training_as_it_was() -> None:
+    model = build("gpt2").train()
+    before = torch.get_rng_state()
+    kvant.cache_for(model, "affine8,smooth,group=16")
+    assert model.training and torch.equal(before, torch.get_rng_state())
+
+
 def test_an_encoder_decoder_is_refused() -> None:
     with pytest.raises(SpecError, match="only decode"):
         kvant.cache_for(build("t5"), "affine8,smooth,group=16")

@@ -24,8 +24,15 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     with lasting():
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         if FLAGS and device.type == "cpu" and nbytes >= OWN:
-            return torch.frombuffer(mmap.mmap(-1, nbytes, flags=FLAGS), dtype=dtype).view(shape)
+            return torch.frombuffer(_mapping(nbytes), dtype=dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _mapping(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=FLAGS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{nbytes} bytes for a cache are not to be had") from error
 
 
 def joined(parts: Sequence[Tensor], axis: int) -> Tensor:

@@ -33,7 +33,7 @@ def ending() -> Iterator[None]:
         _end(error.format_message(), error.exit_code)
     except (CacheError, ValueError) as error:
         _end(str(error) or type(error).__name__, 2)
-    except OSError as error:
+    except (OSError, MemoryError) as error:
         _end(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.codecs import Affine, Raw
+from kvant.configurations import max_context
 from kvant.errors import SpecError
 from kvant.frames import Diagonal, fitted, waits
 from kvant.hf.cache import HostCache
@@ -92,11 +93,18 @@ def _scales(model: PreTrainedModel) -> list[Diagonal]:
     watched = [Watched() for layer in layers if layer.attends]
     dense = (LayerSpec(Affine(8, frame=w), Raw(), All(), dense_until=NEVER) for w in watched)
     cache = HostCache(layers, recipes(layers, CacheSpec(tuple(dense))))
+    config = model.config.get_text_config(decoder=True)
+    count = min(TOKENS, max_context(config) or TOKENS)
     generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    ids = torch.randint(vocabulary, (1, TOKENS), generator=generator).to(model.device)
-    for part in (ids[:, :1], ids[:, 1:]):  # behind a first token, attention is asked of the cache
-        model(part, past_key_values=cache)
+    ids = torch.randint(config.vocab_size, (1, count), generator=generator, device="cpu")
+    training = model.training
+    try:
+        model.eval()  # what is dropped at random is none of the model's
+        ids = ids.to(model.device)
+        for part in (ids[:, :1], ids[:, 1:]):
+            model(part, past_key_values=cache)  # behind a first token, attention asks the cache
+    finally:
+        model.train(training)
     return [one.scale() for one in watched]
 
 
@@ -106,4 +114,5 @@ def _summed(total: Tensor | None, x: Tensor) -> Tensor:
 
 
 def _large(squares: Tensor) -> Tensor:
-    return squares.clamp(min=LEAST**2 * float(squares.max()))
+    most = float(squares.max())
+    return squares.clamp(min=LEAST**2 * most) if most else torch.ones_like(squares)

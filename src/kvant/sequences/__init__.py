@@ -22,7 +22,7 @@ from kvant.recipes import AnySpec, LayerSpec, Prefill, SharedSpec
 from kvant.sequences.books import Books
 from kvant.sequences.sequence import BY_BACKEND, EVENTS
 from kvant.sizes import parse_size
-from kvant.spec import as_spec
+from kvant.spec import as_spec, check_fitted
 
 __all__ = ["Sequences"]
 
@@ -43,11 +43,11 @@ class Sequences:
         `patience`: how many seconds a thread waits for a sequence that another one writes to.
         """
         limit = parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes
-        if (limit is not None and limit < 1) or not patience >= 0:
-            raise ValueError(
-                f"max_bytes={max_bytes}, patience={patience}: >= 1 and >= 0 are needed"
-            )
-        self.spec = as_spec(spec, num_layers)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise ValueError(f"max_bytes={max_bytes}: a whole number from 1 on, or a size")
+        if not patience >= 0:
+            raise ValueError(f"patience={patience}: 0 seconds or more")
+        self.spec = check_fitted(as_spec(spec, num_layers))
         self._books = Books(self.spec, limit, patience)
 
     @property
@@ -88,7 +88,8 @@ class Sequences:
     def writing(self, id: Hashable) -> Iterator[Cache]:
         """The cache of a sequence, held: no other thread writes or reads it, and none evicts it.
 
-        An exception takes back the forward that it ended.
+        An exception takes back the forward that it ended. What outgrew `max_bytes` in the block is
+        a CapacityError behind it: the rows are there, to be made smaller in another block.
         """
         me = current_thread()
         with self._books.holding(id) as sequence:
@@ -97,6 +98,7 @@ class Sequences:
                 self._books.use(id, sequence)
                 yield sequence.cache
                 self._books.use(id, sequence)
+                self._books.check_size(id, sequence)
             except BaseException:
                 if sequence.owner is me:  # and no other thread, because this one had died
                     sequence.cache.rollback()

@@ -120,6 +120,11 @@ class Books:
         with self._lock:
             self._use(name, sequence)
 
+    def check_size(self, name: Hashable, sequence: Sequence) -> None:
+        """Refuse one that outgrew the limit by itself; it is there, to be made smaller."""
+        if self.max_bytes is not None and sequence.nbytes > self.max_bytes:
+            raise CapacityError(self._refusal(name, sequence.nbytes))
+
     def make_room(self, name: Hashable, sequence: Sequence, more: int) -> None:
         """Count bytes that are to come; evict for them, or refuse and evict none."""
         with self._lock:
@@ -162,8 +167,6 @@ class Books:
     def _use(self, name: Hashable, sequence: Sequence) -> None:
         self._touch(name, sequence)
         self._bring_under(sequence)
-        if self.max_bytes is not None and sequence.nbytes > self.max_bytes:
-            raise CapacityError(self._refusal(name, sequence.nbytes))
 
     def _touch(self, name: Hashable, sequence: Sequence) -> None:
         if self._by_name.get(name) is sequence:  # not removed by the thread that holds it

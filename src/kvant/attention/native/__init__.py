@@ -56,9 +56,10 @@ class Native:
         assert functions is not None
         q = request.q
         batch, heads, queries, _ = q.shape
-        out = torch.empty(batch, heads, queries, view.values.room.shape[3], dtype=request.dtype)
+        shape = (batch, heads, queries, view.values.room.shape[3])
+        out = torch.empty(shape, dtype=request.dtype, device=q.device)
         assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
-        lse = torch.empty(batch, heads, queries) if request.lse else None
+        lse = torch.empty(shape[:3], device=q.device) if request.lse else None
         if request.sink_logits is not None:
             request = replace(request, sink_logits=request.sink_logits.float().contiguous())
         given = record(request, view, out, lse, torch.get_num_threads())

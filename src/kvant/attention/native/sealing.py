@@ -40,7 +40,9 @@ def sealed(
     if kind == 0 or not regular or page % TILE or (bits in (3, 5) and dim % 32):
         return None
     out = {
-        name: torch.empty(batch, pages, heads, page, field.width, dtype=field.dtype)
+        name: torch.empty(
+            (batch, pages, heads, page, field.width), dtype=field.dtype, device=rows.device
+        )
         for name, field in codec.fields(dim).items()
     }
     bias = out.get("bias")

@@ -1,0 +1,45 @@
+"""The same function with keys that are hard to store: a few channels large, queries inversely.
+
+Many models have such channels; small ones do not. Scaled in pairs that a rotary embedding turns
+together (one in each half of a head), keys and queries give the scores that they gave: so whatever
+a format loses more than before is its own doing. Exact but for rounding.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+CHANNELS = (3, 11, 20)  # of the first half of a head; their partners are in the second
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def with_outliers(model: ModelT, factor: float, channels: tuple[int, ...] = CHANNELS) -> ModelT:
+    """A copy whose keys have these channels so many times as large, in every layer and head."""
+    twin = copy.deepcopy(model)
+    blocks: list[Any] = [m for m in twin.modules() if hasattr(m, "q_proj") and hasattr(m, "k_proj")]
+    if not blocks:
+        raise ValueError(f"{type(model).__name__} has no q_proj beside a k_proj to scale")
+    for block in blocks:
+        for side, by in (("k", factor), ("q", 1 / factor)):
+            for weight in _rows(block, side):
+                _scale(weight, block.head_dim, channels, by)
+    return twin
+
+
+def _rows(block: Any, side: str) -> list[Tensor]:
+    """What makes the rows of a side, channel by channel: a norm behind the projection has it."""
+    norm = getattr(block, f"{side}_norm", None)
+    if norm is not None and norm.weight.shape == (block.head_dim,):
+        return [norm.weight.data]
+    projection = getattr(block, f"{side}_proj")
+    return [tensor.data for tensor in (projection.weight, projection.bias) if tensor is not None]
+
+
+def _scale(weight: Tensor, dim: int, channels: tuple[int, ...], by: float) -> None:
+    half = dim // 2
+    for channel in channels:
+        for one in (channel % half, channel % half + half):
+            weight.view(-1, dim, *weight.shape[1:])[:, one] *= by

@@ -1,0 +1,42 @@
+"""Outliers that leave the function of a model what it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf.zoo import build
+from kvant.eval.outliers import with_outliers
+from kvant.hf import cache_for
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
+def test_the_function_stays_and_the_keys_do_not(name: str) -> None:
+    model, ids = build(name), torch.randint(3, 100, (1, 30))
+    twin = with_outliers(model, 64.0, channels=(3,))  # a power of two: nothing is rounded
+    caches = [cache_for(model, "raw"), cache_for(twin, "raw")]
+    with torch.no_grad():
+        plain, other = (
+            one(ids, past_key_values=cache).logits
+            for one, cache in zip((model, twin), caches, strict=True)
+        )
+    assert (plain - other).abs().max() < 1e-4 * plain.abs().max()
+    for before, after in zip(*(cache.states for cache in caches), strict=True):
+        grown = after.read()[0].norm(dim=2) / before.read()[0].norm(dim=2)
+        dim = grown.shape[-1]
+        large = torch.zeros(dim, dtype=torch.bool)
+        large[[3, 3 + dim // 2]] = True
+        assert (grown[..., ~large] - 1).abs().max() < 1e-2
+        assert (grown[..., large] - 64).abs().max() < 1
+
+
+def test_the_model_itself_stays() -> None:
+    model = build("llama")
+    before = [weight.clone() for weight in model.parameters()]
+    with_outliers(model, 30.0)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+def test_a_model_without_such_projections_is_refused() -> None:
+    with pytest.raises(ValueError, match="no q_proj"):
+        with_outliers(build("gpt2"), 30.0)

@@ -18,6 +18,10 @@ COMMANDS = {
     "plan": ("--budget", "1GB"),
     "inspect": ("a.kv",),
     "inspect --kv-cache affine4": (),
+    "eval": (
+        *("--formats", "affine8", "--tokens", "700"),
+        *("--context", "350", "--prompts", "1"),
+    ),
     "bench append": ("--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32"),
     "bench attend": ("--lengths", "64", "--formats", "affine8", "--repeats", "1"),
     "bench decode": (

@@ -54,7 +54,7 @@ def test_another_model_is_untouched_bit_for_bit(name: str) -> None:
     other.load_state_dict(model.state_dict())
     other.generation_config = copy.deepcopy(model.generation_config)
     expected = outputs(other)
-    kvant.attach(model, "affine8")
+    kvant.attach(model, "affine8", guard=False)
     assert alike(outputs(other), expected)
     assert type(other)._prepare_cache_for_generation is type(model)._prepare_cache_for_generation
 
@@ -64,7 +64,7 @@ def test_detaching_leaves_no_trace(name: str) -> None:
     model = build(name)
     before, expected = set(model.__dict__), outputs(model)
     implementation = model.config._attn_implementation
-    kvant.attach(model, "affine4")
+    kvant.attach(model, "affine4", guard=False)
     kvant.detach(model)
     assert set(model.__dict__) == before
     assert model.config._attn_implementation == implementation
@@ -92,7 +92,7 @@ def generated(model: PreTrainedModel, **kwargs: object) -> HostCache:
 
 def test_plain_generate_uses_the_cache() -> None:
     model = build("llama")
-    kvant.attach(model, "affine8")
+    kvant.attach(model, "affine8", guard=False)
     cache = generated(model)
     assert isinstance(cache, HostCache)
     assert cache.stats()["fused"] == 3 * len(cache)  # the first token comes from the prompt
@@ -100,7 +100,7 @@ def test_plain_generate_uses_the_cache() -> None:
 
 def test_attaching_again_replaces_the_spec() -> None:
     model = build("llama")
-    kvant.attach(model, "affine8")
+    kvant.attach(model, "affine8", guard=False)
     kvant.attach(model, "raw,window=16,sinks=2")
     assert generated(model).spec.layers[0].retention.window == 16  # type: ignore[union-attr]
     kvant.detach(model)
@@ -109,7 +109,7 @@ def test_attaching_again_replaces_the_spec() -> None:
 
 def test_a_cache_that_is_given_wins() -> None:
     model = build("llama")
-    kvant.attach(model, "affine8")
+    kvant.attach(model, "affine8", guard=False)
     mine = DynamicCache(config=model.config)
     assert generated(model, past_key_values=mine) is mine
     assert generated(model, use_cache=False) is None
@@ -117,14 +117,14 @@ def test_a_cache_that_is_given_wins() -> None:
 
 def test_another_cache_of_the_host_is_refused() -> None:
     model = build("llama")
-    kvant.attach(model, "affine8")
+    kvant.attach(model, "affine8", guard=False)
     with pytest.raises(ValueError, match=r"cache_implementation='static'.*detach"):
         generated(model, cache_implementation="static")
 
 
 def test_a_copy_of_an_attached_model_is_attached_by_itself() -> None:
     model = build("llama")
-    kvant.attach(model, "affine8")
+    kvant.attach(model, "affine8", guard=False)
     twin = copy.deepcopy(model)
     kvant.detach(model)
     assert isinstance(generated(twin), HostCache)
@@ -173,7 +173,7 @@ def test_an_unknown_version_warns_once(
 
 def test_a_wrong_spec_leaves_the_one_before_in_force() -> None:
     model = build("llama")
-    kvant.attach(model, "affine8")
+    kvant.attach(model, "affine8", guard=False)
     with pytest.raises(SpecError):
         kvant.attach(model, "affine9")
     assert isinstance(generated(model), HostCache)
@@ -187,7 +187,7 @@ def test_explain_recommends_attaching_where_it_helps_and_only_there() -> None:
     ):
         model = build(name)
         if attached:
-            kvant.attach(model, "affine8")
+            kvant.attach(model, "affine8", guard=False)
         cache = kvant.cache_for(model, "affine8")
         model.generate(tokens(6), past_key_values=cache, max_new_tokens=3)
         assert ("kvant.attach" in str(cache.explain())) == helps, (name, attached)

@@ -23,7 +23,8 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     """A tensor whose values are to be written yet."""
     with lasting():
         nbytes = torch.Size(shape).numel() * dtype.itemsize
-        if FLAGS and device.type == "cpu" and nbytes >= OWN:
+        large = FLAGS and device.type == "cpu" and nbytes >= OWN
+        if large and type(torch.empty(0, device=device)) is Tensor:  # not in a mode of fake ones
             return torch.frombuffer(_mapping(nbytes), dtype=dtype).view(shape)
         return torch.empty(shape, dtype=dtype, device=device)
 

@@ -67,6 +67,13 @@ def test_strategies_and_drafts_say_the_same(words: tuple[str, ...], call: Any) -
     assert call(*SHORT, *words) == plain
 
 
+def test_auto_says_what_it_took(call: Any) -> None:
+    code, out, error = call(*SHORT, "--kv-cache", "auto", "--json")
+    told = json.loads(out)
+    assert code == 0 and error.startswith("auto: turbo")
+    assert told["kv_cache"].startswith("turbo") and "warning" not in error
+
+
 def test_a_context_can_be_told(call: Any) -> None:
     code, out, _ = call("run", "--prompt", "def f", "--max-context", "12", "--json")
     told = json.loads(out)

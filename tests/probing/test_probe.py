@@ -48,6 +48,19 @@ def test_a_harmless_format_is_left_as_it_is(plain: Any, tokenizer: Any) -> None:
     assert "affine4" in str(found) and "layer" in str(found)
 
 
+def test_a_window_or_a_capacity_is_no_harm_of_the_format(plain: Any, tokenizer: Any) -> None:
+    alone = kvant.probe(plain, tokenizer, "affine4")
+    for options in ("window=64,sinks=4", "capacity=300"):
+        found = kvant.probe(plain, tokenizer, f"affine4,{options}")
+        assert found.harmless
+        if "sinks" not in options:
+            assert found.damage.mean_kl == alone.damage.mean_kl
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            kvant.attach(plain, f"affine4,{options}", tokenizer=tokenizer)
+        kvant.detach(plain)
+
+
 def test_raw_does_nothing(plain: Any, tokenizer: Any) -> None:
     found = kvant.probe(plain, tokenizer, "raw")
     assert found.harmless and found.damage.mean_kl == 0.0 and found.layers == (0.0,) * 6
@@ -151,10 +164,14 @@ def test_a_text_that_shows_too_little_is_refused(plain: Any, tokenizer: Any) -> 
         kvant.probe(plain, tokenizer, "affine4", text="import os")
 
 
-def test_a_size_that_is_none_is_refused(plain: Any, tokenizer: Any) -> None:
+def test_a_size_that_is_none_is_refused_and_changes_nothing(plain: Any, tokenizer: Any) -> None:
     for spec in ("auto:", "auto:many"):
         with pytest.raises(ValueError, match=r"auto:|size"):
             kvant.probe(plain, tokenizer, spec)
+        with pytest.raises(ValueError, match=r"auto:|size"):
+            kvant.attach(plain, spec, tokenizer=tokenizer)
+        with pytest.raises(ValueError, match="not attached"):
+            kvant.detach(plain)
 
 
 def test_nothing_is_said_of_raw(plain: Any) -> None:

@@ -33,7 +33,10 @@ def _mapping(nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, nbytes, flags=FLAGS)
     except (OSError, OverflowError) as error:
-        raise MemoryError(f"{nbytes} bytes for a cache are not to be had") from error
+        raise MemoryError(
+            f"{nbytes} bytes for a cache are not to be had: a smaller format, "
+            "a window or a shorter context takes less (kvant.plan)"
+        ) from error
 
 
 def joined(parts: Sequence[Tensor], axis: int) -> Tensor:

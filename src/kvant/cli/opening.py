@@ -10,6 +10,7 @@ from kvant.checkpoints import load
 from kvant.cli.options import spec_of
 from kvant.cli.reply import show
 from kvant.sizes import parse_size
+from kvant.spec import words
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,10 @@ class Wanted:
         if self.load is not None:
             return str(self.load)
         return spec_of(self.kv_cache, self.window_size, self.window_keep)
+
+    def told(self, session: Any) -> str:
+        """The same, or what `auto` was found to be."""
+        return words(session.memory.spec) if self.spec.startswith("auto") else self.spec
 
     def check(self) -> None:
         """Before anything is loaded: what is said twice, and files that are not there."""
@@ -71,19 +76,12 @@ class Wanted:
 
     def _attached(self, model: Any, tokenizer: Any) -> Any:
         """The spec that the model is attached with; what it does to the model is said."""
-        from kvant.hf import attach
-        from kvant.probing import harm, is_auto, resolved, trial
+        from kvant.probing import attached
 
         asked = "raw" if self.load is not None else self.spec
-        attach(model, "raw" if is_auto(asked) else asked)
-        if asked == "raw":
-            return asked
-        tried = trial(model, tokenizer)
-        spec = resolved(model, asked, tried)
-        if is_auto(asked):
+        spec, told = attached(model, asked, tokenizer, guard=self.guard)
+        if spec != asked:
             show(f"{asked}: {spec}")
-            attach(model, spec)
-        told = harm(model, spec, tried) if self.guard else None
         if told is not None:
             show(f"warning: {told}")
         return spec

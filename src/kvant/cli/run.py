@@ -64,12 +64,13 @@ def run(
         reply.take(steps, reading, before=text, quiet=json)
     if save is not None:
         session.save(save)
+    stored = wanted.told(session)
     if json:
-        said = {"prompt": text, "text": reply.text, "kv_cache": wanted.spec}
+        said = {"prompt": text, "text": reply.text, "kv_cache": stored}
         print(json_text.dumps(said | reply.figures() | {"cache": session.stats()}))
     elif stats:
         cache = session.stats()
-        for line in [*story(cache), reply.line(wanted.spec, cache)]:
+        for line in [*story(cache), reply.line(stored, cache)]:
             show(line)
 
 

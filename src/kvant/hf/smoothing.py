@@ -32,6 +32,7 @@ NEVER = 2**31 - 1  # tokens: nothing is sealed
 LEAST = 1e-3  # of the largest channel: smaller ones are taken to be as large
 DIGITS = 4
 
+# Of the weights that a model had when it was first asked; with others, scores stay right as well.
 _known: WeakKeyDictionary[PreTrainedModel, list[Diagonal]] = WeakKeyDictionary()
 
 
@@ -97,14 +98,15 @@ def _scales(model: PreTrainedModel) -> list[Diagonal]:
     count = min(TOKENS, max_context(config) or TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, count), generator=generator, device="cpu")
-    training = model.training
+    modes = {module: module.training for module in model.modules()}
     try:
         model.eval()  # what is dropped at random is none of the model's
         ids = ids.to(model.device)
         for part in (ids[:, :1], ids[:, 1:]):
             model(part, past_key_values=cache)  # behind a first token, attention asks the cache
     finally:
-        model.train(training)
+        for module, training in modes.items():
+            module.training = training
     return [one.scale() for one in watched]
 
 

@@ -1,7 +1,7 @@
 """What a spec does to a model, before it answers with it."""
 
 from kvant.probing.finding import Probe, is_auto, probe, resolved
-from kvant.probing.guard import attach, harm
+from kvant.probing.guard import attach, attached, harm
 from kvant.probing.predictions import Damage, damage
 from kvant.probing.text import MAX_KL, trial
 
@@ -10,6 +10,7 @@ __all__ = [
     "Damage",
     "Probe",
     "attach",
+    "attached",
     "damage",
     "harm",
     "is_auto",

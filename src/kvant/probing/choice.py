@@ -34,8 +34,8 @@ def promoted(spec: str) -> Iterator[tuple[str, str]]:
         yield _joined(word, rest, "smooth"), "its keys have outliers: scale their channels"
     if form.keys.bits < 8 and form.keys.family != "raw":
         plain = [part for part in rest if not part.startswith("group=")]
-        yield _joined(wider, plain), "keys need 8 bits"
-        yield _joined(wider, plain, "smooth"), "keys need 8 bits and scaled channels"
+        yield _joined(wider, plain), "keys need affine8"
+        yield _joined(wider, plain, "smooth"), "keys need affine8 and scaled channels"
     if not any(part.startswith("edge=") for part in rest):
         yield _joined(word, rest, "smooth", "edge=2"), "the layers at both ends need 8 bits"
     kept = [part for part in rest if part.split("=")[0] in ("window", "sinks", "capacity")]

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvant.configurations import layer_shapes, max_context
 from kvant.errors import SpecError
 from kvant.probing.choice import promoted, smallest
-from kvant.probing.predictions import Damage, damage
+from kvant.probing.predictions import Damage, damage, unbounded
 from kvant.probing.screen import Screen
 from kvant.probing.text import MAX_KL, Trial, trial
 from kvant.recipes import AnySpec
@@ -56,14 +56,18 @@ def probe(
     text: str | None = None,
     max_kl: float = MAX_KL,
 ) -> Probe:
-    """What a spec does to a model, on a text of yours or on one of the standard library."""
+    """What the formats of a spec do to a model, on a text of yours or one of the standard library.
+
+    What a window lets go is not counted: a query sees less by it whatever the format.
+    """
     tried = trial(model, tokenizer, text, max_kl)
     asked = resolved(model, spec, tried)
-    found, screen = damage(model, [tried.ids], asked), Screen.of(model, tried.ids)
+    formats, screen = unbounded(model, asked), Screen.of(model, tried.ids)
+    found = damage(model, [tried.ids], formats)
     recommended, why = asked, "it does little enough"
     if found.mean_kl > tried.max_kl:
         recommended, why = _better(model, asked, tried)
-    return Probe(asked, found, screen.by_layer(asked), tried.max_kl, recommended, why)
+    return Probe(asked, found, screen.by_layer(formats), tried.max_kl, recommended, why)
 
 
 def resolved(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> AnySpec:
@@ -93,7 +97,7 @@ def _better(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> tuple[AnySpe
 
 
 def _does_little(model: PreTrainedModel, spec: str, tried: Trial) -> bool:
-    return damage(model, [tried.ids], spec).mean_kl <= tried.max_kl
+    return damage(model, [tried.ids], unbounded(model, spec)).mean_kl <= tried.max_kl
 
 
 def _word(spec: AnySpec) -> str:

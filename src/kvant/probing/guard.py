@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvant import hf
-from kvant.errors import CacheError
+from kvant.errors import UnsupportedView
 from kvant.hf.detect import host_layers, recipes
 from kvant.probing.finding import is_auto, resolved
-from kvant.probing.predictions import damage
+from kvant.probing.predictions import damage, unbounded
 from kvant.probing.text import Trial, trial
 from kvant.recipes import AnySpec, attention_in
 
@@ -24,26 +24,39 @@ def attach(
 ) -> None:
     """Let `model.generate(...)` use a cache with this spec, until `detach`.
 
-    The spec is tried on the model, on a text if there is a tokenizer, and what does harm is said in
-    a warning; `guard=False` leaves that out. `auto` takes the smallest format that does none.
+    A format is tried on the model first, on a thousand tokens of a text if there is a tokenizer,
+    and one that does harm is said in a warning; `guard=False` leaves that out. `auto` takes the
+    smallest that does none.
     """
-    if is_auto(spec):
-        hf.attach(model, "raw")
-        spec = resolved(model, spec, trial(model, tokenizer))
-    hf.attach(model, spec)
-    told = harm(model, spec, trial(model, tokenizer)) if guard else None
+    told = attached(model, spec, tokenizer, guard=guard)[1]
     if told is not None:
         warnings.warn(told, stacklevel=2)
 
 
+def attached(
+    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, *, guard: bool
+) -> tuple[AnySpec, str | None]:
+    """The spec that the model is attached with now, and what is to be said of it."""
+    if is_auto(spec):
+        hf.attach(model, "raw")
+        try:
+            spec = resolved(model, spec, trial(model, tokenizer))
+        except BaseException:
+            hf.detach(model)
+            raise
+        guard = False  # that it does no harm was just found out
+    hf.attach(model, spec)
+    seals = any(one.seals for one in attention_in(*recipes(host_layers(model), spec).layers))
+    return spec, harm(model, spec, trial(model, tokenizer)) if guard and seals else None
+
+
 def harm(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> str | None:
     """What is to be said of a spec that changes what this model predicts, or nothing."""
-    layers = attention_in(*recipes(host_layers(model), spec).layers)
-    if model.config.is_encoder_decoder or not any(layer.seals for layer in layers):
-        return None
+    if model.config.is_encoder_decoder:
+        return None  # it continues no text
     try:
-        found = damage(model, [tried.ids], spec)
-    except CacheError as error:  # a model as it is, whose attention cannot tell tokens apart
+        found = damage(model, [tried.ids], unbounded(model, spec))
+    except UnsupportedView as error:  # attention of the model's own, which needs dense rows
         log.info("the format was not tried on the model: %s", error)
         return None
     if found.mean_kl <= tried.max_kl:

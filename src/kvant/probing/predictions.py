@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from kvant.hf import HostCache, cache_for, continues
 from kvant.hf.detect import host_layers, recipes
 from kvant.recipes import AnySpec, CacheSpec
+from kvant.retention import All
 
 CHUNK = 512  # tokens of a forward
 COMPARED = 64  # positions whose distributions are compared at once: bounds float32 copies
@@ -90,6 +91,16 @@ def stored(model: PreTrainedModel, spec: AnySpec) -> CacheSpec:
     """The recipes that a model gets by a spec, where prompts are read as decoding would."""
     full = recipes(host_layers(model), spec)
     return full.changed(lambda layer: replace(layer, prefill="stored"))
+
+
+def unbounded(model: PreTrainedModel, spec: AnySpec) -> CacheSpec:
+    """The formats of a spec with all rows kept: what a window or a capacity does is another thing.
+
+    A window of the model's own stays, since the model sees no more.
+    """
+    return stored(model, spec).changed(
+        lambda layer: replace(layer, retention=All(layer.retention.sinks), capacity=None)
+    )
 
 
 def empty_cache(model: PreTrainedModel, spec: AnySpec) -> HostCache:

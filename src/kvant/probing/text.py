@@ -20,7 +20,7 @@ from kvant.configurations import max_context
 TOKENS = 1024  # read; the last ones are judged by
 FEWEST = 256  # in fewer, all rows of a format with a dense tail are dense
 MAX_KL = 5e-3  # nats, in the mean: about one percent of perplexity
-MEANINGLESS = 10.0
+MEANINGLESS = 10.0  # times as much: what was seen is said above
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def trial(
     if tokenizer is None:
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(vocabulary, (1, count), generator=generator)
+        ids = torch.randint(vocabulary, (1, count), generator=generator, device="cpu")
         return Trial(ids.to(model.device), max_kl * MEANINGLESS)
     told = inspect.getsource(argparse) if text is None else text
     found = [int(token) for token in tokenizer.encode(told)[:count]]

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import json
 import statistics
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import kvant
-from kvant.bench.contest import FIRST, Contestant, build, filled, mark, random_rows, resident
+from kvant.bench.contest import FIRST, Contestant, alone, build, filled, mark, random_rows, resident
 from kvant.bench.markdown import markdown
 from kvant.bench.report import machine, progress
 from kvant.hf import cache_for
@@ -71,11 +69,6 @@ def peak(name: str, context: int) -> int | None:
     return None if before is None else resident("VmHWM") - before
 
 
-def alone(*task: Any) -> int | None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(peak, *task).result()
-
-
 def spec(name: str) -> str:
     return f"{name},capacity={CAPACITY}"
 
@@ -122,7 +115,7 @@ def main() -> None:
     for figures in found:
         context, name = figures["rows"], figures["format"]
         progress(f"{context} rows, {name}: the peak")
-        most = figures["peak"] = alone(name, context)
+        most = figures["peak"] = alone(peak, name, context)
         rows[name][f"peak at {context:,}"] = "" if most is None else f"{most / 2**20:.0f}"
     progress("")
     facts = machine()

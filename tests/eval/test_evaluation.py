@@ -17,10 +17,11 @@ from kvant.attention.reference import Reference
 from kvant.checkpoints import load
 from kvant.codecs.affine import Affine
 from kvant.eval import Result, Settings, evaluate
-from kvant.eval.continuation import continuations, identical
+from kvant.eval.continuation import continuations
 from kvant.eval.evaluation import Evaluation
 from kvant.eval.picture import draw, front
 from kvant.eval.result import flat, quality
+from kvant.generation.reader import shared_prefix
 from kvant.probing.predictions import Damage, stored
 
 FEW = Settings(tokens=700, context=350, prompts=1, continued=8)
@@ -156,7 +157,11 @@ def test_what_cannot_be_measured_is_refused(
 
 
 def test_continuations_count_what_is_the_same() -> None:
-    assert [identical([1, 2, 3], other) for other in ([1, 2, 3], [1, 9, 3], [9, 2, 3])] == [3, 1, 0]
+    assert [shared_prefix([1, 2, 3], other) for other in ([1, 2, 3], [1, 9, 3], [9, 2, 3])] == [
+        3,
+        1,
+        0,
+    ]
     model, ids = zoo.build("llama"), torch.randint(3, zoo.VOCABULARY, (1, 100))
     assert continuations(model, [ids], "raw", 12).identical == 12
     assert continuations(model, [ids, ids], "affine2,tail=0", 12).identical < 12

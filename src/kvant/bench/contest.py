@@ -21,7 +21,7 @@ import ctypes
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -149,10 +149,10 @@ def peak(layers: int, name: str, context: int, repeats: int, threads: int) -> in
     return None if before is None else max(0, resident("VmHWM") - before)
 
 
-def alone(*task: Any) -> int | None:
-    """The peak, in a new process."""
+def alone(measured: Callable[..., int | None], *task: Any) -> int | None:
+    """A peak, in a new process."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(peak, *task).result()
+        return pool.submit(measured, *task).result()
 
 
 def mark() -> int | None:
@@ -190,7 +190,7 @@ def contest(
         needs: dict[str, int | None] = dict.fromkeys((BASELINE, *names))
         for name in needs if peaks else ():
             progress(f"{length} rows, {name}: the peak")
-            needs[name] = alone(layers, name, length, repeats, torch.get_num_threads())
+            needs[name] = alone(peak, layers, name, length, repeats, torch.get_num_threads())
         for name in names:
             progress(f"{length} rows, {name}: the time")
             pair = measure(model, name, length, repeats)

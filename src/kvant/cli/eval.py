@@ -61,8 +61,9 @@ def evaluation(
     attach(loaded.float() if float32 else loaded)  # some attention reads stored rows only so
     settings = Settings(tokens=tokens, context=context, prompts=prompts)
     with Reading("measuring", quiet=json) as reading:
-        how: dict[str, Any] = {"text": told, "settings": settings, "save": save}
-        results = evaluate(loaded, tokenizer, specs, **how, progress=reading.show)
+        results = evaluate(
+            loaded, tokenizer, specs, text=told, settings=settings, save=save, progress=reading.show
+        )
     facts = {
         "model": model or "the model inside",
         "dtype": str(loaded.dtype).removeprefix("torch."),

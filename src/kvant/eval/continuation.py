@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvant.generation.reader import shared_prefix
 from kvant.probing.predictions import empty_cache, read, stored
 from kvant.recipes import AnySpec
 
@@ -61,13 +62,7 @@ def continuations(
         for _ in range(count - 1):
             raw.write()
             ours.write()
-        same.append(identical(raw.tokens, ours.tokens))
+        same.append(shared_prefix(raw.tokens, ours.tokens))
         seconds.append((raw.seconds, ours.seconds))
     theirs, own = (statistics.median(column) for column in zip(*seconds, strict=True))
     return Continued(statistics.fmean(same), (count - 1) / own, theirs / own)
-
-
-def identical(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many of the first tokens are the same."""
-    pairs = enumerate(zip(one, other, strict=True))
-    return next((i for i, (a, b) in pairs if a != b), len(one))

@@ -45,7 +45,9 @@ def smoothed(frame: Frame) -> Frame:
 
 def waits(frame: Frame) -> bool:
     """Is a scale still to be fitted?"""
-    return fitted(frame, Product(())) != frame
+    if isinstance(frame, Product):
+        return any(waits(part) for part in frame.frames)
+    return isinstance(frame, Smooth)
 
 
 def fitted(frame: Frame, scale: Frame) -> Frame:

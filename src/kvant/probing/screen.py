@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.hf import HostCache, cache_for
-from kvant.probing.predictions import Damage, compared, empty_cache, stored
+from kvant.probing.predictions import Damage, compared, empty_cache, forward, stored
 from kvant.recipes import AnySpec, CacheSpec, Recipe, attention_in
 
 JUDGED = 128  # tokens
@@ -30,13 +29,12 @@ class Screen:
     right: Tensor
 
     @classmethod
-    @torch.no_grad()
     def of(cls, model: PreTrainedModel, ids: Tensor) -> Screen:
         judged = min(JUDGED, ids.shape[1] // 2)
         cache = empty_cache(model, stored(model, "raw"))
-        model(input_ids=ids[:, : -judged - 1], past_key_values=cache)
+        forward(model, ids[:, : -judged - 1], cache)
         behind = ids[:, -judged - 1 :]
-        return cls(model, cache, behind, cls._logits(model, behind, cache.fork()))
+        return cls(model, cache, behind, forward(model, behind[:, :-1], cache.fork()))
 
     def damage(self, spec: AnySpec) -> Damage:
         return self._of(cache_for(self.model, stored(self.model, spec)).spec)
@@ -55,11 +53,5 @@ class Screen:
     def _of(self, spec: CacheSpec) -> Damage:
         twin = self.cache.fork()
         twin.recode(spec)
-        logits = self._logits(self.model, self.ids, twin)
+        logits = forward(self.model, self.ids[:, :-1], twin)
         return compared(self.right, logits, self.ids[0, 1:])
-
-    @staticmethod
-    @torch.no_grad()
-    def _logits(model: PreTrainedModel, ids: Tensor, cache: HostCache) -> Tensor:
-        logits: Tensor = model(input_ids=ids[:, :-1], past_key_values=cache).logits[0]
-        return logits

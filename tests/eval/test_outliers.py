@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hf.zoo import build
-from kvant.eval.outliers import with_outliers
+from kvant.eval.outliers import with_heavy_values, with_outliers
 from kvant.hf import cache_for
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
-def test_the_function_stays_and_the_keys_do_not(name: str) -> None:
+@pytest.mark.parametrize(("change", "side"), [(with_outliers, 0), (with_heavy_values, 1)])
+def test_the_function_stays_and_the_rows_do_not(name: str, change: Any, side: int) -> None:
     model, ids = build(name), torch.randint(3, 100, (1, 30))
-    twin = with_outliers(model, 64.0, channels=(3,))  # a power of two: nothing is rounded
+    twin = change(model, 64.0, channels=(3,))  # a power of two: nothing is rounded
     caches = [cache_for(model, "raw"), cache_for(twin, "raw")]
     with torch.no_grad():
         plain, other = (
@@ -22,7 +25,7 @@ def test_the_function_stays_and_the_keys_do_not(name: str) -> None:
         )
     assert (plain - other).abs().max() < 1e-4 * plain.abs().max()
     for before, after in zip(*(cache.states for cache in caches), strict=True):
-        grown = after.read()[0].norm(dim=2) / before.read()[0].norm(dim=2)
+        grown = after.read()[side].norm(dim=2) / before.read()[side].norm(dim=2)
         dim = grown.shape[-1]
         large = torch.zeros(dim, dtype=torch.bool)
         large[[3, 3 + dim // 2]] = True

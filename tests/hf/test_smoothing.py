@@ -1,8 +1,8 @@
-"""Channel scales that are fitted to a model: the same scores, and no outliers among the keys."""
+"""Channel scales that are fitted to a model: the same scores, and no outliers among the rows."""
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
@@ -11,26 +11,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvant
 from hf.zoo import FAMILIES, build, names
 from kvant import SpecError, demo
+from kvant.eval.outliers import with_heavy_values, with_outliers
 from kvant.recipes import attention_in
 
 TEXT = "def outliers(model, factor):\n    return [layer.scaled(factor) for layer in model]\n" * 9
 
 
-def scales(cache: kvant.hf.HostCache) -> list[torch.Tensor]:
-    frames = [layer.keys.frame for layer in attention_in(*cache.spec.layers)]
+def scales(cache: kvant.hf.HostCache, side: str = "keys") -> list[torch.Tensor]:
+    frames = [layer.sides[side].frame for layer in attention_in(*cache.spec.layers)]
     return [torch.tensor(getattr(f, "frames", (f,))[0].scale) for f in frames]
-
-
-def with_outliers(model: torch.nn.Module, factor: float) -> torch.nn.Module:
-    """The same function: a few channels of keys are larger, those of queries smaller."""
-    twin = copy.deepcopy(model)
-    for layer in twin.model.layers:
-        keys, queries = layer.self_attn.k_norm.weight, layer.self_attn.q_norm.weight
-        half = len(keys) // 2
-        for channel in {3, 11 % half, 3 + half, 11 % half + half}:  # pairs are rotated together
-            keys.data[channel] *= factor
-            queries.data[channel] /= factor
-    return twin
 
 
 @pytest.mark.parametrize("name", names("decoder", "hybrid"))
@@ -47,19 +36,25 @@ def test_scores_stay_what_they_are(name: str) -> None:
             assert (logits - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
-def test_a_channel_that_is_thirty_times_as_large_has_a_thirtieth_of_the_scale() -> None:
+@pytest.mark.parametrize(
+    ("larger", "side"), [(with_outliers, "keys"), (with_heavy_values, "values")]
+)
+def test_a_channel_that_is_thirty_times_as_large_has_a_thirtieth_of_the_scale(
+    larger: Any, side: str
+) -> None:
     plain = build("qwen3")
-    large = with_outliers(plain, 30.0)
-    pairs = [scales(kvant.cache_for(model, "affine8,smooth,group=16")) for model in (plain, large)]
+    models = plain, larger(plain, 30.0, channels=(3,))
+    pairs = [scales(kvant.cache_for(m, "affine8,smooth,group=16"), side) for m in models]
     for before, after in zip(*pairs, strict=True):
-        change = after / before
-        assert (change[:, [3, 11]] / change[:, [0, 9]] - 1 / 30).abs().max() < 1e-4
+        change, pair = after / before, [3, 3 + after.shape[-1] // 2]
+        assert (change[:, pair] / change[:, [0, 9]] - 1 / 30).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("larger", [with_outliers, with_heavy_values])
 @pytest.mark.parametrize("spec", ["affine8", "affine4", "turbo4v4"])
-def test_a_model_with_outliers_is_stored_as_well_as_without(spec: str) -> None:
+def test_a_model_with_outliers_is_stored_as_well_as_without(spec: str, larger: Any) -> None:
     plain = AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.float32).eval()
-    large = with_outliers(plain, 30.0)
+    large = larger(plain, 30.0)
     ids = AutoTokenizer.from_pretrained(demo.PATH)(TEXT, return_tensors="pt").input_ids
 
     def divergence(model: torch.nn.Module, text: str) -> float:

@@ -1,6 +1,6 @@
 """Specs in place of one that does too much, and the smallest of all that do little enough.
 
-What costs least is tried first: scales for the channels of the keys, keys in 8 bits, the layers at
+What costs least is tried first: scales for the channels, keys in 8 bits, the layers at
 both ends in 8 bits. It knows words of the spec language, and no model: who judges is given.
 """
 
@@ -30,8 +30,8 @@ def promoted(spec: str) -> Iterator[tuple[str, str]]:
     form, rest = parse_format(word), [part for part in options if part != "smooth"]
     scaled = len(rest) < len(options)
     wider = f"affine8/{form.values.word}"
-    if form.keys.family in SMOOTHED and not scaled:
-        yield _joined(word, rest, "smooth"), "its keys have outliers: scale their channels"
+    if {form.keys.family, form.values.family} & SMOOTHED and not scaled:
+        yield _joined(word, rest, "smooth"), "it has outliers: scale its channels"
     if form.keys.bits < 8 and form.keys.family != "raw":
         plain = [part for part in rest if not part.startswith("group=")]
         yield _joined(wider, plain), "keys need affine8"

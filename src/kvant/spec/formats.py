@@ -29,7 +29,7 @@ FAMILIES = {"affine": tuple(GROUPS), "turbo": TURBO_WIDTHS, "aura": TURBO_WIDTHS
 SPELLED_BY_WIDTH = (Affine, Codebook)  # codecs that only FAMILY and width can name
 ROTATABLE = {"affine", "fp8"}  # families that the option asks; turbo is rotated anyway
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
-SMOOTHED = ("affine", "turbo", "fp8")  # whose codecs take any frame
+SMOOTHED = {"affine", "turbo", "fp8"}  # whose codecs take any frame
 FORMATS = (
     "raw, affine2|3|4|5|6|8, fp8, turbo2|3|4, two widths (affine8v4), two sides (fp8/turbo3),"
     " q8_0, q4_0, bf16, f16, f32"
@@ -63,7 +63,10 @@ class Side:
 
     def codec(self, choice: Choice, seed: int) -> Codec:
         build = BUILDERS.get(self.family)
-        return build(self, choice, seed) if build else CODECS[self.family]()
+        codec: Any = build(self, choice, seed) if build else CODECS[self.family]()
+        if not (choice.smooth and self.family in SMOOTHED):
+            return codec  # type: ignore[no-any-return]
+        return replace(codec, frame=smoothed(codec.frame))  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,7 @@ class Format:
     def codecs(self, choice: Choice, layer: int) -> tuple[Codec, Codec]:
         # No two layers, sides or seeds share a rotation. Heads do: layers may be split by head.
         seed = (choice.seed * MAX_LAYERS + layer) * 2
-        keys: Any = self.keys.codec(choice, seed)
-        if choice.smooth and self.keys.family in SMOOTHED:
-            keys = replace(keys, frame=smoothed(keys.frame))
-        return keys, self.values.codec(choice, seed + 1)
+        return self.keys.codec(choice, seed), self.values.codec(choice, seed + 1)
 
 
 def affine(side: Side, choice: Choice, seed: int) -> Codec:

@@ -126,7 +126,7 @@ def check_layer(layer: LayerSpec, where: str, before: Layers) -> None:
 def check_fitted(spec: CacheSpec) -> CacheSpec:
     """`spec`, if it needs no model to tell it more."""
     for layer in attention_in(*spec.layers):
-        if waits(layer.keys.frame):
+        if any(waits(codec.frame) for codec in layer.sides.values()):
             Smooth().refuse()
     return spec
 

@@ -141,10 +141,9 @@ def check_choice(options: Mapping[str, Any], formats: Iterable[Format]) -> None:
             f"option 'rotate': {words} {why}; allowed with affine formats and fp8;"
             f" nearest: {words if 'turbo' in families else 'affine8,rotate'}"
         )
-    if "smooth" in options and not any(form.keys.family in SMOOTHED for form in formats):
+    if "smooth" in options and not families & SMOOTHED:
         raise SpecError(
-            f"option 'smooth': {words} has no keys to smooth; allowed with affine, turbo or fp8"
-            " keys;"
+            f"option 'smooth': {words} has nothing to smooth; allowed with affine, turbo and fp8;"
             " nearest: affine8,smooth"
         )
     if "seed" in options and "rotate" not in options and "turbo" not in families:

@@ -10,8 +10,9 @@ the model is in. Knows tokens, no text.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,11 +80,19 @@ def damage(
     model: PreTrainedModel, pieces: Iterable[Tensor], spec: AnySpec, *, chunk: int = CHUNK
 ) -> Damage:
     """Over pieces of text [1, T], each with caches of its own; the last token is only predicted."""
-    raw, full = stored(model, "raw"), stored(model, spec)
+    full = stored(model, spec)
+    return damage_by(model, pieces, lambda: empty_cache(model, full), chunk=chunk)
+
+
+def damage_by(
+    model: PreTrainedModel, pieces: Iterable[Tensor], empty: Callable[[], Any], *, chunk: int
+) -> Damage:
+    """That of anybody's caches; one that has no `prefill="stored"` is to be read in chunks of 1."""
+    raw = stored(model, "raw")
     return Damage.joined(
         part
         for piece in pieces
-        for part in _piece(model, piece, (empty_cache(model, raw), empty_cache(model, full)), chunk)
+        for part in _piece(model, piece, (empty_cache(model, raw), empty()), chunk)
     )
 
 
@@ -117,7 +126,7 @@ def empty_cache(model: PreTrainedModel, spec: AnySpec) -> HostCache:
 
 
 def _piece(
-    model: PreTrainedModel, piece: Tensor, caches: tuple[HostCache, HostCache], chunk: int
+    model: PreTrainedModel, piece: Tensor, caches: tuple[HostCache, Any], chunk: int
 ) -> Iterator[Damage]:
     ids = piece.to(model.device)
     count = ids.shape[1] - 1
@@ -131,7 +140,7 @@ def _piece(
 
 
 @torch.no_grad()
-def forward(model: PreTrainedModel, ids: Tensor, cache: HostCache) -> Tensor:
+def forward(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
     """The logits [T, vocabulary] of tokens [1, T] behind those that the cache holds."""
     if ids.shape[1] > 1 and cache.get_seq_length() and not continues(model):
         single = (forward(model, ids[:, at : at + 1], cache) for at in range(ids.shape[1]))

@@ -19,7 +19,7 @@ from kvant.codecs.affine import Affine
 from kvant.eval import Result, Settings, evaluate
 from kvant.eval.continuation import continuations
 from kvant.eval.evaluation import Evaluation
-from kvant.eval.picture import draw, front
+from kvant.eval.picture import Point, draw, front
 from kvant.eval.result import flat, quality
 from kvant.generation.reader import shared_prefix
 from kvant.probing.predictions import Damage, stored
@@ -170,7 +170,8 @@ def test_continuations_count_what_is_the_same() -> None:
 def test_the_front_has_no_format_that_another_beats(found: list[Result], tmp_path: Path) -> None:
     sizes = {"a": (8, 0.1), "b": (4, 0.2), "c": (4, 0.3), "d": (6, 0.25), "e": (2, 0.9)}
     made = [replace(found[0], format=n, row_nbytes=x, mean_kl=y) for n, (x, y) in sizes.items()]
-    assert [one.format for one in front(made)] == ["e", "b", "a"]
+    points = [Point.of(one) for one in made]
+    assert [one.name for one in front(points)] == ["e", "b", "a"]
     pytest.importorskip("matplotlib", reason="only pictures need it")
-    draw(made, "title", tmp_path / "a.png")
+    draw(points, "title", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

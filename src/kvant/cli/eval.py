@@ -54,7 +54,7 @@ def evaluation(
     told = None if text is None else read_text(text, "--text")
     loaded, tokenizer = load(model, trust_code=trust_remote_code)
     from kvant.eval import Settings, evaluate
-    from kvant.eval.picture import draw
+    from kvant.eval.picture import Point, draw
     from kvant.eval.result import flat
     from kvant.hf import attach
 
@@ -75,7 +75,7 @@ def evaluation(
     if csv is not None:
         _write(csv, [flat(one) for one in results])
     if plot is not None:
-        draw(results, title, plot)
+        draw([Point.of(one) for one in results], title, plot)
     if json:
         print(json_text.dumps(facts | {"formats": [one.as_json() for one in results]}))
     else:

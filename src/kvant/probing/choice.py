@@ -1,7 +1,8 @@
 """Specs in place of one that does too much, and the smallest of all that do little enough.
 
-What costs least is tried first: scales for the channels, keys in 8 bits, the layers at
-both ends in 8 bits. It knows words of the spec language, and no model: who judges is given.
+What costs least is tried first: scales for the channels, the first and the last rows dense, keys in
+8 bits, the layers at both ends in 8 bits. It knows words of the spec language, and no model: who
+judges is given.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ LADDER = (
     *("affine8v4", "affine6", "fp8", "affine8"),
 )
 CHOICES = tuple(spec for word in LADDER for spec in (word, f"{word},smooth"))
+FIRST, LAST = "sinks=4", "tail=128"  # as many as attention is known to sink into; the usual tail
 
 
 def promoted(spec: str) -> Iterator[tuple[str, str]]:
@@ -30,8 +32,14 @@ def promoted(spec: str) -> Iterator[tuple[str, str]]:
     form, rest = parse_format(word), [part for part in options if part != "smooth"]
     scaled = len(rest) < len(options)
     wider = f"affine8/{form.values.word}"
-    if {form.keys.family, form.values.family} & SMOOTHED and not scaled:
-        yield _joined(word, rest, "smooth"), "it has outliers: scale its channels"
+    if {form.keys.family, form.values.family} & SMOOTHED:
+        if not scaled:
+            yield _joined(word, rest, "smooth"), "it has outliers: scale its channels"
+        if not any(part.startswith("sinks=") for part in rest):
+            yield _joined(word, rest, "smooth", FIRST), "its first rows need to stay dense"
+        longer = [part for part in rest if not part.startswith("tail=")]
+        if len(longer) < len(rest):
+            yield _joined(word, longer, "smooth", LAST), "its last rows need to stay dense"
     if form.keys.bits < 8 and form.keys.family != "raw":
         plain = [part for part in rest if not part.startswith("group=")]
         yield _joined(wider, plain), "keys need affine8"

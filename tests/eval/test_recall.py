@@ -9,7 +9,7 @@ import torch
 
 from kvant.checkpoints import load
 from kvant.eval import recall as module
-from kvant.eval.recall import DEPTHS, KINDS, recall, trials
+from kvant.eval.recall import DEPTHS, KINDS, exams, recall
 
 
 @pytest.fixture(scope="module")
@@ -19,36 +19,36 @@ def tokenizer() -> Any:
 
 def test_a_prompt_keeps_its_length_and_holds_what_is_asked_for(tokenizer: Any) -> None:
     text = list(range(4096))
-    for trial in trials(tokenizer, [torch.tensor([text[:900]])], 3, seed=1):
-        longest = max(len(one.question + one.answer) for one in trial.planted)
-        assert len(trial.prompt) + longest == 900
-        assert [(one.kind, one.depth) for one in trial.planted] == [
+    for exam in exams(tokenizer, [torch.tensor([text[:900]])], 3, seed=1):
+        longest = max(len(one.question + one.answer) for one in exam.planted)
+        assert len(exam.prompt) + longest == 900
+        assert [(one.kind, one.depth) for one in exam.planted] == [
             (kind, depth) for depth in DEPTHS for kind in KINDS
         ]
-        places = [place(trial.prompt, one.line) for one in trial.planted]
+        places = [place(exam.prompt, one.line) for one in exam.planted]
         assert places == sorted(places)
-        for one in trial.planted:
+        for one in exam.planted:
             assert one.line[: len(one.question)] == one.question
             assert place(one.line, one.question + one.answer) == 0
 
 
 def test_the_rest_of_the_text_is_there_in_order(tokenizer: Any) -> None:
-    (trial,) = trials(tokenizer, [torch.arange(10_000, 10_900)[None]], 1, seed=1)
-    left = [token for token in trial.prompt if token >= 10_000]
+    (exam,) = exams(tokenizer, [torch.arange(10_000, 10_900)[None]], 1, seed=1)
+    left = [token for token in exam.prompt if token >= 10_000]
     assert left == [*range(10_000, 10_000 + len(left))]
 
 
 def test_a_short_text_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="too short to plant 8 things"):
-        trials(tokenizer, [torch.arange(100)[None]], 1, seed=0)
+        exams(tokenizer, [torch.arange(100)[None]], 1, seed=0)
 
 
 @pytest.mark.parametrize("lost", [None, 0.25])
 def test_a_perfect_copier_finds_all_that_it_saw(
     tokenizer: Any, lost: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = trials(tokenizer, [torch.arange(900)[None]], 2, seed=2)
-    hidden = [one.line for trial in asked for one in trial.planted if one.depth == lost]
+    asked = exams(tokenizer, [torch.arange(900)[None]], 2, seed=2)
+    hidden = [one.line for exam in asked for one in exam.planted if one.depth == lost]
     monkeypatch.setattr(module, "stored", lambda model, spec: spec)
     monkeypatch.setattr(module, "empty_cache", lambda model, spec: Seen([]))
     monkeypatch.setattr(module, "read", lambda model, ids, seen: model(ids, seen))
@@ -60,7 +60,7 @@ def test_a_perfect_copier_finds_all_that_it_saw(
 def test_the_model_inside_finds_what_it_read_lately_and_a_window_loses_the_rest() -> None:
     model, tokenizer = load(None)
     text = torch.tensor([tokenizer.encode("import os\n\n\ndef listed(path):\n    pass\n" * 60)])
-    asked = trials(tokenizer, [text[:, :600]], 2, seed=0)
+    asked = exams(tokenizer, [text[:, :600]], 2, seed=0)
     raw, short = (recall(model, asked, spec) for spec in ("raw", "raw,window=64"))
     assert raw["copy"]["0.75"] == 1.0
     assert all(share == 0 for depths in short.values() for share in depths.values())

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from kvant.configurations import max_context
 from kvant.eval.continuation import continuations
-from kvant.eval.recall import Shares, Trial, recall, trials
+from kvant.eval.recall import Exam, Shares, exams, recall
 from kvant.eval.result import Result, quality, size
 from kvant.eval.saved import Saved
 from kvant.eval.settings import Settings
@@ -43,12 +43,12 @@ class Evaluation:
     tokenizer: Any
     text: Text
     settings: Settings
-    tick: Callable[[], None]  # told of each piece, prompt and trial
+    tick: Callable[[], None]  # told of each piece, prompt and exam
 
     def result(self, name: str, spec: AnySpec) -> Result:
         continued = self.settings.continued
         found = damage(self.model, self._ticking(self.text.pieces), spec)
-        shares = self.raw_recall, recall(self.model, self._ticking(self._trials), spec)
+        shares = self.raw_recall, recall(self.model, self._ticking(self._exams), spec)
         written = continuations(self.model, self._ticking(self._prompts), spec, continued)
         return Result(
             format=name,
@@ -62,12 +62,12 @@ class Evaluation:
 
     @cached_property
     def raw_recall(self) -> Shares:
-        return recall(self.model, self._trials, "raw")
+        return recall(self.model, self._exams, "raw")
 
     @cached_property
-    def _trials(self) -> list[Trial]:
+    def _exams(self) -> list[Exam]:
         settings = self.settings
-        return trials(self.tokenizer, self.text.whole, settings.prompts, settings.seed)
+        return exams(self.tokenizer, self.text.whole, settings.prompts, settings.seed)
 
     @cached_property
     def _prompts(self) -> list[Tensor]:

@@ -43,27 +43,27 @@ class Planted:
 
 
 @dataclass(frozen=True)
-class Trial:
+class Exam:
     """A text with things in it."""
 
     prompt: list[int]
     planted: tuple[Planted, ...]
 
 
-def trials(tokenizer: Any, pieces: Sequence[Tensor], count: int, seed: int) -> list[Trial]:
+def exams(tokenizer: Any, pieces: Sequence[Tensor], count: int, seed: int) -> list[Exam]:
     """Of the pieces in turn; each keeps its length, and the longest question has room behind it."""
     rng = random.Random(seed)
-    return [_trial(tokenizer, pieces[i % len(pieces)][0].tolist(), rng) for i in range(count)]
+    return [_exam(tokenizer, pieces[i % len(pieces)][0].tolist(), rng) for i in range(count)]
 
 
-def recall(model: PreTrainedModel, asked: Iterable[Trial], spec: AnySpec) -> Shares:
+def recall(model: PreTrainedModel, asked: Iterable[Exam], spec: AnySpec) -> Shares:
     """The share of right answers, by kind and depth."""
     full = stored(model, spec)
     right: dict[tuple[str, float], list[bool]] = {}
-    for trial in asked:
+    for exam in asked:
         cache = empty_cache(model, full)
-        read(model, torch.tensor([trial.prompt]), cache)
-        for one in trial.planted:
+        read(model, torch.tensor([exam.prompt]), cache)
+        for one in exam.planted:
             right.setdefault((one.kind, one.depth), []).append(_answers(model, one, cache.fork()))
     return {
         kind: {str(d): sum(found) / len(found) for (k, d), found in right.items() if k == kind}
@@ -77,7 +77,7 @@ def _answers(model: PreTrainedModel, one: Planted, cache: HostCache) -> bool:
     return likeliest[len(one.question) - 1 :] == one.answer
 
 
-def _trial(tokenizer: Any, text: list[int], rng: random.Random) -> Trial:
+def _exam(tokenizer: Any, text: list[int], rng: random.Random) -> Exam:
     planted = [make(tokenizer, depth, rng) for depth in DEPTHS for make in (_needle, _copy)]
     room = len(text) - sum(len(one.line) for one in planted)
     room -= max(len(one.question + one.answer) for one in planted)
@@ -92,7 +92,7 @@ def _trial(tokenizer: Any, text: list[int], rng: random.Random) -> Trial:
         at = max(1, place)  # behind what begins a text
         prompt += [] if prompt else text[:at]
         prompt += one.line + text[at : max(at, stop)]
-    return Trial(prompt, tuple(planted))
+    return Exam(prompt, tuple(planted))
 
 
 def _needle(tokenizer: Any, depth: float, rng: random.Random) -> Planted:

@@ -24,6 +24,7 @@ from kvant.codecs.checks import check_choice, check_dim
 from kvant.codecs.float16 import LIMIT, finite_rows, saturated
 from kvant.codecs.levels import boundaries, levels
 from kvant.codecs.packing import pack, unpack
+from kvant.codecs.sums import tree_sum
 from kvant.contracts import Field, Fields, Frame
 from kvant.frames.hadamard import Rotation
 
@@ -67,7 +68,7 @@ class Codebook:
     def _seal_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         broken = ~finite_rows(rows)
         y = saturated(rows)
-        scale = (_row_sum(y.double().mul_(y)) / y.shape[-1]).sqrt()
+        scale = (tree_sum(y.double().mul_(y)) / y.shape[-1]).sqrt()
         codes = self._nearest(y, scale.to(torch.float32)).masked_fill_(broken, 0)
         if self.corrected:
             scale = self._fitted(y, codes)
@@ -84,9 +85,9 @@ class Codebook:
 
     def _fitted(self, y: Tensor, codes: Tensor) -> Tensor:
         """The least squares scale, <y, c> / <c, c>."""
-        overlap = _row_sum(self._chosen(codes, torch.float64).mul_(y))
+        overlap = tree_sum(self._chosen(codes, torch.float64).mul_(y))
         # Zeros of either sign give one zero.
-        return (overlap + 0.0) / _row_sum(self._chosen(codes, torch.float64).square_())
+        return (overlap + 0.0) / tree_sum(self._chosen(codes, torch.float64).square_())
 
     def _chosen(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         table = _table(self.bits, codes.shape[-1], dtype, codes.device)
@@ -97,13 +98,3 @@ class Codebook:
 def _table(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The levels as float32 has them, whatever the dtype."""
     return torch.tensor(levels(bits, dim).astype(np.float32), dtype=dtype, device=device)
-
-
-def _row_sum(x: Tensor) -> Tensor:
-    """Sums over the last dimension, [..., 1], in an order that is always the same; in place."""
-    width = x.shape[-1]
-    while width > 1:
-        half = (width + 1) // 2
-        x[..., : width - half] += x[..., half:width]
-        width = half
-    return x[..., :1]

@@ -10,7 +10,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 6
+#define KVANT_ABI 7
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -72,13 +72,13 @@ typedef struct {
 
 enum kvant_arrangement { KVANT_ROWS = 0, KVANT_KEYS = 1, KVANT_VALUES = 2 };
 
-/* Pages to be sealed, `pages` of `page` rows each that follow one another, into memory without
+/* Pages to be sealed, `pages` of `page` rows (a multiple of 16) each that follow one another, into memory without
  * gaps: codes [batch, pages, heads, page, bytes], scale and bias [batch, pages, heads, page, groups],
  * arranged as one row after another, or as keys or values are read. */
 typedef struct {
     kvant_rows rows;
     int64_t dtype, batch, pages, heads, page, dim; /* dim: a multiple of 16, at most 256 */
-    int64_t format, bits, group, corrected;
+    int64_t format, bits, group, corrected; /* corrected: 0 for fp8 */
     const float *levels, *boundaries; /* of a codebook */
     int64_t arrangement;
     uint8_t *codes;

@@ -6,14 +6,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 
-#include "pack.hpp"
+#include "fit.hpp"
 #include "team.hpp"
 
 namespace kvant::KVANT_TARGET {
 namespace {
 
-constexpr float LIMIT = 65504.0f;
 constexpr int64_t ALONE = 32;  // units: some hundreds of microseconds
 constexpr uint16_t NOT_A_NUMBER = 0x7e00;
 
@@ -21,57 +21,75 @@ struct Row {
     alignas(64) float x[MAX_DIM];
     alignas(64) uint8_t codes[MAX_DIM], packed[MAX_DIM];
     uint16_t scale[MAX_GROUPS], bias[MAX_GROUPS];
+    Sums sums[MAX_GROUPS];
 };
 
-// The largest of numbers times a sign; NaN where one of them is that or infinite.
-float top_of(const float *x, int count, float sign) {
-    F top = set1(-3.4028235e38f), odd = zero();
+constexpr int TILE = 16;  // rows that are fitted together
+
+// The least and the largest of numbers; two NaN where one of them is that or infinite.
+struct Ends {
+    float low, high;
+};
+Ends ends_of(const float *x, int count) {
+    F high = set1(-3.4028235e38f), low = high, odd = zero();
     for (int d = 0; d < count; d += 16) {
-        const F y = mul(load(x + d), set1(sign));
-        top = max(top, y);
+        const F y = load(x + d);
+        high = max(high, y);
+        low = max(low, sub(zero(), y));
         odd = fma(y, zero(), odd);
     }
-    return sum(odd) == 0.0f ? largest(top) : __builtin_nanf("");
+    if (any_above(odd, 0.0f)) return {__builtin_nanf(""), __builtin_nanf("")};
+    return {-largest(low), largest(high)};
 }
 
-float clamped(float x, float limit) { return std::min(std::max(x, -limit), limit); }
+// The nearest codes, as whole floats.
+void find_codes(const float *x, float *codes, int count, float scale, float bias, float most) {
+    const float step = scale > 0 ? scale : 1.0f;
+    for (int i = 0; i < count; i++)
+        codes[i] = std::min(std::max(std::rint((x[i] - bias) / step), 0.0f), most);
+}
 
 void affine_row(Row &row, const kvant_seal_request &r) {
     const float most = (float)((1 << r.bits) - 1);
+    alignas(64) float codes[MAX_DIM];
     for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++) {
         const int count = (int)std::min(r.group, r.dim - d);
-        float *x = row.x + d;
-        const float high = top_of(x, count, 1.0f), low = -top_of(x, count, -1.0f);
-        if (!std::isfinite(high) || !std::isfinite(low)) {
+        float *x = row.x + d, *n = codes + d;
+        const Ends ends = ends_of(x, count);
+        if (std::isnan(ends.low)) {
             row.scale[u] = row.bias[u] = NOT_A_NUMBER;
-            std::memset(row.codes + d, 0, count);
+            std::memset(x, 0, count * sizeof *x);
+            std::memset(n, 0, count * sizeof *n);
             continue;
         }
-        row.bias[u] = half_below(clamped(low, LIMIT) + 0.0f);
+        row.bias[u] = half_below(clamped(ends.low, LIMIT) + 0.0f);
         const float bias = half_value(row.bias[u]);
-        row.scale[u] = half_above((clamped(high, LIMIT) - bias) / most);
-        const float scale = half_value(row.scale[u]), step = scale > 0 ? scale : 1.0f;
-        for (int i = 0; i < count; i++) {
-            const float n = std::rint((clamped(x[i], LIMIT) - bias) / step);
-            row.codes[d + i] = (uint8_t)(int)std::min(std::max(n, 0.0f), most);
-        }
+        row.scale[u] = half_above((clamped(ends.high, LIMIT) - bias) / most);
+        for (int i = 0; i < count; i++) x[i] = clamped(x[i], LIMIT);
+        find_codes(x, n, count, half_value(row.scale[u]), bias, most);
     }
+    if (!r.corrected) {
+        for (int64_t d = 0; d < r.dim; d++) row.codes[d] = (uint8_t)(int)codes[d];
+        return;
+    }
+    for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++)
+        row.sums[u] = sums_of(row.x + d, codes + d, (int)std::min(r.group, r.dim - d));
 }
 
-// In the one order that the codec sums in.
-double tree_sum(double *x, int64_t width) {
-    while (width > 1) {
-        const int64_t half = (width + 1) / 2;
-        for (int64_t i = 0; i < width - half; i++) x[i] += x[half + i];
-        width = half;
-    }
-    return x[0];
+// The codes again, under the pairs of a lane of the tile; of a group that is no number they are 0.
+void affine_again(Row &row, const Groups *tile, int lane, const kvant_seal_request &r) {
+    const float most = (float)((1 << r.bits) - 1);
+    alignas(64) float codes[MAX_DIM];
+    for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++)
+        find_codes(row.x + d, codes + d, (int)std::min(r.group, r.dim - d),
+                   half_value(tile[u].scale[lane].bits), half_value(tile[u].bias[lane].bits), most);
+    for (int64_t d = 0; d < r.dim; d++) row.codes[d] = (uint8_t)(int)codes[d];
 }
 
 void codebook_row(Row &row, const kvant_seal_request &r) {
     const int dim = (int)r.dim;
     std::memset(row.codes, 0, dim);
-    if (!std::isfinite(top_of(row.x, dim, 1.0f)) || !std::isfinite(top_of(row.x, dim, -1.0f))) {
+    if (std::isnan(ends_of(row.x, dim).low)) {
         row.scale[0] = NOT_A_NUMBER;
         return;
     }
@@ -110,13 +128,13 @@ uint8_t to_float8(float x) {
 
 void fp8_row(Row &row, const kvant_seal_request &r) {
     const int dim = (int)r.dim;
-    const float high = top_of(row.x, dim, 1.0f), low = top_of(row.x, dim, -1.0f);
-    if (!std::isfinite(high) || !std::isfinite(low)) {
+    const Ends ends = ends_of(row.x, dim);
+    if (std::isnan(ends.low)) {
         std::memset(row.codes, 0, dim);
         row.scale[0] = NOT_A_NUMBER;
         return;
     }
-    row.scale[0] = half_above((clamped(std::max(high, low), LIMIT) + 0.0f) / 448.0f);
+    row.scale[0] = half_above((clamped(std::max(ends.high, -ends.low), LIMIT) + 0.0f) / 448.0f);
     const float scale = half_value(row.scale[0]), step = scale > 0 ? scale : 1.0f;
     for (int d = 0; d < dim; d++) row.codes[d] = to_float8(clamped(row.x[d], LIMIT) / step);
 }
@@ -155,13 +173,22 @@ private:
     std::atomic<int64_t> next{0};
 
     void work() {
-        Row row;
+        Row rows[TILE] = {};
+        Groups tile[MAX_GROUPS];
         for (int64_t unit; (unit = next.fetch_add(1)) < units;)
-            for (int64_t n = 0; n < r.page; n++) {
-                take(row, unit, n);
-                seal_row(row);
-                pack_row(row.codes, (int)r.dim, (int)r.bits, row.packed);
-                put(row, unit, n);
+            for (int64_t first = 0; first < r.page; first += TILE) {
+                for (int n = 0; n < TILE; n++) {
+                    take(rows[n], unit, first + n);
+                    seal_row(rows[n]);
+                    for (int64_t u = 0; u < groups; u++)
+                        tile[u].take(n, rows[n].scale[u], rows[n].bias[u], rows[n].sums[u]);
+                }
+                put_params(tile, unit, first);
+                for (int n = 0; n < TILE; n++) {
+                    if (r.format == KVANT_AFFINE && r.corrected) affine_again(rows[n], tile, n, r);
+                    pack_row(rows[n].codes, (int)r.dim, (int)r.bits, rows[n].packed);
+                    put_codes(rows[n], unit, first + n);
+                }
             }
     }
 
@@ -182,7 +209,7 @@ private:
         }
     }
 
-    void put(const Row &row, int64_t unit, int64_t n) const {
+    void put_codes(const Row &row, int64_t unit, int64_t n) const {
         uint8_t *to = r.codes + unit * r.page * width + codes.at(n, 0, width);
         if (r.arrangement == KVANT_KEYS)
             for (int64_t j = 0; j < width; j += 4) std::memcpy(to + 16 * j, row.packed + j, 4);
@@ -190,10 +217,18 @@ private:
             for (int64_t j = 0; j < width; j++) to[4 * j] = row.packed[j];
         else
             std::memcpy(to, row.packed, width);
+    }
+
+    // Of sixteen rows: fitting them together takes hardly longer than one.
+    void put_params(Groups *tile, int64_t unit, int64_t first) const {
         for (int64_t u = 0; u < groups; u++) {
-            const int64_t at = unit * r.page * groups + params.at(n, u, groups);
-            r.scale[at] = row.scale[u];
-            if (r.bias) r.bias[at] = row.bias[u];
+            if (r.format == KVANT_AFFINE && r.corrected)
+                tile[u].fit((int)std::min(r.group, r.dim - u * r.group));
+            for (int64_t n = 0; n < 16; n++) {
+                const int64_t at = unit * r.page * groups + params.at(first + n, u, groups);
+                r.scale[at] = tile[u].scale[n].bits;
+                if (r.bias) r.bias[at] = tile[u].bias[n].bits;
+            }
         }
     }
 };

@@ -14,6 +14,7 @@ CODEC_LIST: list[Codec] = [
         Affine(bits, group)
         for bits, group in ((2, 16), (3, 32), (4, 32), (5, 64), (6, 128), (8, 64))
     ),
+    Affine(4, 32, corrected=False),
     *(Codebook(bits, corrected) for bits in (2, 3, 4) for corrected in (True, False)),
     Fp8(),
 ]

@@ -66,7 +66,13 @@ simple_frames = st.one_of(
 frames = simple_frames | st.builds(Product, st.lists(simple_frames, max_size=3).map(tuple))
 codecs = st.one_of(
     st.just(Raw()),
-    st.builds(Affine, st.sampled_from([2, 3, 4, 5, 6, 8]), st.sampled_from([16, 128]), frames),
+    st.builds(
+        Affine,
+        st.sampled_from([2, 3, 4, 5, 6, 8]),
+        st.sampled_from([16, 128]),
+        frames,
+        st.booleans(),
+    ),
     st.builds(Codebook, st.sampled_from([2, 3, 4]), st.booleans(), frames),
     st.builds(Fp8, frames),
 )
@@ -213,3 +219,14 @@ def test_deep_nesting_is_no_way_in(depth: int) -> None:
 
 def test_a_key_that_an_older_header_lacks_has_its_default() -> None:
     assert from_json(HEADER.replace('"slack":16,', "")) == from_json(HEADER)
+
+
+def test_affine_codecs_of_an_older_header_are_corrected_from_now_on() -> None:
+    """How scales were found is no matter to who opens the pages; new ones are sealed as usual."""
+    spec = parse("affine4", 1)
+    text = to_json(spec)
+    older = text.replace(',"corrected":true', "")
+    assert older.count("corrected") == 0 < text.count("corrected")
+    assert from_json(older) == spec
+    plain = from_json(text.replace('"corrected":true', '"corrected":false'))
+    assert plain.layers[0].keys == Affine(4, 32, corrected=False)

@@ -1,11 +1,20 @@
 """Uniform codes with a scale and a bias for each group of channels.
 
 value = bias + code * scale; the product is exact in float32, so a fused and a plain multiply-add
-agree. Codes are found against the rounded scale and bias: inside a group no value moves by more
-than half of the stored scale. Bias is the minimum rounded down, scale is rounded up.
+agree. Codes are found against a scale and a bias that cover the group: the bias is the minimum
+rounded down, the scale is rounded up, and no value is further than half a scale from its code.
+
+Stored is that pair or, corrected, the one that fits these codes by least squares, where its squared
+error is less once it is rounded; codes are then found again, the nearest under it. So, but for what
+float32 rounds, no group of n values loses more than by the pair that covers it, and no value moves
+by more than sqrt(n) / 2 of the scale that covers; without the correction, by more than half of it.
+What lies on a grid of float16 scale and bias, both ends of it taken, comes back as it is; so rows
+that were opened are sealed to the same values again, but for what float32 rounded, where their
+codes took both ends.
 
 Values beyond +-65504 saturate there. A group with a NaN or an infinity opens as NaN throughout;
-no other group is touched. It knows no frame but to name it, and no page.
+no other group is touched. Sums over a group are exact, or float64 in one fixed order, so bytes do
+not depend on what lies beside it. It knows no frame but to name it, and no page.
 """
 
 from __future__ import annotations
@@ -20,6 +29,7 @@ from torch import Tensor
 from kvant.codecs.checks import check_choice, check_dim
 from kvant.codecs.float16 import rounded_down, rounded_up, saturated
 from kvant.codecs.packing import PLANES, pack, unpack
+from kvant.codecs.sums import tree_sum
 from kvant.contracts import Field, Fields, Frame
 from kvant.frames.identity import Identity
 
@@ -33,6 +43,7 @@ class Affine:
     bits: int = 8
     group: int = 64
     frame: Frame = field(default_factory=Identity)
+    corrected: bool = True
     name: ClassVar[str] = "affine"
     exact: ClassVar[bool] = False
 
@@ -78,14 +89,22 @@ class Affine:
 
     def _seal_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [..., groups * group], scale and bias [..., groups]."""
-        scale, bias, broken = self._fitted(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
-        step = scale.to(torch.float32)
-        codes = saturated(x).sub_(bias.to(torch.float32)).div_(step.where(step > 0, 1.0))
-        codes = codes.round_().clamp_(0, 2**self.bits - 1).masked_fill_(broken, 0)
+        scale, bias, broken = self._covering(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
+        x = saturated(x)
+        codes = self._nearest_codes(x, scale, bias)
+        if self.corrected:
+            scale, bias = _fitted(x, codes, scale, bias)
+            codes = self._nearest_codes(x, scale, bias)
+        codes = codes.masked_fill_(broken, 0)
         scale, bias = (t.masked_fill(broken, torch.nan).squeeze(-1) for t in (scale, bias))
         return codes.to(torch.uint8).flatten(-2), scale, bias
 
-    def _fitted(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _nearest_codes(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        step = scale.to(torch.float32)
+        codes = (x - bias.to(torch.float32)).div_(step.where(step > 0, 1.0))
+        return codes.round_().clamp_(0, 2**self.bits - 1)
+
+    def _covering(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The scale and bias that cover [low, high], and which of them cannot be had."""
         broken = ~(low.isfinite() & high.isfinite())
         low, high = (saturated(t).masked_fill(broken, 0) for t in (low, high))
@@ -93,3 +112,32 @@ class Affine:
         bias = rounded_down(low + 0.0)
         scale = rounded_up((high - bias.to(torch.float32)) / (2**self.bits - 1))
         return scale, bias, broken
+
+
+def _fitted(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The least squares scale and bias, or the given ones where these lose no more.
+
+    Where there is no fit, for codes that are all the same or a broken group, nothing is less.
+    """
+    n = x.shape[-1]
+    x, codes = x.double(), codes.double()
+    # Sums of codes are exact in any order, and so are products of a code and a value.
+    total = codes.sum(-1, keepdim=True)
+    spread = n * codes.square().sum(-1, keepdim=True) - total.square()
+    overlap, level = tree_sum(codes.mul_(x)), tree_sum(x)
+    slope = (n * overlap - total * level) / spread
+
+    def excess(scale: Tensor, bias: Tensor) -> Tensor:
+        """n times the squared error, beyond that of the fit before it is rounded."""
+        scale, bias = scale.double(), bias.double()
+        return (scale - slope).square() * spread + (scale * total + n * bias - level).square()
+
+    fit = _nearest(slope)
+    base = _nearest((level - fit.double() * total) / n)
+    better = (fit > 0) & (excess(fit, base) < excess(scale, bias))
+    return fit.where(better, scale), base.where(better, bias)
+
+
+def _nearest(x: Tensor) -> Tensor:
+    """The float16 nearest to x as a float32 has it, within its limit; never a negative zero."""
+    return saturated(x).to(torch.float16) + 0.0

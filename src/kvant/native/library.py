@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-ABI = 6
+ABI = 7
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)

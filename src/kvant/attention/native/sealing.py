@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvant.attention.native.interface import form
 from kvant.attention.native.lanes import Lanes
-from kvant.codecs import Codebook
+from kvant.codecs import Affine, Codebook
 from kvant.codecs.levels import boundaries
 from kvant.contracts import Codec, Fields, Tiles
 from kvant.native import DTYPES
@@ -49,6 +49,7 @@ def sealed(
     given = RECORD.pack(
         *(rows.data_ptr(), strides[0] * size, strides[2] * size, strides[3] * size),
         *(DTYPES[rows.dtype], batch, pages, heads, page, dim, kind, bits, group),
+        isinstance(codec, Affine | Codebook) and codec.corrected,
         *_codebook(codec, dim, table),
         *(arrangement, out["codes"].data_ptr(), out["scale"].data_ptr()),
         0 if bias is None else bias.data_ptr(),
@@ -57,10 +58,10 @@ def sealed(
     return None if functions.kvant_seal(given) else out
 
 
-def _codebook(codec: Codec, dim: int, table: int) -> tuple[int, int, int]:
+def _codebook(codec: Codec, dim: int, table: int) -> tuple[int, int]:
     if not isinstance(codec, Codebook):
-        return 0, 0, 0
-    return int(codec.corrected), table, ctypes.addressof(_boundaries(codec.bits, dim))
+        return 0, 0
+    return table, ctypes.addressof(_boundaries(codec.bits, dim))
 
 
 @lru_cache(maxsize=64)

@@ -1,0 +1,138 @@
+// The least squares scale and bias of groups of affine codes, to the bit as codecs/affine.py has them,
+// of sixteen groups at a time. To be compiled without fused operations. Knows no row and no page.
+#pragma once
+
+#include <algorithm>
+
+#include "pack.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+constexpr int MAX_GROUP_WIDTH = 128;
+constexpr float LIMIT = 65504.0f;
+
+inline float clamped(float x, float limit) { return std::min(std::max(x, -limit), limit); }
+
+// In the one order that the codecs sum in.
+inline double tree_sum(double *x, int64_t width) {
+    while (width > 1) {
+        const int64_t half = (width + 1) / 2;
+        for (int64_t i = 0; i < width - half; i++) x[i] += x[half + i];
+        width = half;
+    }
+    return x[0];
+}
+
+// Eight doubles, and the floats that they are made from; any compiler splits them as it has to.
+typedef double Eight __attribute__((vector_size(64)));
+typedef float Floats __attribute__((vector_size(32)));
+
+inline void widen(Eight &to, const float *x) {
+    Floats y;
+    std::memcpy(&y, x, sizeof y);
+    to = __builtin_convertvector(y, Eight);
+}
+inline double tree_sum(const Eight &x) {
+    return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7]));
+}
+template <int COUNT> inline double tree_sum(Eight *x) {
+    if constexpr (COUNT > 1) {
+        for (int i = 0; i < COUNT / 2; i++) x[i] += x[COUNT / 2 + i];
+        return tree_sum<COUNT / 2>(x);
+    }
+    return tree_sum(*x);
+}
+
+template <int WIDTH> inline void float_sums(const float *x, const float *codes, double *sums) {
+    constexpr int COUNT = WIDTH / 8;
+    Eight products[COUNT], values[COUNT];
+    for (int i = 0; i < COUNT; i++) {
+        widen(products[i], codes + 8 * i);
+        widen(values[i], x + 8 * i);
+        products[i] *= values[i];
+    }
+    sums[0] = tree_sum<COUNT>(products), sums[1] = tree_sum<COUNT>(values);
+}
+
+inline void float_sums(const float *x, const float *codes, int count, double *sums) {
+    double products[MAX_GROUP_WIDTH] = {}, values[MAX_GROUP_WIDTH] = {};
+    for (int i = 0; i < count; i++) {
+        values[i] = x[i];
+        products[i] = values[i] * codes[i];
+    }
+    sums[0] = tree_sum(products, count), sums[1] = tree_sum(values, count);
+}
+
+// What the fit of a group is made of. Products of a code and a value are exact, and so are sums of
+// codes, in any order: whole numbers below 2^24.
+struct Sums {
+    double codes, squares, products, values;
+};
+
+inline Sums sums_of(const float *x, const float *codes, int count) {
+    F total = zero(), squares = zero();
+    for (int i = 0; i < count; i += 16) {
+        const F c = load(codes + i);
+        total = add(total, c), squares = fma(c, c, squares);
+    }
+    double of[2];
+    switch (count) {
+    case 16: float_sums<16>(x, codes, of); break;
+    case 32: float_sums<32>(x, codes, of); break;
+    case 64: float_sums<64>(x, codes, of); break;
+    case 128: float_sums<128>(x, codes, of); break;
+    default: float_sums(x, codes, count, of);
+    }
+    return {sum(total), sum(squares), of[0], of[1]};
+}
+
+// The scales and biases of sixteen groups of as many values.
+struct Groups {
+    alignas(64) Half scale[16], bias[16];
+    double codes[16], squares[16], products[16], values[16];
+
+    void take(int lane, uint16_t by, uint16_t from, const Sums &sums) {
+        scale[lane].bits = by, bias[lane].bits = from;
+        codes[lane] = sums.codes, squares[lane] = sums.squares;
+        products[lane] = sums.products, values[lane] = sums.values;
+    }
+
+    // Each pair in place of which the fit loses less becomes the fit.
+    void fit(int count) {
+        const double n = count;
+        double slope[16], spread[16];
+        float by[16], from[16], old_by[16], old_from[16];
+        store(old_by, load(scale)), store(old_from, load(bias));
+        for (int i = 0; i < 16; i++) {
+            spread[i] = n * squares[i] - codes[i] * codes[i];
+            slope[i] = (n * products[i] - codes[i] * values[i]) / spread[i];
+            by[i] = clamped((float)slope[i], LIMIT);
+        }
+        nearest(by);
+        for (int i = 0; i < 16; i++)
+            from[i] = clamped((float)((values[i] - by[i] * codes[i]) / n), LIMIT);
+        nearest(from);
+        // n times the squared error, beyond that of the fit before it is rounded.
+        const auto excess = [&](int i, float by, float from) {
+            const double off = by - slope[i], rest = by * codes[i] + n * from - values[i];
+            return off * off * spread[i] + rest * rest;
+        };
+        for (int i = 0; i < 16; i++) {
+            // Codes that are all the same have no fit: that is no number, and not less.
+            const bool less = by[i] > 0 && excess(i, by[i], from[i]) < excess(i, old_by[i], old_from[i]);
+            by[i] = less ? by[i] : old_by[i];
+            from[i] = less ? from[i] : old_from[i];
+        }
+        store_nearest(scale, load(by)), store_nearest(bias, load(from));
+    }
+
+private:
+    // To the nearest halves; never a negative zero.
+    static void nearest(float *x) {
+        Half halves[16];
+        store_nearest(halves, load(x));
+        store(x, add(load(halves), zero()));
+    }
+};
+
+}  // namespace kvant::KVANT_TARGET

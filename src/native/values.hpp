@@ -37,11 +37,15 @@ struct Sums {
 
 // Weights of one block as the kernels of sealed values want them.
 struct Weights {
-    alignas(64) Bfloat rows[MAX_GROUP][PITCH];  // for dense rows
+    alignas(64) Bfloat rows[MAX_GROUP][PITCH];  // for dense rows; zero behind a block, ends may be odd
     alignas(64) uint32_t pairs[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
     alignas(64) uint32_t fours[MAX_GROUPS][MAX_GROUP][BLOCK / 2];
     alignas(64) Fine fine[MAX_GROUP][BLOCK / 2];
     float step[MAX_GROUPS][MAX_GROUP];
+
+    Weights() {
+        for (auto &row : rows) std::memset(row + BLOCK, 0, (PITCH - BLOCK) * sizeof *row);
+    }
 };
 
 // Scales and biases of one group of channels, for the rows of a block. Where codes are fine, biases

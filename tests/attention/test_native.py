@@ -135,6 +135,25 @@ def test_every_float_of_8_bits_is_read_as_what_it_is(dtype: torch.dtype, queries
     assert (out - floats).abs().le(floats.abs() * 1e-5).all()
 
 
+def test_what_lies_behind_a_block_does_not_count() -> None:
+    """An odd number of rows up to the end of a block, and memory that other work has used."""
+    keys, values = torch.randn(3, 2, 300, 32).bfloat16(), torch.randn(3, 2, 300, 48).bfloat16()
+    q = torch.randn(3, 4, 260, 32).bfloat16()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(25):
+            state: Any = Cache(1, "affine2/raw,tail=9,step=1,prefill=stored")[0]
+            state.append(keys[:, :, :40], values[:, :, :40], start=[0, 5, 67])
+            for first, stop in ((40, 41), (41, 141), (141, 299), (299, 300)):
+                view = state.append(keys[:, :, first:stop], values[:, :, first:stop])
+                asked = q[:, :, first - 40 : stop - 40]
+                found = attend(asked, view, backend="native").double()
+                right = attend(asked.double(), view, backend="reference")
+                assert (found - right).abs().max() < 1e-2
+    finally:
+        torch.set_num_threads(1)
+
+
 RULES = ("window=40", "window=70,sinks=5", "sinks=3", "capacity=400,tail=70")
 
 

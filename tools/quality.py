@@ -1,25 +1,34 @@
-"""Measures what formats do to the model inside, plain and with outliers: docs/quality.json.
+"""Measures what formats do to the model inside: docs/quality.json, the tables of docs/quality.md.
 
-A quarter of an hour: `python tools/quality.py`; what is there already is not measured again. In
-float32, on texts that the model was not trained on, with the code of `kvant eval`. Models with
-outliers compute the same function; a few channels of their keys are 30 or 100 times as large.
+Half an hour: `python tools/quality.py`; what is there already is not measured again. In float32, on
+texts that the model was not trained on, with the code of `kvant eval`; bytes are those of bf16.
+Models with outliers compute the same function; a few channels of their keys or values are 30 or
+100 times as large. What `pip install kvant[peers]` brings is compared, where it is there.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch import Tensor
 
-from kvant import demo
+import kvant
+import peers
 from kvant.bench.report import machine, progress
-from kvant.eval.outliers import with_outliers
+from kvant.checkpoints import load
+from kvant.contracts import Codec
+from kvant.eval.outliers import with_heavy_values, with_outliers
 from kvant.eval.result import quality, size
 from kvant.eval.text import cut
-from kvant.probing import damage
+from kvant.probing import damage, resolved, trial
+from kvant.recipes import AnySpec
+from quality_page import write
+from searched import Searched
 
 FOUND = Path(__file__).resolve().parent.parent / "docs" / "quality.json"
 FORMATS = (
@@ -27,32 +36,139 @@ FORMATS = (
     *("turbo4v4", "turbo4v3", "turbo4v2", "turbo3v3", "turbo3v2", "turbo2v2"),
 )
 VARIANTS = ("", ",tail=0", ",sinks=4", ",smooth")
-MODELS = {"plain": 1.0, "30x": 30.0, "100x": 100.0}
+LADDER = ("affine8", "affine6", "affine5", "affine4", "affine3", "affine2")  # without tails
+RECIPES: dict[str, tuple[str, ...]] = {
+    "a dense tail": ("affine4,tail=64", "affine4,tail=128", "affine4,tail=256"),
+    "sinks": ("affine4,tail=0,sinks=4", "affine4,tail=0,sinks=16", "turbo4v2,tail=0,sinks=4"),
+    "edge layers in 8 bits": ("affine4,tail=0,edge=1", "affine3,tail=0,edge=1"),
+    "keys wider": ("affine8v4,tail=0", "affine5/affine3,tail=0", "turbo4v2,tail=0"),
+    "values wider": ("affine4/affine8,tail=0", "affine3/affine5,tail=0", "turbo2/turbo4,tail=0"),
+    "smaller, larger groups": (
+        *("affine4,tail=0,group=16", "affine4,tail=0,group=64", "affine3,tail=0,group=64"),
+        *("affine2,tail=0,group=32", "affine2,tail=0,group=64"),
+    ),
+    "rotation": ("affine4,tail=0,rotate", "affine3,tail=0,rotate", "affine2,tail=0,rotate"),
+    "rotation and larger groups": (
+        *("affine4,tail=0,rotate,group=64", "affine3,tail=0,rotate,group=64"),
+        "affine2,tail=0,rotate,group=64",
+    ),
+    "channel scales": ("affine4,tail=0,smooth", "affine3,tail=0,smooth", "turbo4v2,tail=0,smooth"),
+    "rotation, the codebook": ("turbo4v4,tail=0", "turbo3v3,tail=0", "turbo2v2,tail=0"),
+    "a float of 8 bits": ("fp8", "fp8,rotate"),
+}
+SCALES = ("affine8", "affine4", "affine3", "affine2", "turbo4v4", "turbo3v3", "turbo2v2")
+HEAVY = ("affine8", "affine4", "affine4,rotate", "turbo4v4", "affine8,smooth", "affine4,smooth")
+SINKS = tuple(
+    f"{one}{more}" for one in ("affine8", "affine4", "turbo4v2") for more in ("", ",sinks=4")
+)
 TOKENS, CONTEXT, SEED = 8192, 2048, 0
 
 
-def figures(model: Any, pieces: Any, spec: str) -> dict[str, Any]:
-    told = quality(damage(model, pieces, spec), SEED)
-    took = size(model, spec)
-    return told | {"of_raw": took["row_nbytes"] / took["raw_row_nbytes"], **took["nbytes"]}
-
-
 def main() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo.PATH)
-    plain = AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.float32).eval()
+    plain, tokenizer = load(None)
+    inside = plain.float()
+    models: dict[str, Any] = {
+        "plain": inside,
+        "30x": with_outliers(inside, 30.0),
+        "100x": with_outliers(inside, 100.0),
+        "values 30x": with_heavy_values(inside, 30.0),
+    }
     pieces = cut(tokenizer, None, CONTEXT, TOKENS).pieces
-    specs = ["raw", *(f"{form}{variant}" for form in FORMATS for variant in VARIANTS)]
-    found = json.loads(FOUND.read_text()) if FOUND.exists() else {"machine": machine(), "rows": []}
-    there = {(row["model"], row["format"]) for row in found["rows"]}
-    for name, factor in MODELS.items():
-        model = with_outliers(plain, factor)
-        for spec in specs:
-            if (name, spec) in there:
-                continue
-            progress(f"{name}: {spec}")
-            found["rows"].append({"model": name, "format": spec, **figures(model, pieces, spec)})
-            FOUND.write_text(json.dumps(found, indent=1) + "\n")
+    found = Found(FOUND)
+    for name in ("plain", "30x", "100x"):
+        for form in ("raw", *(f"{form}{variant}" for form in FORMATS for variant in VARIANTS)):
+            found.add("formats", name, form, lambda m, f: figures(models[m], pieces, f))
+    for form in (*(f"{one},tail=0" for one in LADDER), *(s for r in RECIPES.values() for s in r)):
+        found.add("recipes", "plain", form, lambda m, f: figures(models[m], pieces, f))
+    for form in SCALES:
+        found.add("scales", "plain", form, lambda m, f: scales(models[m], pieces, f))
+    for form in HEAVY:
+        found.add("values", "values 30x", form, lambda m, f: figures(models[m], pieces, f))
+    for form in SINKS:
+        found.add("sinks", "rows alone", form, lambda m, f: sunk(f))
+    for name in models:
+        found.add("auto", name, "auto", lambda m, f: chosen(models[m], tokenizer, pieces))
+    for name in ("plain", "30x"):
+        for form in peers.FORMATS:
+            found.add("peers", name, form, lambda m, f: peers.figures(models[m], pieces, f))
+    found.add("speed", "plain", "all", lambda m, f: {"steps": peers.steps(tokenizer)})
     progress("")
+    write(found.rows)
+
+
+class Found:
+    """What is measured, a row each; kept in a file as soon as it is there."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        told = json.loads(file.read_text()) if file.exists() else {}
+        self.facts = {"machine": machine()} | told.get("facts", {})
+        self.rows: list[dict[str, Any]] = told.get("rows", [])
+
+    def add(
+        self, table: str, model: str, form: str, measured: Callable[[str, str], Mapping[str, Any]]
+    ) -> None:
+        names = {"table": table, "model": model, "format": form}
+        if any(names.items() <= row.items() for row in self.rows):
+            return
+        progress(f"{table}, {model}: {form}")
+        try:
+            figures = measured(model, form)
+        except peers.Absent as error:
+            print(f"skipped: {error}")
+            return
+        self.rows.append(names | dict(figures))
+        told = {"facts": self.facts, "rows": self.rows}
+        self.file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def figures(model: Any, pieces: tuple[Tensor, ...], spec: AnySpec) -> dict[str, Any]:
+    took = size(model, spec)
+    return quality(damage(model, pieces, spec), SEED) | {
+        "of_raw": took["row_nbytes"] / took["raw_row_nbytes"],
+        **{f"of_raw_{n}": b / took["raw_nbytes"][n] for n, b in took["nbytes"].items()},
+    }
+
+
+def scales(model: Any, pieces: tuple[Tensor, ...], form: str) -> dict[str, Any]:
+    """What fitting scales to the chosen codes buys, and what searching for them does; no tail."""
+    fitted = kvant.parse(f"{form},tail=0", model.config.num_hidden_layers)
+
+    def found(change: Callable[[Any], Codec]) -> dict[str, float]:
+        spec = fitted.changed(
+            lambda layer: replace(layer, keys=change(layer.keys), values=change(layer.values))
+        )
+        hurt = damage(model, pieces, spec)
+        return {"mean_kl": hurt.mean_kl, "perplexity_change": hurt.perplexity_change}
+
+    ways = {"first": lambda codec: replace(codec, corrected=False), "fitted": lambda codec: codec}
+    if form.startswith("affine"):
+        ways["searched"] = lambda codec: Searched(codec.bits, codec.group, codec.frame)
+    return {name: found(change) for name, change in ways.items()}
+
+
+def sunk(form: str) -> dict[str, Any]:
+    """Random rows whose first four take most of the attention: how far outputs are off."""
+    generator = torch.Generator().manual_seed(SEED)
+    keys, values, noise = torch.randn(3, 1, 4, CONTEXT, 64, generator=generator)
+    direction = torch.nn.functional.normalize(torch.randn(64, generator=generator), dim=0)
+    queries = noise[:, :, :128] + 8 * direction
+    keys[:, :, :4] += 10 * direction
+    values[:, :, :4] *= 0.05  # what a sink gives is little
+    cache, raw = (kvant.Cache(1, f"{one},tail=0,prefill=stored") for one in (form, "raw"))
+    right, found = (kvant.attend(queries, c[0].append(keys, values)) for c in (raw, cache))
+    scores = (queries @ keys[:, :, :-128].transpose(2, 3) / 8).softmax(-1)
+    return {
+        "share": float(scores[..., :4].sum(-1).mean()),
+        "norm": float(keys[:, :, :4].norm(dim=-1).mean() / keys[:, :, 4:].norm(dim=-1).mean()),
+        "error": float((found - right).norm() / right.norm()),
+    }
+
+
+def chosen(model: Any, tokenizer: Any, pieces: tuple[Tensor, ...]) -> dict[str, Any]:
+    """What `auto` takes, judged by its own short text, and what it does to this one."""
+    spec = resolved(model, "auto", trial(model, tokenizer))
+    return {"chosen": spec} | figures(model, pieces, spec)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Found:
     def __init__(self, file: Path) -> None:
         self.file = file
         told = json.loads(file.read_text()) if file.exists() else {}
-        self.facts = {"machine": machine()} | told.get("facts", {})
+        self.facts = told.get("facts", {}) | {"machine": machine()}
         self.rows: list[dict[str, Any]] = told.get("rows", [])
 
     def add(
@@ -157,7 +157,8 @@ def sunk(form: str) -> dict[str, Any]:
     values[:, :, :4] *= 0.05  # what a sink gives is little
     cache, raw = (kvant.Cache(1, f"{one},tail=0,prefill=stored") for one in (form, "raw"))
     right, found = (kvant.attend(queries, c[0].append(keys, values)) for c in (raw, cache))
-    scores = (queries @ keys[:, :, :-128].transpose(2, 3) / 8).softmax(-1)
+    seen = torch.ones(128, CONTEXT, dtype=torch.bool).tril(CONTEXT - 128)
+    scores = (queries @ keys.transpose(2, 3) / 8).masked_fill(~seen, -torch.inf).softmax(-1)
     return {
         "share": float(scores[..., :4].sum(-1).mean()),
         "norm": float(keys[:, :, :4].norm(dim=-1).mean() / keys[:, :, 4:].norm(dim=-1).mean()),

@@ -110,7 +110,8 @@ def _recipe(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
         for one in rows
         if one["table"] == "recipes" and re.fullmatch(ALONE, one["format"])
     )
-    alone = _between(ladder, row["of_raw_2k"])
+    share = row["of_raw_2k"]
+    held = ladder[0].share <= share <= ladder[-1].share and not re.fullmatch(ALONE, row["format"])
     return {
         "format": f"`{row['format']}`",
         "a row": f"{row['of_raw']:.3f}",
@@ -118,7 +119,7 @@ def _recipe(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
         "perplexity": f"{row['perplexity_change']:+.2%}",
         "mean KL": _kl(row["mean_kl"]),
         "p99.9": _kl(row["p999_kl"]),
-        "of equal bytes": f"{row['mean_kl'] / alone:.2f}",
+        "of equal bytes": f"{row['mean_kl'] / _between(ladder, share):.2f}" if held else "",
     }
 
 

@@ -65,11 +65,11 @@ inline void float_sums(const float *x, const float *codes, int count, double *su
 
 // What the fit of a group is made of. Products of a code and a value are exact, and so are sums of
 // codes, in any order: whole numbers below 2^24.
-struct Sums {
+struct FitSums {
     double codes, squares, products, values;
 };
 
-inline Sums sums_of(const float *x, const float *codes, int count) {
+inline FitSums sums_of(const float *x, const float *codes, int count) {
     F total = zero(), squares = zero();
     for (int i = 0; i < count; i += 16) {
         const F c = load(codes + i);
@@ -87,11 +87,11 @@ inline Sums sums_of(const float *x, const float *codes, int count) {
 }
 
 // The scales and biases of sixteen groups of as many values.
-struct Groups {
+struct FitGroups {
     alignas(64) Half scale[16], bias[16];
     double codes[16], squares[16], products[16], values[16];
 
-    void take(int lane, uint16_t by, uint16_t from, const Sums &sums) {
+    void take(int lane, uint16_t by, uint16_t from, const FitSums &sums) {
         scale[lane].bits = by, bias[lane].bits = from;
         codes[lane] = sums.codes, squares[lane] = sums.squares;
         products[lane] = sums.products, values[lane] = sums.values;

@@ -21,7 +21,7 @@ struct Row {
     alignas(64) float x[MAX_DIM];
     alignas(64) uint8_t codes[MAX_DIM], packed[MAX_DIM];
     uint16_t scale[MAX_GROUPS], bias[MAX_GROUPS];
-    Sums sums[MAX_GROUPS];
+    FitSums sums[MAX_GROUPS];
 };
 
 constexpr int TILE = 16;  // rows that are fitted together
@@ -77,7 +77,7 @@ void affine_row(Row &row, const kvant_seal_request &r) {
 }
 
 // The codes again, under the pairs of a lane of the tile; of a group that is no number they are 0.
-void affine_again(Row &row, const Groups *tile, int lane, const kvant_seal_request &r) {
+void affine_again(Row &row, const FitGroups *tile, int lane, const kvant_seal_request &r) {
     const float most = (float)((1 << r.bits) - 1);
     alignas(64) float codes[MAX_DIM];
     for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++)
@@ -174,7 +174,7 @@ private:
 
     void work() {
         Row rows[TILE] = {};
-        Groups tile[MAX_GROUPS];
+        FitGroups tile[MAX_GROUPS];
         for (int64_t unit; (unit = next.fetch_add(1)) < units;)
             for (int64_t first = 0; first < r.page; first += TILE) {
                 for (int n = 0; n < TILE; n++) {
@@ -220,7 +220,7 @@ private:
     }
 
     // Of sixteen rows: fitting them together takes hardly longer than one.
-    void put_params(Groups *tile, int64_t unit, int64_t first) const {
+    void put_params(FitGroups *tile, int64_t unit, int64_t first) const {
         for (int64_t u = 0; u < groups; u++) {
             if (r.format == KVANT_AFFINE && r.corrected)
                 tile[u].fit((int)std::min(r.group, r.dim - u * r.group));

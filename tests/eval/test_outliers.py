@@ -43,3 +43,8 @@ def test_the_model_itself_stays() -> None:
 def test_a_model_without_such_projections_is_refused() -> None:
     with pytest.raises(ValueError, match="no q_proj"):
         with_outliers(build("gpt2"), 30.0)
+
+
+def test_a_model_that_would_be_another_function_is_refused() -> None:
+    with pytest.raises(ValueError, match="not the same function"):
+        with_outliers(build("olmo2"), 30.0)  # whose norms are over all heads

@@ -11,9 +11,11 @@ from __future__ import annotations
 import copy
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 CHANNELS = (3, 11, 20)  # of the first half of a head; their partners are in the second
+TOLERATED = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 0.1}  # of the logits
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
@@ -24,7 +26,7 @@ def with_outliers(model: ModelT, factor: float, channels: tuple[int, ...] = CHAN
         for side, by in (("k", factor), ("q", 1 / factor)):
             for weight in _rows(block, side):
                 _scale(weight, block.head_dim, channels, by)
-    return twin
+    return _checked(model, twin)
 
 
 def with_heavy_values(model: ModelT, factor: float, channels: tuple[int, ...] = CHANNELS) -> ModelT:
@@ -36,6 +38,22 @@ def with_heavy_values(model: ModelT, factor: float, channels: tuple[int, ...] = 
         back = block.o_proj.weight.data.T.contiguous()
         _scale(back, block.head_dim, channels, 1 / factor)
         block.o_proj.weight.data.copy_(back.T)
+    return _checked(model, twin)
+
+
+@torch.no_grad()
+def _checked(model: Any, twin: ModelT) -> ModelT:
+    """The twin, if it says what the model says: not every model is built of these parts alone."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, 16), generator=generator).to(model.device)
+    right, found = (one(ids, use_cache=False).logits.float() for one in (model, twin))
+    off = float((found - right).norm() / right.norm())
+    if not off < TOLERATED[model.dtype]:
+        raise ValueError(
+            f"{type(model).__name__} is not the same function with its channels scaled: its "
+            f"predictions are off by {off:.2g} of themselves"
+        )
     return twin
 
 
@@ -49,8 +67,9 @@ def _blocks(model: nn.Module, *names: str) -> list[Any]:
 def _rows(block: Any, side: str) -> list[Tensor]:
     """What makes the rows of a side, channel by channel: a norm behind the projection has it."""
     norm = getattr(block, f"{side}_norm", None)
-    if norm is not None and norm.weight.shape == (block.head_dim,):
-        return [norm.weight.data]
+    weight = getattr(norm, "weight", None)
+    if weight is not None and weight.shape == (block.head_dim,):
+        return [weight.data]
     projection = getattr(block, f"{side}_proj")
     return [tensor.data for tensor in (projection.weight, projection.bias) if tensor is not None]
 

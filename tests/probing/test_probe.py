@@ -125,9 +125,18 @@ def test_what_is_promoted_keeps_what_was_asked_for() -> None:
     assert told[1] == "affine8/turbo2,window=64,sinks=4"
     assert told[-1] == "raw,window=64,sinks=4"
     told = [spec for spec, _ in promoted("affine4,tail=0,group=64")]
-    assert told[1] == "affine4,tail=0,group=64,smooth,sinks=4"
-    assert told[2] == "affine4,group=64,smooth,tail=128"
-    for word in ("turbo4v2", "affine4,tail=0", "affine4,rotate", "raw/affine2", "fp8", "bf16"):
+    assert told[1] == "affine4,tail=0,group=64,sinks=4,smooth"
+    assert told[2] == "affine4,group=64,tail=128,smooth"
+    assert not any("tail=128" in spec for spec, _ in promoted("affine4,tail=256"))
+    for word in (
+        "turbo4v2",
+        "affine4,tail=0",
+        "affine2,tail=0,capacity=3",
+        "affine4,rotate",
+        "raw/affine2",
+        "fp8",
+        "bf16",
+    ):
         for spec, why in promoted(word):
             kvant.parse(spec, 8)
             assert why

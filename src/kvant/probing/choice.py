@@ -23,7 +23,8 @@ LADDER = (
     *("affine8v4", "affine6", "fp8", "affine8"),
 )
 CHOICES = tuple(spec for word in LADDER for spec in (word, f"{word},smooth"))
-FIRST, LAST = "sinks=4", "tail=128"  # as many as attention is known to sink into; the usual tail
+FIRST = "sinks=4"  # as many as attention is known to sink into
+TAIL = 128  # the usual one
 
 
 def promoted(spec: str) -> Iterator[tuple[str, str]]:
@@ -35,11 +36,8 @@ def promoted(spec: str) -> Iterator[tuple[str, str]]:
     if {form.keys.family, form.values.family} & SMOOTHED:
         if not scaled:
             yield _joined(word, rest, "smooth"), "it has outliers: scale its channels"
-        if not any(part.startswith("sinks=") for part in rest):
-            yield _joined(word, rest, "smooth", FIRST), "its first rows need to stay dense"
-        longer = [part for part in rest if not part.startswith("tail=")]
-        if len(longer) < len(rest):
-            yield _joined(word, longer, "smooth", LAST), "its last rows need to stay dense"
+        for other, why in _denser(rest):
+            yield _joined(word, other, "smooth"), why
     if form.keys.bits < 8 and form.keys.family != "raw":
         plain = [part for part in rest if not part.startswith("group=")]
         yield _joined(wider, plain), "keys need affine8"
@@ -49,6 +47,16 @@ def promoted(spec: str) -> Iterator[tuple[str, str]]:
     kept = [part for part in rest if part.split("=")[0] in ("window", "sinks", "capacity")]
     yield _joined("affine8", kept, "smooth"), "keys and values need 8 bits"
     yield _joined("raw", kept), "no format that was tried does little enough"
+
+
+def _denser(options: list[str]) -> Iterator[tuple[list[str], str]]:
+    """Options by which the first rows stay dense, or more of the last ones."""
+    if not any(part.startswith(("sinks=", "capacity=")) for part in options):
+        yield [*options, FIRST], "its first rows need to stay dense"
+    short = [part for part in options if part.startswith("tail=") and int(part[5:]) < TAIL]
+    if short:
+        longer = [part for part in options if part not in short]
+        yield [*longer, f"tail={TAIL}"], "its last rows need to stay dense"
 
 
 def smallest(judge: Judge, layers: Sequence[LayerShape], context: int, size: str | None) -> str:

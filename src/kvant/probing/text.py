@@ -1,8 +1,7 @@
 """The tokens that a model is probed with: a text for its tokenizer, or tokens that mean nothing.
 
 The usual text is source code that the model inside was not trained on: a text that a model knows
-by heart shows less damage than any other. It is the end of that text, whose beginning `kvant eval`
-reads: so what is chosen here is not measured there on the same words.
+by heart shows less damage than any other. `kvant eval` measures on other files than these.
 
 A model is less sure behind tokens that mean nothing, and any change shows ten times as large there
 (5 to 11 times for formats that do little to the model inside): so is what is tolerated.
@@ -18,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.configurations import max_context
-from kvant.demo.texts import held_out
+from kvant.demo.texts import probed
 
 TOKENS = 1024  # read; the last ones are judged by
 LETTERS = 8  # of a text for a token: no tokenizer packs source code so densely
@@ -40,12 +39,13 @@ def trial(
 ) -> Trial:
     """The first tokens of a text (of files of the standard library, if none is given)."""
     count = min(TOKENS, max_context(model.config) or TOKENS)
-    if tokenizer is None:
+    usual = probed() if text is None and tokenizer is not None else []
+    if tokenizer is None or (text is None and not usual):  # nor has every Python its sources
         vocabulary = model.config.get_text_config(decoder=True).vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocabulary, (1, count), generator=generator, device="cpu")
         return Trial(ids.to(model.device), max_kl * MEANINGLESS)
-    told = "\n".join(reversed(held_out()))[: LETTERS * TOKENS] if text is None else text
+    told = "\n".join(reversed(usual))[: LETTERS * TOKENS] if text is None else text
     found = [int(token) for token in tokenizer.encode(told)[:count]]
     if len(found) < min(FEWEST, count):
         raise ValueError(

@@ -64,7 +64,7 @@ void affine_row(Row &row, const kvant_seal_request &r) {
         }
         row.bias[u] = half_below(clamped(ends.low, LIMIT) + 0.0f);
         const float bias = half_value(row.bias[u]);
-        row.scale[u] = half_above((clamped(ends.high, LIMIT) - bias) / most);
+        row.scale[u] = half_above((clamped(ends.high, LIMIT) + 0.0f - bias) / most);
         for (int i = 0; i < count; i++) x[i] = clamped(x[i], LIMIT);
         find_codes(x, n, count, half_value(row.scale[u]), bias, most);
     }

@@ -108,9 +108,9 @@ class Affine:
         """The scale and bias that cover [low, high], and which of them cannot be had."""
         broken = ~(low.isfinite() & high.isfinite())
         low, high = (saturated(t).masked_fill(broken, 0) for t in (low, high))
-        # Of -0.0 and 0.0 a minimum takes whichever it meets first; adding 0.0 leaves one zero.
+        # Of -0.0 and 0.0 either end may be whichever it meets first; adding 0.0 leaves one zero.
         bias = rounded_down(low + 0.0)
-        scale = rounded_up((high - bias.to(torch.float32)) / (2**self.bits - 1))
+        scale = rounded_up((high + 0.0 - bias.to(torch.float32)) / (2**self.bits - 1))
         return scale, bias, broken
 
 

@@ -1,0 +1,33 @@
+"""Rows that are hard to seal, for whoever is to give the bytes of the codecs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
+    """Pages [2, 3, 2, 64, dim] with outliers, zeros, equal values, infinities, NaN, and rows whose
+    least squares fit is far from what covers them, or is none, or beyond a float16."""
+    rows = torch.randn(2, 2, 3 * 64, dim)
+    rows[..., 3] *= 30
+    rows[0, 0, 5] = 0.0
+    rows[0, 0, 6] = -0.0
+    rows[0, 1, 7] = 2.5
+    rows[0, 1, 8] *= 1e-7
+    rows[1, 0, 9, 2] = math.inf
+    rows[1, 1, 10, 11] = math.nan
+    rows[1, 1, 12] *= 60000
+    rows[1, 1, 13] = torch.arange(dim) * 0.5 - 3  # ties
+    rows[1, 1, 14] = torch.arange(dim) % 16 * 2.0**-14 - 2.0**-30  # whose bias is next to zero
+    rows[0, 0, 20:30] += 1000
+    rows[0, 0, 30:40] *= torch.logspace(-6, 3, 10)[:, None]
+    rows[1, 1, 20:40] *= torch.logspace(-9, -6, 20)[:, None]  # about the smallest float16
+    rows[0, 1, 20:30] = rows[0, 1, 20:30].sign() * 65504
+    rows[0, 1, 30], rows[0, 1, 30, 4] = 7.5, 8.0
+    # One value at either end of 2 bits, the others where codes are rounded apart.
+    rows[1, 0, 40] = torch.where(rows[1, 0, 40] > 0, 43000.0, -43000.0)
+    rows[1, 0, 40, ::16], rows[1, 0, 40, 1::16] = -65504.0, 65504.0
+    return rows.to(dtype).reshape(2, 2, 3, 64, dim).transpose(1, 2)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention.rows import odd_rows
 from kvant import Cache, attend, explain
 from kvant.attention.native import Native
 from kvant.attention.native.lanes import Lanes
@@ -30,28 +31,6 @@ CODECS: list[Codec] = [
     *(Codebook(bits, corrected) for bits in (4, 3, 2) for corrected in (True, False)),
     Fp8(),
 ]
-
-
-def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
-    """Pages [2, 3, 2, 64, dim] with outliers, zeros, equal values, infinities, NaN, and rows whose
-    least squares fit is far from what covers them, or is none, or beyond a float16."""
-    rows = torch.randn(2, 2, 3 * 64, dim)
-    rows[..., 3] *= 30
-    rows[0, 0, 5] = 0.0
-    rows[0, 0, 6] = -0.0
-    rows[0, 1, 7] = 2.5
-    rows[0, 1, 8] *= 1e-7
-    rows[1, 0, 9, 2] = math.inf
-    rows[1, 1, 10, 11] = math.nan
-    rows[1, 1, 12] *= 60000
-    rows[0, 0, 20:30] += 1000
-    rows[0, 0, 30:40] *= torch.logspace(-6, 3, 10)[:, None]
-    rows[0, 1, 20:30] = rows[0, 1, 20:30].sign() * 65504
-    rows[0, 1, 30], rows[0, 1, 30, 4] = 7.5, 8.0
-    # One value at either end of 2 bits, the others where codes are rounded apart.
-    rows[1, 0, 40] = torch.where(rows[1, 0, 40] > 0, 43000.0, -43000.0)
-    rows[1, 0, 40, ::16], rows[1, 0, 40, 1::16] = -65504.0, 65504.0
-    return rows.to(dtype).reshape(2, 2, 3, 64, dim).transpose(1, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -154,6 +133,20 @@ def test_what_lies_behind_a_block_does_not_count() -> None:
         torch.set_num_threads(1)
 
 
+def test_the_default_dtype_changes_nothing() -> None:
+    """Kernels write floats of 32 bits to memory that is made for them."""
+    view = Cache(1, "affine8,tail=0,prefill=stored")[0].append(*torch.randn(2, 2, 4, 400, 64))
+    q = torch.randn(2, 8, 37, 64)
+    right, theirs = attend(q, view, return_lse=True, backend="native")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found, lse = attend(q, view, return_lse=True, backend="native")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert lse.dtype == torch.float32
+    assert torch.equal(found, right) and torch.equal(lse, theirs)
+
+
 RULES = ("window=40", "window=70,sinks=5", "sinks=3", "capacity=400,tail=70")
 
 
@@ -234,7 +227,8 @@ print(explain(view))
     run = [sys.executable, "-c", script]
     done = subprocess.run(run, capture_output=True, text=True, check=True, env=env)
     why = "KVANT_ISA=of another age is nothing that this processor has"
-    assert done.stdout.splitlines() == ["reference: reads this view", f"native: {why}"]
+    told = ["reference: reads this view", f"native: {why}", "triton: rows on cpu"]
+    assert done.stdout.splitlines() == told
     assert done.stderr.splitlines() == [f"kvant runs its reference backend: {why}"]
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses import FakeTensor, FakeTensorMode
 
 from kvant.frames import Rotation
 from kvant.frames.hadamard import blocks, signs, splitmix64
@@ -95,6 +96,15 @@ def test_queries_turn_like_rows() -> None:
     """Keys, values and queries of one layer must see the same map, however many heads there are."""
     x = torch.randn(1, 6, 2, 64)
     assert torch.equal(Rotation(9).queries(x)[:, ::3], Rotation(9).rows(x[:, ::3]))
+
+
+def test_nothing_is_left_of_a_mode_whose_tensors_have_no_memory() -> None:
+    with FakeTensorMode():
+        fake = Rotation(4).rows(torch.empty(4, 32, dtype=torch.float64))
+    assert isinstance(fake, FakeTensor)
+    for dim in (32, 64):
+        x = torch.randn(4, dim, dtype=torch.float64)
+        assert type(Rotation(4).rows(x)) is Tensor
 
 
 def test_gradients_pass_as_through_the_matrix() -> None:

@@ -56,7 +56,9 @@ class Rotation:
         return (_transformed(wide) * self._signs(wide)).to(x.dtype)
 
     def _signs(self, x: Tensor) -> Tensor:
-        return _scaled_signs(self.seed, x.shape[-1], x.dtype, x.device)
+        # What a mode makes of other tensors ends with it, and must not be kept.
+        made = _scaled_signs if type(x) is Tensor else _scaled_signs.__wrapped__
+        return made(self.seed, x.shape[-1], x.dtype, x.device)
 
 
 def blocks(dim: int) -> list[int]:
@@ -112,7 +114,8 @@ def _transformed(x: Tensor) -> Tensor:
 def _butterfly(x: Tensor) -> Tensor:
     size = x.shape[-1]
     # The product with +-1 is exact, so one fused operation serves for sum and difference.
-    sign = x.new_tensor([[1.0], [-1.0]])
+    # Made where it is needed: a captured step must hold no copy to the device.
+    sign = torch.arange(1, -2, -2, dtype=x.dtype, device=x.device)[:, None]
     y = x.reshape(-1, size)
     for _ in range(size.bit_length() - 1):
         even, odd = y.view(-1, 1, size // 2, 2).unbind(-1)

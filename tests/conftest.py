@@ -1,10 +1,17 @@
 """What every test starts from: the same seed, one thread, reproducible hypothesis examples."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 from kvant import native
+from kvant.layers import record
+
+# Triton asks for this when it is first imported, whoever does that.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # A busy machine must not fail a test, so nothing here is timed.
 settings.register_profile(
@@ -28,3 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def pages_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sealed pages lie as files have them, and not as the native kernels like it."""
+    monkeypatch.setattr(record, "arrangement", lambda device: None)

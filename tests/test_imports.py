@@ -34,6 +34,7 @@ RANK = {name.rstrip("/"): rank for name, rank in PLACES.items()}
 FOLDERS = {name.rstrip("/") for name in PLACES if name.endswith("/")}
 KNOWN = [[], *([name] for name in RANK)]  # what may follow "kvant."
 HOST = RANK["hf"]  # from here up transformers may be imported
+KERNELS = "kvant.attention.triton.kernels"  # triton's own language: all of it is optional
 
 
 class Import(NamedTuple):
@@ -73,12 +74,17 @@ def is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__")
 
 
+def within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
 def fault(module: str, found: Import) -> str | None:
     """What is wrong with this import in `module` ("kvant.codecs.affine"), if anything."""
     root, *path = found.target.split(".")
     here = module.split(".")[1:]
     rank = RANK[here[0]] if here else None  # None: kvant/__init__.py, above all
-    if root == "triton" and not found.nested:
+    kernels = root == "triton" or within(found.target, KERNELS)
+    if kernels and not found.nested and not within(module, KERNELS):
         return "triton is optional: import it inside the function that needs it"
     if root == "transformers" and (rank is None or rank < HOST):
         return "only hf and what stands above it may import transformers"
@@ -145,7 +151,8 @@ def test_imports_go_downward() -> None:
         ("kvant.attention.mask", "from .native import _loader", "private"),
         ("kvant.cache", "import transformers.cache_utils", "hf"),
         ("kvant", "from transformers import Cache", "hf"),
-        ("kvant.attention.triton.kernel", "import triton.language as tl", "optional"),
+        ("kvant.attention.triton.launching", "import triton.language as tl", "optional"),
+        ("kvant.attention", "from kvant.attention.triton.kernels import attend", "optional"),
         ("kvant.layers.attention", "from kvant import Cache", "defines the name"),
         ("kvant.layers.attention", "import kvant", "defines the name"),
     ],
@@ -163,7 +170,9 @@ def test_the_rule_refuses(module: str, source: str, why: str) -> None:
         ("kvant.codecs.affine", "from kvant import errors\nfrom ..contracts import Field"),
         ("kvant.sizes", "from kvant.errors import SpecError"),
         ("kvant.cache", "from kvant.spec import parse\nfrom kvant.layers import attention"),
-        ("kvant.attention.triton.kernel", "def f():\n  import triton"),
+        ("kvant.attention.triton.launching", "def f():\n  import triton"),
+        ("kvant.attention.triton.launching", "def f():\n  from .kernels import attend"),
+        ("kvant.attention.triton.kernels.attend", "import triton\nfrom . import records"),
         ("kvant.attention.native", "from kvant.attention.mask import visible"),
         ("kvant.hf.cache", "from transformers import Cache\nfrom kvant.cache import Cache as Own"),
         ("kvant.cli.run", "def f():\n  import transformers"),
@@ -174,6 +183,7 @@ def test_the_rule_allows(module: str, source: str) -> None:
     assert faults(module, source, is_package=module in ("kvant", "kvant.attention.native")) == []
 
 
-def test_importing_kvant_does_not_import_transformers() -> None:
-    code = "import kvant, sys; assert 'transformers' not in sys.modules"
+@pytest.mark.parametrize("optional", ["transformers", "triton"])
+def test_importing_kvant_does_not_import_what_is_optional(optional: str) -> None:
+    code = f"import kvant, sys; assert {optional!r} not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -30,19 +30,25 @@ CASES = [
 @pytest.mark.parametrize("prefill", ["dense", "stored"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_query_sees_what_the_rule_says(case: Case, prefill: Prefill) -> None:
+    every_query_sees_what_the_rule_says(case, prefill, CHUNKS)
+
+
+def every_query_sees_what_the_rule_says(
+    case: Case, prefill: Prefill, chunks: tuple[int, ...]
+) -> None:
     state, spec = case.state(), case.spec
-    keys, values = case.rows(0, sum(CHUNKS))
+    keys, values = case.rows(0, sum(chunks))
     start = case.start or [0] * case.sequences
-    q, place = case.queries(0, sum(CHUNKS)), 0
-    for count in CHUNKS:
+    q, place = case.queries(0, sum(chunks)), 0
+    for count in chunks:
         rows = (r[:, :, place : place + count] for r in (keys, values))
         view = state.append(*rows, start=None if state.length else start, prefill=prefill)
         asked = q[:, :, place : place + count]
-        got = {name: attend(asked, view, backend=name) for name in readers(view)}
+        got = {name: attend(asked, view, backend=name).cpu() for name in readers(view)}
         own_from = place if prefill == "dense" and count > 1 else place + count
         for query in range(place, place + count):
-            seen = oracle.seen(spec, keys, values, start, query, own_from)
-            expected = oracle.attention(q[:, :, query : query + 1], *seen)
+            seen = oracle.seen(spec, keys.cpu(), values.cpu(), start, query, own_from)
+            expected = oracle.attention(q[:, :, query : query + 1].cpu(), *seen)
             for name, out in got.items():
                 error = (out[:, :, query - place].double() - expected[:, :, 0]).abs().max()
                 where = f"query {query} of the chunk at {place}, {name}"

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvant.attention.native import Native, arrangement
 from kvant.attention.opening import dense_rows, framed_rows, open_pages
 from kvant.attention.reference import Reference
+from kvant.attention.triton import Triton
 from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, Tiles, View
 from kvant.errors import UnsupportedView
 from kvant.lasting import check_lasts
@@ -32,7 +33,13 @@ __all__ = [
 
 # In order of preference. The reference serves everything: what stands behind it runs where it is
 # asked for by name.
-BACKENDS: list[Backend] = [Native(), Reference(), Reference("dequantize", at_once=sys.maxsize)]
+BACKENDS: list[Backend] = [
+    Native(),
+    Triton(),
+    Reference(),
+    Reference("dequantize", at_once=sys.maxsize),
+    Triton("interpreted", device="cpu"),
+]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,101 @@
+"""Attention of a tile of queries over one range of columns: a program each.
+
+A tile holds queries of one key head, all heads of its group. A range is of sealed pages or of dense
+rows, never both, since their values come in different orders; the first of the dense ones reads the
+sinks too. What the ranges give is merged by merge.py. Nothing here knows a frame.
+"""
+
+import triton
+import triton.language as tl
+
+from kvant.attention.triton.kernels.dense import over_rows
+from kvant.attention.triton.kernels.records import Extent, Tile
+from kvant.attention.triton.kernels.rules import lowest, seam
+from kvant.attention.triton.kernels.sealed import over_pages
+
+VARYING = (  # from call to call: no kernel is compiled for one of their values
+    "table_batch",
+    "columns",
+    "oldest",
+    "queries",
+    "first_page",
+    "num_pages",
+    "dense_from",
+    "slot",
+    "own_from",
+    "sealed_ranges",
+    "span",
+)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def attend(
+    partial,
+    asked,
+    keys,
+    values,
+    table,
+    table_batch,
+    starts,
+    length,  # None, or where the number of columns is to be read; no more are read than `columns`
+    rule,
+    columns,
+    oldest,
+    queries,
+    first_page,
+    num_pages,
+    dense_from,
+    slot,
+    own_from,
+    sealed_ranges,
+    span,  # columns a range
+    TILE: tl.constexpr,  # queries, of all heads of a group
+    BLOCK: tl.constexpr,  # columns at a time
+    MANY: tl.constexpr,  # more than one query a head
+):
+    if length is not None:
+        columns = tl.minimum(tl.load(length), columns).to(tl.int32)
+        oldest, own_from = columns - queries, columns
+    extent = Extent(columns, oldest, first_page, num_pages, dense_from, slot, own_from)
+    b, head, mine = (
+        tl.program_id(1) // asked.heads,
+        tl.program_id(1) % asked.heads,
+        tl.program_id(2),
+    )
+    number = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    t, q_head = (number // asked.group).to(tl.int64), head * asked.group + number % asked.group
+    tile = _tile(asked, rule, extent, b, head, tl.load(starts + b), q_head, t, queries, TILE)
+    if mine < sealed_ranges:
+        table += b.to(tl.int64) * table_batch
+        ahead = mine * span
+        found = over_pages(tile, asked, keys, values, table, rule, extent, ahead, span, BLOCK, MANY)
+        _put(partial, values.dim, asked, tile, q_head, t, queries, found)
+    else:
+        ahead = (mine - sealed_ranges) * span
+        dense = over_rows(tile, asked, keys, values, rule, extent, ahead, span, BLOCK, MANY)
+        _put(partial, values.dim, asked, tile, q_head, t, queries, dense)
+
+
+@triton.jit
+def _tile(asked, rule, extent, b, head, start, q_head, t, queries, TILE: tl.constexpr):
+    place = b.to(tl.int64) * asked.rows.batch + q_head.to(tl.int64) * asked.rows.head
+    rows = asked.rows.data + place + t * asked.rows.row
+    oldest, start = extent.oldest, start.to(tl.int32)
+    first = oldest + tl.program_id(0) * TILE // asked.group
+    last = oldest + tl.minimum((tl.program_id(0) * TILE + TILE - 1) // asked.group, queries - 1)
+    query = oldest + t.to(tl.int32)
+    low, border = lowest(rule, first, start), seam(rule, extent, query)
+    b, head = b.to(tl.int64), head.to(tl.int64)  # whose strides may lead beyond 2^31
+    return Tile(b, head, start, rows, t < queries, query, first, last, low, border)
+
+
+@triton.jit
+def _put(partial, dim: tl.constexpr, asked, tile, q_head, t, queries, found):
+    """Where merge.py finds it."""
+    top, total, out, channel, there = found
+    sequence = tl.program_id(2) * (tl.num_programs(1) // asked.heads) + tile.b
+    place = (sequence * (asked.heads * asked.group) + q_head) * queries + t
+    mask = tile.there[:, None] & there[None, :]
+    tl.store(partial.out + place[:, None] * dim + channel[None, :], out, mask=mask)
+    tl.store(partial.top + place, top, mask=tile.there)
+    tl.store(partial.total + place, total, mask=tile.there)

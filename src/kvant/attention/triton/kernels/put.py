@@ -1,0 +1,35 @@
+"""The rows of one token, keys and values together, copied to where they stay."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["shift", "slots"])
+def put(
+    keys,
+    values,
+    new_keys,
+    new_values,
+    length,
+    shift,  # what the newest column lacks to its slot
+    slots,  # that there are: nothing is written behind them
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_WIDE: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    VALUE_WIDE: tl.constexpr,
+):
+    b, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
+    slot = tl.load(length) - 1 + shift
+    if (slot >= 0) & (slot < slots):
+        _copy(keys, new_keys, b, head, slot, KEY_DIM, KEY_WIDE)
+        _copy(values, new_values, b, head, slot, VALUE_DIM, VALUE_WIDE)
+
+
+@triton.jit
+def _copy(room, new, b, head, slot, DIM: tl.constexpr, WIDE: tl.constexpr):
+    channel = tl.arange(0, WIDE)
+    there = channel < DIM
+    row = tl.load(new.data + b * new.batch + head * new.head + channel, mask=there)
+    place = b * room.batch + head * room.head + slot * room.row
+    tl.store(room.data + place + channel, row, mask=there)

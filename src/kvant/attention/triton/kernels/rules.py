@@ -1,0 +1,37 @@
+"""What a query sees, as attention/mask.py says it, and from which column on it reads dense rows."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sees(rule, queries, keys):
+    """Positions [M] and [N] -> [M, N]."""
+    q, k = queries[:, None], keys[None, :]
+    seen = (k >= 0) & (q >= 0)
+    if rule.causal:
+        seen &= k <= q
+    if rule.windowed:
+        seen &= (q - k < rule.window) | (k < rule.sinks)
+    if rule.chunked:
+        seen &= k // rule.chunk == q // rule.chunk
+    return seen
+
+
+@triton.jit
+def lowest(rule, query, start):
+    """A column below which no query from column `query` on sees a row that is no sink apart."""
+    low = start
+    if rule.windowed and rule.sinks <= rule.kept:
+        low = tl.maximum(low, query - rule.window + 1)
+    if rule.chunked:
+        low = tl.maximum(low, start + tl.maximum(query - start, 0) // rule.chunk * rule.chunk)
+    return low
+
+
+@triton.jit
+def seam(rule, extent, query):
+    """The column from which on a query reads dense rows, and below which sealed ones."""
+    due = tl.maximum(query + 1 - rule.tail, 0) // rule.page * rule.page
+    due = tl.where((rule.tail < 0) | (query + 1 < rule.dense_until), 0, due)
+    return tl.minimum(due, extent.own_from)

@@ -1,0 +1,63 @@
+"""A tile of queries over sealed pages."""
+
+import triton
+import triton.language as tl
+
+from kvant.attention.triton.kernels.pages import channels, opened
+from kvant.attention.triton.kernels.records import Pages
+from kvant.attention.triton.kernels.rules import seam, sees
+from kvant.attention.triton.kernels.softmax import gathered, operand, scores
+
+
+@triton.jit
+def over_pages(
+    tile,
+    asked,
+    keys,
+    values,
+    table,
+    rule,
+    extent,
+    ahead,
+    span,
+    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+):
+    """Maxima, totals and weighted sums over `span` columns from so many `ahead` on; channels."""
+    split: tl.constexpr = asked.split and keys.form.dot == tl.bfloat16
+    channel, there = channels(keys.form)
+    mask = tile.there[:, None] & there[None, :]
+    q = tl.load(tile.rows[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    high, low, size = operand(q, asked, keys.form.dot, split)
+    top = tl.full(tile.query.shape, float("-inf"), tl.float32)
+    total = tl.zeros(tile.query.shape, tl.float32)
+    channel, there = channels(values.form)
+    out = tl.zeros([tile.query.shape[0], channel.shape[0]], tl.float32)
+    base = extent.first_page * rule.page
+    begin = tl.maximum(base + ahead, tile.low) // BLOCK
+    end = tl.minimum(base + ahead + span, base + extent.num_pages * rule.page)
+    end = tl.cdiv(tl.minimum(end, seam(rule, extent, tile.last)), BLOCK)
+    for block in range(begin, end):
+        first = tl.cast(block, tl.int32) * BLOCK
+        column = first + tl.arange(0, BLOCK)
+        position = column - tile.start
+        seen = sees(rule, tile.query - tile.start, position) & tile.there[:, None]
+        seen &= (position >= rule.kept)[None, :] & (column[None, :] < tile.border[:, None])
+        some = tl.max(seen.to(tl.int32), 0) > 0
+        slot = tl.load(table + first // rule.page - extent.first_page)
+        row = first % rule.page + tl.arange(0, BLOCK)
+        k = opened(_page(keys.pages, slot, tile.head), keys.form, row, some)
+        s = scores(high, low, size, k, asked, split)
+        v = opened(_page(values.pages, slot, tile.head), values.form, row, some)
+        top, total, out = gathered(s, seen, v, top, total, out, MANY)
+    return top, total, out, channel, there
+
+
+@triton.jit
+def _page(pages, slot, head):
+    """The fields of one page of one head."""
+    codes = slot * pages.codes_slot + head * pages.codes_head
+    scale = slot * pages.scale_slot + head * pages.scale_head
+    return Pages(
+        pages.codes + codes, pages.scale + scale, pages.bias + scale, pages.levels, 0, 0, 0, 0
+    )

@@ -1,0 +1,103 @@
+"""Compiles the kernels for two GPUs, which takes none, and prints what they came to as JSON.
+
+To be run as a program: Triton's interpreter must be off. Views are made on the CPU; what would be
+launched is compiled in place of that.
+"""
+
+import json
+import re
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+
+from kvant import Cache
+from kvant.attention.triton import forms, launching, sealing
+from kvant.attention.triton.kernels import attend, merge, seal
+from kvant.codecs import Affine, Codebook
+from kvant.contracts import Request
+from kvant.layers import record
+
+found: dict[str, dict[str, int]] = {}
+
+
+class Driver:
+    """As much of a driver as compiling asks for; its devices are a Hopper and a small Ampere."""
+
+    device = 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", (90, 86)[self.device], 32)
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """A kernel whose launch compiles it."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **options: Any) -> None:
+            made = self.kernel.warmup(*args, grid=grid, **options)
+            ptx = made.asm["ptx"]
+            patterns = {
+                "tensor cores": r"\b(mma\.sync|wgmma\.mma_async)",
+                "16 bytes": r"cp\.async\.cg\.shared\.global[^;]*0x10\b|ld\.global[.\w]*\.v4\.b32",
+                "fused": r"\bfma\.",
+                "division": r"\bdiv\.rn\.f32\b",
+                "approximate": r"\b(div\.full|div\.approx|rcp\.approx|sqrt\.approx)",
+            }
+            facts = {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
+            facts["shared"] = made.metadata.shared
+            facts["kernel"] = int(made.hash[:12], 16)  # which one it is
+            found[f"{self.kernel.__name__} {label}"] = facts
+
+        return launch
+
+
+label = ""
+active = Driver()
+driver.set_active(active)
+record.arrangement = lambda device: None  # type: ignore[assignment]
+attend.attend, merge.merge, seal.seal = map(Compiled, (attend.attend, merge.merge, seal.seal))
+# As for rows on a GPU: in the interpreter a bfloat16 is another thing.
+as_on_a_gpu = forms.dot_type
+launching.dot_type = forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # type: ignore
+
+for text, dim, queries in (
+    ("raw", 128, 1),
+    ("affine8v4", 256, 64),
+    ("turbo4/turbo3", 128, 1),
+    ("turbo2,window=99", 128, 4),
+):
+    label = f"{text} {dim} {queries}"
+    view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, dim).bfloat16())
+    q = torch.randn(1, 8, queries, dim).to(torch.float32 if "turbo" in text else torch.bfloat16)
+    launching.launch(Request(q, 0.1, view.mask, dtype=torch.bfloat16), view)
+for count in (1000, 1024, 1088):  # tables of 15, 16 and 17 pages: one is a multiple of 16
+    label = f"tables {count}"
+    state = Cache(1, "affine8,tail=0,prefill=stored,capacity=2048")[0]
+    view = state.append(*torch.randn(2, 2, 2, count, 64))
+    launching.launch(Request(torch.randn(2, 2, 1, 64), 0.1, view.mask), view)
+active.device, launching.available = 1, lambda device: 99 << 10  # type: ignore
+for text in ("raw", "turbo4"):
+    label = f"small {text}"
+    view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, 256).bfloat16())
+    launching.launch(Request(torch.randn(1, 8, 64, 256), 0.1, view.mask, softcap=9.0), view)
+active.device = 0
+for codec, dim in (
+    (Affine(8), 128),
+    (Affine(4, 128), 80),
+    (Affine(4, 16), 128),
+    (Codebook(3), 128),
+):
+    label = f"{codec} {dim}"
+    sealing.sealed(codec, torch.randn(1, 1, 2, 64, dim).bfloat16())
+print(json.dumps(found))

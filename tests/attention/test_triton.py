@@ -1,0 +1,381 @@
+"""The triton backend against the reference: formats, rules, shapes, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from attention.kernels import DEVICE, GPU, NAME, needed
+from kvant import Cache, Mask, UnsupportedView, attend, explain
+from kvant.attention import triton
+from kvant.attention.triton import Triton, launching, operators
+from kvant.attention.triton.launching import Plan
+from kvant.attention.triton.step import Step
+from kvant.contracts import Request, View
+
+pytestmark = [
+    needed,
+    pytest.mark.usefixtures("pages_as_on_a_gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
+]
+FORMATS = ("raw", "affine8", "affine4", "turbo4", "turbo3", "turbo2")
+GROUPS = tuple(f"affine{bits},group={group}" for bits in (8, 4) for group in (16, 32, 128))
+MIXED = ("affine8v4", "raw/affine4", "turbo3/raw", "turbo4/affine8", "affine4/turbo2")
+# Of rows in 32 bits everything is computed in 32 bits; of others, what is decoded is a float16.
+NEAR = {torch.float32: 1e-5, torch.bfloat16: 2e-3, torch.float16: 1e-3}
+
+
+def seen(
+    text: str,
+    queries: int,
+    *,
+    heads: int = 2,
+    dims: tuple[int, int] = (32, 48),
+    count: int = 150,
+    dtype: torch.dtype = torch.float32,
+    start: list[int] | None = None,
+) -> View:
+    """What the newest queries see of random rows, most of which are sealed."""
+    state: Any = Cache(1, f"{text},tail=3,prefill=stored")[0]
+    shape = (1 if start is None else len(start), heads, count)
+    keys, values = (torch.randn(*shape, dim, device=DEVICE).to(dtype) for dim in dims)
+    before = count - queries
+    if before:
+        state.append(keys[:, :, :before], values[:, :, :before], start=start)
+        start = None
+    return state.append(keys[:, :, before:], values[:, :, before:], start=start)
+
+
+def asking(view: View, group: int, queries: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    batch, heads, _, dim = view.keys.room.shape
+    return torch.randn(batch, heads * group, queries, dim, device=DEVICE).to(dtype)
+
+
+def check(q: Tensor, view: View, near: float = 1e-5, **asked: Any) -> None:
+    """As the reference has it over the same rows, relative to the outputs; log-sum-exp too."""
+    ours, lse = attend(q, view, backend=NAME, return_lse=True, **asked)
+    theirs, other = attend(q.double(), view, backend="reference", return_lse=True, **asked)
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    error = (ours.double() - theirs).nan_to_num(0.0).norm() / theirs.nan_to_num(0.0).norm()
+    assert error < near
+    assert torch.equal(lse == -math.inf, other == -math.inf)
+    off = (lse.double() - other).nan_to_num(0.0, 0.0, 0.0).abs()
+    assert off.max() < 2 * near
+
+
+@pytest.mark.parametrize("dtype", list(NEAR), ids=str)
+@pytest.mark.parametrize("text", [*FORMATS, *GROUPS, *MIXED])
+def test_every_format_is_read_as_what_it_is(text: str, dtype: torch.dtype) -> None:
+    for queries in (1, 5):
+        view = seen(text, queries, dtype=dtype)
+        check(asking(view, 2, queries, dtype).float(), view, NEAR[dtype])
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (64, 128), (80, 96), (48, 112), (256, 192)], ids=str)
+@pytest.mark.parametrize("text", FORMATS)
+def test_widths_that_are_no_powers_of_two(text: str, dims: tuple[int, int]) -> None:
+    view = seen(text, 1, heads=1, dims=dims)
+    check(asking(view, 3, 1), view)
+
+
+@pytest.mark.parametrize("group", [*range(1, 18), 71])
+def test_groups_of_any_size_share_their_rows(group: int) -> None:
+    text = FORMATS[group % len(FORMATS)]
+    for queries in (1, 7):
+        view = seen(text, queries, dims=(32, 32))
+        check(asking(view, group, queries), view)
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 65, 67, 68, 130, 195])
+@pytest.mark.parametrize("text", ["raw", "affine4", "turbo3"])
+def test_sizes_that_end_anywhere_in_a_page(text: str, count: int) -> None:
+    view = seen(text, 1, count=count, dims=(32, 32))
+    check(asking(view, 2, 1), view)
+
+
+RULES = ("window=40", "window=70,sinks=5", "sinks=3", "capacity=400", "page=128")
+ASKED = {"softcap": 5.0, "scale": 0.2}
+
+
+@pytest.mark.parametrize("queries", [1, 21])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("text", ["raw", "affine8", "turbo3/affine4"])
+def test_windows_sinks_padding_and_caps(text: str, rule: str, queries: int) -> None:
+    view = seen(f"{text},{rule}", queries, heads=1, count=200, start=[3, 100])
+    check(asking(view, 4, queries), view, sink_logits=torch.randn(4, device=DEVICE), **ASKED)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        Mask(window=30, sinks=5),
+        Mask(window=7),
+        Mask(chunk=50),
+        Mask(causal=False),
+        Mask(causal=False, window=20),
+        Mask(window=200, chunk=64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("queries", [1, 33])
+def test_a_rule_in_place_of_the_view_s(mask: Mask, queries: int) -> None:
+    for text in ("raw", "affine4"):
+        view = seen(text, queries, heads=1, start=[0, 30])
+        check(asking(view, 2, queries), view, mask=mask)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("text", ["raw", "affine8", "turbo4"])
+def test_queries_of_any_size(text: str, dtype: torch.dtype) -> None:
+    """Their scores are numbers if they are once they are scaled."""
+    view = seen(text, 5, dtype=dtype)
+    huge = 3e37 if "turbo" in text else 3e38  # which a rotation still holds
+    for size, scale in ((huge, 2e-38), (huge, -2e-38), (1e-20, 1e20), (1.0, 0.0), (2.0, 1e-3)):
+        q = (torch.rand(1, 4, 5, 32) * size).to(DEVICE, dtype)
+        check(q.float(), view, 8 * NEAR[dtype], scale=scale)  # of scores up to 50
+
+
+@pytest.mark.parametrize("softcap", [1e-3, 0.5, 20.0, 1e3, 1e6, 1e30])
+def test_caps_of_any_size(softcap: float) -> None:
+    view = seen("raw", 5)
+    check(asking(view, 2, 5), view, softcap=softcap)
+    check(asking(view, 2, 5) * 100, view, softcap=softcap, near=1e-4)
+
+
+@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40])
+def test_a_rule_may_reach_further_than_32_bits(far: int) -> None:
+    view = seen("affine4", 5, start=[0, 30])
+    q = asking(view, 2, 5)
+    for mask in (Mask(window=far, sinks=far), Mask(chunk=far), Mask(window=far, chunk=far)):
+        rule = launching._rule(Request(q, 1.0, mask), view)
+        assert max(rule.window, rule.sinks, rule.chunk) < 2**31
+        check(q, view, mask=mask)
+
+
+def test_a_prompt_that_sees_its_own_rows_dense() -> None:
+    state: Any = Cache(1, "affine4,tail=0")[0]
+    state.append(*torch.randn(2, 1, 1, 100, 32, device=DEVICE))
+    view = state.append(*torch.randn(2, 1, 1, 130, 32, device=DEVICE), prefill="dense")
+    check(asking(view, 1, 130), view)
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf])
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("text", ["raw", "affine8", "affine4", "turbo3"])
+def test_an_odd_row_reaches_those_who_see_it_and_nobody_else(
+    text: str, side: str, odd: float
+) -> None:
+    """In a sealed page and behind it, in the padding and not."""
+    for queries in (1, 20):
+        state: Any = Cache(1, f"{text},window=20,tail=0,prefill=stored,slack=200")[0]
+        rows = dict(zip(("keys", "values"), torch.randn(2, 2, 2, 140, 32), strict=True))
+        rows[side][0, 0, 100] = odd
+        rows[side][1, 1, 125] = odd
+        rows[side][1, 0, 115] = odd
+        keys, values = (row.to(DEVICE) for row in rows.values())
+        state.append(keys[:, :, :110], values[:, :, :110], start=[0, 116])
+        view = state.append(keys[:, :, 110:], values[:, :, 110:])
+        q = torch.ones(2, 2, queries, 32, device=DEVICE)
+        ours, theirs = (attend(q, view, backend=b).isfinite() for b in (NAME, "reference"))
+        assert torch.equal(ours.all(-1), theirs.all(-1))
+        assert not theirs.all()
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("text", ["affine8", "affine4", "affine8,rotate", "turbo4", "turbo2"])
+def test_what_no_float16_holds_stays_finite(text: str, side: str) -> None:
+    """Rows of bfloat16 come that large, and what their codes say may be more than they were."""
+    for queries in (1, 5):
+        state: Any = Cache(1, f"{text},tail=3,prefill=stored")[0]
+        rows = dict(zip(("keys", "values"), torch.randn(2, 1, 2, 150, 32).bfloat16(), strict=True))
+        rows[side][:, 0, 20, 7] = 1e5
+        rows[side][:, 1, 21] = 1e5
+        keys, values = (row.to(DEVICE) for row in rows.values())
+        state.append(keys[:, :, :-queries], values[:, :, :-queries])
+        view = state.append(keys[:, :, -queries:], values[:, :, -queries:])
+        q = asking(view, 2, queries).float()
+        ours, theirs = (attend(q, view, backend=b) for b in (NAME, "reference"))
+        assert ((ours - theirs).norm() / theirs.norm()) < 2e-3
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8", "turbo4"])
+def test_a_query_that_is_no_number_gives_none(text: str) -> None:
+    for dtype in NEAR:
+        view = seen(text, 3, dtype=dtype)
+        q = asking(view, 2, 3, dtype)
+        q[0, 1, 0, 3] = math.nan
+        ours, theirs = (attend(q, view, backend=b).isnan() for b in (NAME, "reference"))
+        assert torch.equal(ours, theirs)
+
+
+def test_strides_are_those_of_the_tensors() -> None:
+    view = seen("affine4", 5, dtype=torch.float16, start=[0, 9])
+    q = asking(view, 2, 5, torch.float16).transpose(1, 2).contiguous().transpose(1, 2)
+    check(q, view, NEAR[torch.float16])
+
+
+def test_fields_are_known_by_their_names() -> None:
+    view = seen("affine8/turbo4", 1, dims=(32, 32))
+    keys, values = (
+        replace(side, sealed=dict(reversed(side.sealed.items())))
+        for side in (view.keys, view.values)
+    )
+    other = replace(view, keys=keys, values=values)
+    q, length = asking(view, 2, 1), torch.tensor([view.columns], device=DEVICE)
+    assert torch.equal(attend(q, view, backend=NAME), attend(q, other, backend=NAME))
+    ours, theirs = (operators.decode(v, length, q, 1.0, None, None) for v in (view, other))
+    assert torch.equal(ours, theirs)
+
+
+def test_many_queries_take_no_more_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = seen("turbo2", 20, dims=(32, 32))
+    q = asking(view, 2, 20)
+    whole = attend(q, view, backend=NAME)
+    monkeypatch.setattr(launching, "SCRATCH", 7 * 2 * 4 * 32)
+    assert (attend(q, view, backend=NAME) - whole).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("rows", list(NEAR), ids=str)
+def test_outputs_come_in_the_dtype_of_the_queries(rows: torch.dtype) -> None:
+    for text in ("raw", "affine8"):
+        view = seen(text, 1, dtype=rows)
+        for dtype in NEAR:
+            q = asking(view, 2, 1, dtype)
+            out = attend(q, view, backend=NAME)
+            assert out.dtype == dtype
+            expected = attend(q.double(), view, backend="reference")
+            # Of a bfloat16 the interpreter cuts off what does not fit.
+            assert ((out - expected).norm() / expected.norm()) < max(NEAR[rows], 2 * NEAR[dtype])
+
+
+@pytest.mark.parametrize("queries", [1, 5])
+def test_logits_of_sinks_lie_anyhow(queries: int) -> None:
+    view = seen("raw", queries)
+    q = asking(view, 2, queries)
+    for logits in (torch.tensor(3.0).expand(4), torch.arange(8.0)[::2], torch.ones(4, 2)[:, 1]):
+        check(q, view, sink_logits=logits.to(DEVICE))
+
+
+def test_launches_are_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every one of them, if not the first device; on a CPU there is nothing to choose."""
+    asked: list[torch.device] = []
+
+    def on(device: torch.device) -> Any:
+        asked.append(device)
+        return nullcontext()
+
+    guard = launching.on(torch.device("cuda:1"))
+    assert isinstance(guard, torch.cuda.device) and guard.idx == 1
+    assert isinstance(launching.on(torch.device("cpu")), nullcontext)
+    for module in (launching, operators):
+        monkeypatch.setattr(module, "on", on)
+    state: Any = Cache(1, "raw,capacity=20")[0]
+    view = state.append(*torch.randn(2, 1, 2, 9, 32, device=DEVICE))
+    attend(asking(view, 2, 1), view, backend=NAME)
+    step = Step.of(view, torch.tensor([10], device=DEVICE))
+    step(asking(view, 2, 1), *torch.randn(2, 1, 2, 1, 32, device=DEVICE))
+    assert asked == [view.start.device] * 3
+
+
+@pytest.fixture
+def another_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    yield torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("another_default")
+@pytest.mark.parametrize("queries", [1, 5])
+def test_the_default_dtype_is_nobody_s_business(queries: int) -> None:
+    """Partial sums and log-sum-exp were made in it."""
+    view = seen("affine8", queries, count=700)
+    q = asking(view, 2, queries).float()
+    _, lse = attend(q, view, backend=NAME, return_lse=True)
+    assert lse.dtype == torch.float32
+    check(q, view)
+
+
+def test_what_it_does_not_read_is_said() -> None:
+    said = {
+        "affine3": "keys of Affine of 3 bits",
+        "fp8": "keys of Fp8",
+        "affine8/affine6": "values of Affine of 6 bits",
+    }
+    for text, reason in said.items():
+        view = seen(text, 1)
+        with pytest.raises(UnsupportedView, match=reason):
+            attend(asking(view, 1, 1), view, backend=NAME)
+    view = seen("affine8", 1, dims=(40, 40))
+    with pytest.raises(UnsupportedView, match="keys 40 wide: a multiple of 16 up to 256"):
+        attend(asking(view, 1, 1), view, backend=NAME)
+    view = seen("affine8", 1)
+    with pytest.raises(UnsupportedView, match="a mask that is a tensor"):
+        attend(asking(view, 1, 1), view, backend=NAME, mask=torch.ones(1, 9, dtype=torch.bool))
+    with pytest.raises(UnsupportedView, match="queries with a stride of 2 from channel to channel"):
+        attend(torch.randn(1, 2, 1, 64, device=DEVICE)[..., ::2], view, backend=NAME)
+    q = FakeTensorMode().from_tensor(asking(view, 1, 1))
+    with pytest.raises(UnsupportedView, match="queries in a FakeTensor"):
+        attend(q, view, backend=NAME)
+    with pytest.raises(UnsupportedView, match=r"queries of torch\.float64"):
+        attend(asking(view, 1, 1).double(), view, backend=NAME)
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter is for where there is no GPU")
+def test_rows_on_a_cpu_are_read_only_where_it_is_asked_for() -> None:
+    view = seen("raw", 1)
+    assert explain(view).backend in ("native", "reference")
+    with pytest.raises(UnsupportedView, match="'triton' does not read this view: rows on cpu"):
+        attend(asking(view, 1, 1), view, backend="triton")
+    attend(asking(view, 1, 1), view, backend=NAME)
+    assert view.tally.attended == {NAME: 1}
+
+
+@pytest.mark.skipif(GPU, reason="the interpreter is for where there is no GPU")
+@pytest.mark.parametrize(("before", "after"), [("0", "0"), ("0", "1"), ("1", "0")])
+def test_the_interpreter_is_what_triton_was_loaded_with(before: str, after: str) -> None:
+    """Whatever is set later: half of the kernels would be compiled, and die."""
+    script = f"""
+import os
+import triton.language
+os.environ["TRITON_INTERPRET"] = "{after}"
+import torch
+from kvant import Cache, attend
+from kvant.layers import record
+record.arrangement = lambda device: None
+view = Cache(1, "affine8,tail=0,prefill=stored")[0].append(*torch.randn(2, 1, 2, 99, 32))
+attend(torch.randn(1, 2, 1, 32), view, backend="interpreted")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"TRITON_INTERPRET": before},
+    )
+    assert "the interpreter is off: set TRITON_INTERPRET=1 before" in done.stderr
+
+
+def test_tiles_and_stages_are_what_shared_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = seen("raw", 64, dims=(256, 256))
+    assert Triton(NAME, DEVICE.type).supports(view) is None
+    for room, tile, stages in ((227, 32, 1), (100, 16, 1), (84, 16, 1)):
+        monkeypatch.setattr(launching, "available", lambda device, room=room: room << 10)
+        assert Plan.of(view, 2, 128).tile == tile
+        assert launching._stages(view, tile) == stages
+    narrow = seen("raw", 1, dims=(64, 64), dtype=torch.bfloat16)
+    for room, stages in ((227, 3), (55, 3), (48, 2), (20, 1)):
+        monkeypatch.setattr(launching, "available", lambda device, room=room: room << 10)
+        assert launching._stages(narrow, 16) == stages
+    monkeypatch.setattr(triton, "available", lambda device: 64 << 10)
+    reason = "rows that take 86016 bytes of shared memory: 65536 are there"
+    assert Triton(NAME, DEVICE.type).supports(view) == reason

@@ -1,0 +1,54 @@
+"""The laws of attention for Triton's kernels: on a GPU, or in its interpreter, which is slow.
+
+So there are fewer cases than elsewhere, but every format is there as keys and as values, each time
+beside another one, with every retention, padding and dtype.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention.kernels import DEVICE, NAME, needed
+from laws import cases, test_layers, test_what_a_query_sees
+from laws.cases import Case
+
+CASES = [
+    Case(*case)
+    for case in (
+        ("raw", "affine8", "sinks=3", "step=256,tail=0", 1, torch.float32),
+        ("affine8", "affine4,rotate", "", "step=1,tail=9", "padded", torch.float16),
+        ("affine4,rotate", "turbo4", "window=70,sinks=4", "step=256,tail=0", 1, torch.float32),
+        ("turbo4", "turbo3", "", "start=90,tail=3", 1, torch.bfloat16),
+        ("turbo3", "raw", "window=200", "capacity=640,tail=9", "padded", torch.float32),
+        ("turbo2", "affine4", "window=40,sinks=2", "slack=0,tail=20", 1, torch.float32),
+        ("affine4", "turbo2", "", "page=128,tail=20,slack=0", 1, torch.float32),
+        ("raw", "raw", "window=70,sinks=4", "step=1", "padded", torch.float32),
+    )
+]
+CHUNKS = (63, 1, 7, 1, 60, 1, 29)  # a single token that ends a page, and a chunk that does
+
+pytestmark = [
+    needed,
+    pytest.mark.usefixtures("pages_as_on_a_gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
+]
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows lie where the kernels run, and nobody else reads them."""
+    monkeypatch.setattr(cases, "DEVICE", DEVICE)
+    for laws in (test_layers, test_what_a_query_sees):
+        monkeypatch.setattr(laws, "readers", lambda view: [NAME])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_query_sees_what_the_rule_says(case: Case) -> None:
+    prefill = "dense" if case.dtype == torch.float32 else "stored"
+    test_what_a_query_sees.every_query_sees_what_the_rule_says(case, prefill, CHUNKS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention_is_over_read_rows(case: Case) -> None:
+    test_layers.attention_is_over_read_rows(case)

@@ -2,7 +2,7 @@
 
 A quarter of an hour and 12 GiB: `python tools/qwen3.py`. Weights and rows are random, the caches
 are made for 40,960 tokens. All formats decode one token each in turn, so what else the machine does
-hits all; memory is that of a process of its own for each (see kvant.bench.contest).
+hits all; memory is that of a process of its own for each (see kvant.bench.memory).
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from typing import Any
 import torch
 
 import kvant
-from kvant.bench.contest import FIRST, Contestant, alone, build, filled, mark, random_rows, resident
+from kvant.bench.contest import FIRST, SHAPES, Contestant, build, filled, random_rows
 from kvant.bench.markdown import markdown
+from kvant.bench.memory import alone, mark, resident
 from kvant.bench.report import machine, progress
 from kvant.hf import cache_for
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "qwen3.md"
-SIZES = {"hidden_size": 2048, "intermediate_size": 6144}  # beside those of Qwen3-0.6B
-LAYERS, CAPACITY = 28, 40960
-HEADS = kvant.Shape(LAYERS, 8, 128, 128)
+SIZES = SHAPES["0.6b"] | {"hidden_size": 2048, "intermediate_size": 6144}
+CAPACITY = 40960
+WARM = FIRST["dynamic"]
+HEADS = kvant.Shape(SIZES["num_hidden_layers"], 8, 128, 128)
 FORMATS = ("raw", "affine8", "affine4", "turbo4v4", "turbo4v2")
 CONTEXTS = {100: 41, 8192: 21}  # rows that are there: tokens decoded by each
 INTRO = """# Qwen3-1.7B's shape, made for 40,960 tokens
@@ -48,24 +50,24 @@ def decoded(model: Any, context: int, tokens: int) -> dict[str, Contestant]:
     """Every format with so many rows, after so many tokens each in turn."""
     rows = random_rows(model, context)
     ready = {name: filled(model, spec(name), *rows) for name in FORMATS}
-    for turn in range(FIRST + tokens):
-        progress(f"{context} rows: token {turn + 1} of {FIRST + tokens}")
+    for turn in range(WARM + tokens):
+        progress(f"{context} rows: token {turn + 1} of {WARM + tokens}")
         for contestant in ready.values():
-            contestant.decode(model)
+            contestant.decode()
     for contestant in ready.values():
-        del contestant.seconds[:FIRST]
+        del contestant.laps[:WARM]
     return ready
 
 
 @torch.no_grad()
 def peak(name: str, context: int) -> int | None:
     """The most memory beside the weights while a token is decoded: in a process of its own."""
-    model = build(LAYERS, **SIZES)
+    model = build(SIZES)
     before = mark()
     contestant = filled(model, spec(name), *random_rows(model, context))
     mark()
-    for _ in range(FIRST):
-        contestant.decode(model)
+    for _ in range(WARM):
+        contestant.decode()
     return None if before is None else resident("VmHWM") - before
 
 
@@ -89,7 +91,7 @@ def sizes(model: Any, name: str) -> dict[str, Any]:
 
 def main() -> None:
     progress("building the model")
-    model = build(LAYERS, **SIZES)
+    model = build(SIZES)
     parameters = model.num_parameters() / 1e9
     rows = {name: sizes(model, name) for name in FORMATS}
     found: list[dict[str, Any]] = []

@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 SCRIPT = """
 import torch
 from kvant.arenas.reserve import reserved
-from kvant.bench.contest import resident
+from kvant.bench.memory import resident
 
 used = torch.empty(1 << 24, dtype=torch.uint8).fill_(1)
 del used

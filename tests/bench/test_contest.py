@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
+from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kvant.bench import contest, decode
+from kvant.bench import contest, decode, memory
+from kvant.bench.device import DEVICES
 
 TINY = {
     "hidden_size": 64,
@@ -21,7 +25,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "SHAPE", contest.SHAPE | TINY)
+    monkeypatch.setitem(contest.SHAPES, "0.6b", contest.SHAPES["0.6b"] | TINY)
 
 
 def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,33 +42,82 @@ def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) ->
     for row in told["rows"]:
         assert row["tokens"] == 3
         assert row["median_ms"] >= row["best_ms"] > 0 and row["ratio"] > 0
+        assert "host_ms" not in row  # on a CPU it is the same
         assert row["peak_mib"] is None
         dense = row["rows"] * 2 * 2 * 2 * 32 * 2 / 2**20  # layers, sides, heads, width, bytes
         assert row["rest_mib"] == dense if row["cache"] == "dynamic" else row["rest_mib"] > 0
 
 
 def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> None:
-    model = contest.build(2)
-    theirs, ours = contest.measure(model, "raw", 40, repeats=3)
-    length = 40 + contest.FIRST + 3
+    task = contest.Task(layers=2, repeats=3)
+    theirs, ours = contest.measure(contest.build(task.sizes), "raw", 40, task)
+    length = 40 + task.first + 3
     assert theirs.cache.get_seq_length() == ours.cache.get_seq_length() == length
     for layer, state in zip(theirs.cache.layers, ours.cache.states, strict=True):
         torch.testing.assert_close(state.read()[0][:, :, :40], layer.keys[:, :, :40])
         torch.testing.assert_close(state.read()[1], layer.values, atol=2e-2, rtol=2e-2)
     stats = ours.cache.stats()
-    assert (stats["fused"], stats["materialized"]) == (2 * (contest.FIRST + 3), 0)
+    assert (stats["fused"], stats["materialized"]) == (2 * (task.first + 3), 0)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "affine8"])
 def test_a_peak_is_a_number_where_the_system_keeps_one(name: str) -> None:
-    found = contest.peak(1, name, 40, 2, torch.get_num_threads())
-    assert (found is None) == (contest.mark() is None)
+    task = contest.Task(layers=1, repeats=2)
+    found = contest.peak(task, name, 40, torch.get_num_threads())
+    assert (found is None) == (memory.mark() is None)
     assert found is None or found >= 0
 
 
 @pytest.mark.parametrize(
-    ("contexts", "formats", "why"), [("0", "raw", "1 row"), ("8", "raww", "raww")]
+    ("contexts", "given", "why"),
+    [
+        ("0", {}, "1 row"),
+        ("8", {"formats": "raww"}, "raww"),
+        ("8", {"shape": "9b"}, "--shape 9b: known are 0.6b, 8b"),
+        ("8", {"baseline": "quick"}, "--baseline quick: known are dynamic, static"),
+        ("8", {"device": "tpu"}, "--device tpu: known are cpu, cuda"),
+    ],
 )
-def test_what_cannot_be_measured_is_refused(contexts: str, formats: str, why: str) -> None:
+def test_what_cannot_be_measured_is_refused(contexts: str, given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        decode.main(contexts, formats=formats, layers=1, peaks=False)
+        decode.main(contexts, layers=1, peaks=False, **given)
+
+
+def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_length(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def compiled(forward: Any, **how: Any) -> Any:
+        done.append(how["mode"])
+        return forward
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
+    task = contest.Task(layers=2, repeats=3, baseline="static")
+    model = contest.build(task.sizes)
+    for context in (40, 60):
+        theirs, ours = contest.measure(model, "raw", context, task)
+        length = context + task.first + 3
+        assert (theirs.name, len(theirs.laps), len(ours.laps)) == ("static", 3, 3)
+        assert ours.cache.get_seq_length() == int(theirs.cache.get_seq_length()) == length
+        for layer, state in zip(theirs.cache.layers, ours.cache.states, strict=True):
+            assert layer.max_cache_len % 64 == 0 and 0 <= layer.max_cache_len - length < 64
+            keys, values = state.read()[:2]
+            torch.testing.assert_close(layer.keys[:, :, :context], keys[:, :, :context])
+            torch.testing.assert_close(layer.values[:, :, :length], values, atol=2e-2, rtol=2e-2)
+    assert done.count("reset") == 2 and done[:2] == ["reset", "reduce-overhead"]
+
+
+def test_another_process_can_be_given_a_task() -> None:
+    for device in DEVICES.values():
+        task = pickle.loads(pickle.dumps(contest.Task(shape="8b", device=device)))
+        assert (task.shape, task.device.name) == ("8b", device.name)
+
+
+def test_the_larger_shape_has_eight_billion_weights() -> None:
+    sizes = contest.Task(shape="8b").sizes
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+    assert round(model.num_parameters() / 1e9, 2) == 8.03
+    assert contest.Task(shape="8b", layers=3).sizes == sizes | {"num_hidden_layers": 3}

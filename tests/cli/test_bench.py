@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvant.bench
 from kvant.cli.bench import NAMES
@@ -49,6 +50,7 @@ def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
+        (("attend", "--device", "tpu"), "--device tpu: known are cpu, cuda"),
         (("attend9",), "known are append, attend, decode, prefill"),
         (("prefill", "--chunks", "0"), "--chunks 0"),
         (("prefill", "--prompt", "99999"), "the context of the model"),
@@ -65,6 +67,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     code, out, error = call("bench", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error
+
+
+@pytest.mark.parametrize(
+    "words", [("attend",), ("decode",), ("decode", "--contexts", "8")], ids=str
+)
+def test_a_gpu_that_is_not_there_is_one_line_and_exit_code_2(
+    words: tuple[str, ...], call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, out, error = call("bench", *words, "--device", "cuda")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: --device cuda: torch ") and "finds no GPU here" in error
 
 
 def test_the_module_takes_the_same_words_and_fails_the_same_way() -> None:

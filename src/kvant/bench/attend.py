@@ -1,28 +1,32 @@
-"""What attention of the newest tokens over N stored rows costs, beside torch and a plain read.
+"""What attention of the newest tokens over N stored rows costs, beside torch and a plain pass.
 
-All of a length are run in turn, so what else the machine does hits all. `torch` is three ways to
-say it over the same bf16 rows: SDPA with enable_gqa, SDPA with the queries of a group folded into
-their length, and softmax(q k) v by hand; of several tokens (`--queries`) each sees the rows up to
-its own. `stream` adds up as many bytes as the raw rows have. `share` is the time of a plain read of
-a format's bytes, by that figure, over the time taken. Of several `--backend`s each reads them all.
+All of a length are run in turn, so what else the machine does hits all. `torch` is what it has to
+say it over the same bf16 rows (ways.py). `stream` moves as many bytes as the raw rows have: on a
+CPU it adds them up, on a GPU it copies half of them. `share` is the time of a plain pass over a
+format's bytes, by that figure, over the time taken. Of several `--backend`s each reads them all.
+
+On a GPU everything is there often enough that what a call reads has left the cache before it comes
+again; a figure is what the GPU does, and `host_ms` what Python takes to ask for it.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvant.attention import attend, explain
+from kvant.bench.clock import Call, Clock, Lap
+from kvant.bench.device import Device, chosen_device
 from kvant.bench.picture import check_plot, draw
 from kvant.bench.report import Json, check_files, numbers, progress, run, show
 from kvant.cache import Cache
@@ -30,8 +34,7 @@ from kvant.contracts import View
 from kvant.native import library
 
 CHUNK = 4096  # rows put into a cache at once
-Call = Callable[[], Any]
-Way = tuple[str, str]  # a format, or another way, and the backend that reads it
+Name = tuple[str, str]  # a format, or another way, and the backend that reads it
 
 
 def stored(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
@@ -45,43 +48,42 @@ def stored(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View,
     return state.append(keys[:, :, before:], values[:, :, before:]), cache.nbytes_used
 
 
-def torch_ways(q: Tensor, keys: Tensor, values: Tensor) -> dict[str, Call]:
-    heads, length, dim = keys.shape[1:]
-    queries, group = q.shape[2], q.shape[1] // heads
-    folded = q.view(1, heads, -1, dim)
-    mask = None
-    if queries > 1:
-        mask = torch.ones(queries, length, dtype=torch.bool).tril(length - queries)
-    folded_mask = None if mask is None else mask.repeat(group, 1)
-
-    def by_hand() -> Any:
-        scores = folded @ keys.transpose(2, 3) * dim**-0.5
-        if folded_mask is not None:
-            scores = scores.masked_fill(~folded_mask, -torch.inf)
-        return scores.softmax(-1) @ values
-
-    return {
-        "torch gqa": lambda: sdpa(q, keys, values, attn_mask=mask, enable_gqa=True),
-        "torch folded": lambda: sdpa(folded, keys, values, attn_mask=folded_mask),
-        "torch by hand": by_hand,
-    }
+def sets(
+    name: str, keys: Tensor, values: Tensor, queries: int, device: Device
+) -> list[tuple[View, int]]:
+    """The same rows in a format, as often as the device needs them, and the bytes of each."""
+    first = stored(name, keys, values, queries)
+    more = range(1, copies(first[1], device.cached))
+    return [first, *(stored(name, keys, values, queries) for _ in more)]
 
 
-def in_turn(calls: dict[Way, Call], repeats: int) -> dict[Way, list[float]]:
-    seconds: dict[Way, list[float]] = {name: [] for name in calls}
+def copies(nbytes: int, cached: int) -> int:
+    """How many inputs of so many bytes it takes, so that all but one fill a cache."""
+    return 1 + -(-cached // nbytes)
+
+
+def rotating(calls: Sequence[Call]) -> Call:
+    """One after the other."""
+    following = cycle(calls)
+    return lambda: next(following)()
+
+
+def in_turn(calls: Mapping[Name, Call], repeats: int, clock: Clock) -> dict[Name, list[Lap]]:
+    laps: dict[Name, list[Lap]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
+        clock.turn()
         for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
+            lap = clock.lap(call)
             if turn:  # the first finds nothing in the caches
-                seconds[name].append(time.perf_counter() - begin)
-    return seconds
+                laps[name].append(lap)
+    return laps
 
 
 @dataclass(frozen=True)
 class Task:
     """What is asked of every way, and how often."""
 
+    batch: int
     heads: int
     group: int
     dim: int
@@ -94,39 +96,72 @@ class Task:
         return [None] if self.backend is None else [*self.backend.split(",")]
 
 
-def measure(length: int, names: list[str], task: Task) -> list[dict[str, Any]]:
-    keys, values = torch.randn(2, 1, task.heads, length, task.dim).bfloat16()
-    q = torch.randn(1, task.heads * task.group, task.queries, task.dim).bfloat16()
-    views = {name: stored(name, keys, values, task.queries) for name in ["raw", *names]}
-    nbytes_of = {name: nbytes for name, (_, nbytes) in views.items()}
-    raw = torch.ones(nbytes_of["raw"] // 4)
-    calls: dict[Way, Call] = {(n, ""): c for n, c in torch_ways(q, keys, values).items()}
-    calls["stream", ""] = raw.sum
+def measure(
+    length: int, names: list[str], task: Task, device: Device
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """A row for each way and backend, and a line for each way of torch that does not run."""
+    shape = task.batch, task.heads, length, task.dim
+    keys, values = torch.randn(2, *shape, device=device.name).bfloat16()
+    asked = task.batch, task.heads * task.group, task.queries, task.dim
+    q = torch.randn(asked, device=device.name).bfloat16()
+    held = {name: sets(name, keys, values, task.queries, device) for name in ["raw", *names]}
+    nbytes_of = {name: found[0][1] for name, found in held.items()}
+    moved = nbytes_of["raw"]
+    calls, skipped = torch_calls(q, keys, values, device)
+    passes = range(copies(moved, device.cached))
+    calls["stream", ""] = rotating([device.stream(moved) for _ in passes])
+    calls |= our_calls(q, {name: [view for view, _ in found] for name, found in held.items()}, task)
+    laps = in_turn(calls, task.repeats, device.clock)
+    nbytes = {name: nbytes_of.get(name[0], moved) for name in laps}
+    return [{"rows": length} | row for row in figures(laps, nbytes, device.clock)], skipped
+
+
+def torch_calls(
+    q: Tensor, keys: Tensor, values: Tensor, device: Device
+) -> tuple[dict[Name, Call], list[str]]:
+    """All ways of torch read the same inputs, each the one after that of the call before."""
+    ways, skipped = device.ways(q, keys, values)
+    more = copies(keys.nbytes + values.nbytes, device.cached) - 1
+    inputs = cycle([(keys, values), *((keys.clone(), values.clone()) for _ in range(more))])
+
+    def call(name: str) -> Call:
+        way = ways[name]
+        return lambda: way(*next(inputs))
+
+    return {(name, ""): call(name) for name in ways}, skipped
+
+
+def our_calls(q: Tensor, views: Mapping[str, list[View]], task: Task) -> dict[Name, Call]:
+    calls = {}
     for backend in task.backends:
-        for name, (view, _) in views.items():
-            runs = backend or explain(view).backend
-            calls[name, runs] = partial(attend, q, view, backend=backend)
-    seconds = in_turn(calls, task.repeats)
-    medians = {way: statistics.median(times) for way, times in seconds.items()}
-    best = min(median for (name, _), median in medians.items() if name.startswith("torch"))
-    raw_median = next(median for (name, _), median in medians.items() if name == "raw")
-    rows = []
-    for (name, backend), median in medians.items():
-        nbytes = nbytes_of.get(name, raw.nbytes)
-        rows.append(
-            {
-                "rows": length,
-                "way": name,
-                "backend": backend,
-                "median_ms": median * 1e3,
-                "best_ms": min(seconds[name, backend]) * 1e3,
-                "gb_s": nbytes / median / 1e9,
-                "share": medians["stream", ""] * nbytes / raw.nbytes / median,
-                "against_torch": best / median,
-                "against_raw": raw_median / median,
-            }
-        )
-    return rows
+        for name, same in views.items():
+            runs = backend or explain(same[0]).backend
+            calls[name, runs] = rotating([partial(attend, q, v, backend=backend) for v in same])
+    return calls
+
+
+def figures(
+    laps: Mapping[Name, Sequence[Lap]], nbytes: Mapping[Name, int], clock: Clock
+) -> list[dict[str, Any]]:
+    seconds = {name: [lap.seconds for lap in found] for name, found in laps.items()}
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    best = min(median for (way, _), median in medians.items() if way.startswith("torch"))
+    raw = next(median for (way, _), median in medians.items() if way == "raw")
+    stream = medians["stream", ""] / nbytes["stream", ""]  # seconds a byte
+    return [
+        {
+            "way": name[0],
+            "backend": name[1],
+            "median_ms": median * 1e3,
+            "best_ms": min(seconds[name]) * 1e3,
+            "gb_s": nbytes[name] / median / 1e9,
+            "share": stream * nbytes[name] / median,
+            "against_torch": best / median,
+            "against_raw": raw / median,
+            **clock.beside(laps[name]),
+        }
+        for name, median in medians.items()
+    ]
 
 
 def main(
@@ -135,6 +170,7 @@ def main(
         str, typer.Option(help="of the spec language, beside raw")
     ] = "affine8,fp8,affine8v4,affine6,affine4,turbo4v4,turbo3v3,turbo4v2",
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="sequences, each of so many rows")] = 1,
     heads: int = 8,
     group: Annotated[int, typer.Option(min=1, help="queries that share a key head")] = 4,
     dim: int = 128,
@@ -143,10 +179,12 @@ def main(
         str | None, typer.Option(help="that reads the pages, or several; the preferred one")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="calls a figure")] = 25,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU")] = "cpu",
     plot: Annotated[Path | None, typer.Option(help="also draw the medians: F.png")] = None,
     json: Json = False,
 ) -> None:
-    """Attention of the newest tokens, one layer, bf16, batch 1."""
+    """Attention of the newest tokens, one layer, bf16."""
+    where = chosen_device(device)
     check_files(plot=plot)
     check_plot(plot)
     points = numbers("lengths", lengths)
@@ -154,16 +192,21 @@ def main(
         raise ValueError(f"--lengths {lengths}: as many rows as queries ({queries}) or more")
     if threads is not None:
         torch.set_num_threads(threads)
-    task = Task(heads, group, dim, queries, repeats, backend)
+    task = Task(batch, heads, group, dim, queries, repeats, backend)
     rows: list[dict[str, Any]] = []
+    skipped: list[str] = []
     for length in points:
         progress(f"{length} rows")
-        rows += measure(length, formats.split(","), task)
+        found, lacking = measure(length, formats.split(","), task, where)
+        rows += found
+        skipped += [f"{length} rows, {line}" for line in lacking]
     progress("")
-    facts = asdict(task) | {"dtype": "bfloat16", "isa": library().isa}
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    facts = asdict(task) | {"dtype": "bfloat16", "isa": library().isa, "skipped": skipped}
     if plot is not None:
         draw(_curves(rows), f"attention of {queries} over N rows", plot, "milliseconds (median)")
-    show("attend", rows, facts, quiet=json)
+    show("attend", rows, facts, quiet=json, device=where)
 
 
 def _curves(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:

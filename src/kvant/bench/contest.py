@@ -1,55 +1,96 @@
 """What one decoded token costs at a context, with the host's own cache and with ours.
 
-The model has the shape of Qwen3-0.6B and random weights, the rows are random and put into the
-caches directly. The baseline, `dynamic`, is transformers' DynamicCache with SDPA. Each format is
-measured beside a baseline of its own, one token each in turn, so two caches are held at most and
-what else the machine does hits both. `ratio` is the baseline's median over the median of the
-format: above 1, ours is faster. `best_ms` is what the machine can do when nothing disturbs it. One
-token in 64 also seals a page: neither figure shows that, the mean of kvant.bench.append does.
+The model has a known shape and random weights, the rows are random and put into the caches
+directly. The baseline is one of transformers, with SDPA: `dynamic`, its DynamicCache, or `static`,
+its StaticCache under a forward compiled as `generate` compiles it; the tokens that compile it are
+not timed, nor as many of ours. Each format is measured beside a baseline of its own, one token each
+in turn, so two caches are held at most and what else the machine does hits both. `ratio` is the
+baseline's median over the median of the format: above 1, ours is faster. `best_ms` is what the
+machine can do when nothing disturbs it. One token in 64 also seals a page: neither figure shows
+that, the mean of kvant.bench.append does.
 
 `rest_mib` is what the cache has allocated for the context. `peak_mib` is what decoding needs beside
 that: the highest resident memory of a process while it decodes as many tokens as are timed, over
-what was resident just before. Each cache has a new process of its own for it, since an allocator
-keeps what earlier work left and hides or adds tens of MiB. The mark is the kernel's own (VmHWM of
-Linux, set back before the first token), so nothing falls between two samples; other systems have no
-such mark, and there it stays empty.
+what was resident just before (memory.py). Each cache has a new process of its own for it, since an
+allocator keeps what earlier work left and hides or adds tens of MiB. On a GPU it is the highest
+memory that torch has allocated there.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
+from kvant.bench.clock import Lap
+from kvant.bench.device import CPU, DEVICES, DYNAMIC, STATIC, Device
+from kvant.bench.memory import alone
 from kvant.bench.report import progress
 from kvant.hf import cache_for
 
-SHAPE: dict[str, Any] = {  # of Qwen3-0.6B
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.6b": {  # Qwen3-0.6B
+        "hidden_size": 1024,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 3072,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 40960,
+    },
+    "8b": {  # the numbers of Llama 3.1 8B, in a model of Qwen3's kind
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 131072,
+    },
 }
-BASELINE = "dynamic"
 FORMATS = "raw,affine8,affine4"
 CHUNK = 2048  # rows put into a cache of ours at once
-FIRST = 2  # tokens that each cache decodes before it is timed
+FIRST = {  # tokens that each cache decodes before it is timed
+    DYNAMIC: 2,
+    STATIC: 4,  # the first compiles, the second is captured as a CUDA graph
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is decoded with every cache, and where; another process can be given it."""
+
+    layers: int | None = None  # those of the shape
+    repeats: int = 9
+    shape: str = "0.6b"
+    device: Device = CPU
+    baseline: str = CPU.baseline
+
+    def __post_init__(self) -> None:
+        for option, given, known in (
+            ("shape", self.shape, SHAPES),
+            ("baseline", self.baseline, FIRST),
+        ):
+            if given not in known:
+                raise ValueError(f"--{option} {given}: known are {', '.join(known)}")
+
+    @property
+    def first(self) -> int:
+        return FIRST[self.baseline]
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        own = {} if self.layers is None else {"num_hidden_layers": self.layers}
+        return SHAPES[self.shape] | own
 
 
 @dataclass
@@ -59,44 +100,54 @@ class Contestant:
     name: str
     cache: Any
     rest: int
-    seconds: list[float] = field(default_factory=list)
+    forward: Callable[..., Any]
+    device: Device = CPU
+    laps: list[Lap] = field(default_factory=list)
 
-    def decode(self, model: Any) -> None:
-        token = torch.ones(1, 1, dtype=torch.int64)
-        begin = time.perf_counter()
-        model(token, past_key_values=self.cache)
-        self.seconds.append(time.perf_counter() - begin)
+    @property
+    def seconds(self) -> list[float]:
+        return [lap.seconds for lap in self.laps]
+
+    def decode(self) -> None:
+        """One token more, once all before it are there: a loop needs each to ask for the next."""
+        token = torch.ones(1, 1, dtype=torch.int64, device=self.device.name)
+        clock = self.device.clock
+        clock.settle()
+        self.laps.append(clock.lap(lambda: self.forward(token, past_key_values=self.cache)))
 
     def figures(self, baseline: Contestant, peak: int | None) -> dict[str, Any]:
-        median = statistics.median(self.seconds)
+        seconds = self.seconds
+        median = statistics.median(seconds)
         return {
             "cache": self.name,
-            "tokens": len(self.seconds),
+            "tokens": len(seconds),
             "median_ms": median * 1e3,
-            "best_ms": min(self.seconds) * 1e3,
+            "best_ms": min(seconds) * 1e3,
             "ratio": statistics.median(baseline.seconds) / median,
             "rest_mib": self.rest / 2**20,
             "peak_mib": None if peak is None else peak / 2**20,
+            **self.device.clock.beside(self.laps),
         }
 
 
-def build(layers: int, **sizes: int) -> Any:
+def build(sizes: Mapping[str, Any], device: Device = CPU) -> Any:
     """The model, in bf16: allocated once, and filled without the host's slow initialization."""
-    shape = SHAPE | {"num_hidden_layers": layers} | sizes
-    config = Qwen3Config(**shape, attn_implementation="sdpa")
+    config = Qwen3Config(**sizes, attn_implementation="sdpa")
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
-    model = model.to(torch.bfloat16).to_empty(device="cpu").eval()
+    model = model.to(torch.bfloat16).to_empty(device=device.name).eval()
     model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffers are computed
-    generator = torch.Generator().manual_seed(0)
+    turning = type(model.model.rotary_emb)(config)  # its buffers are computed
+    model.model.rotary_emb = turning.to(device.name)
+    generator = torch.Generator(device.name).manual_seed(0)
+    token = torch.ones(1, 1, dtype=torch.int64, device=device.name)
     with torch.no_grad():
         for weight in model.parameters():
             if weight.ndim == 1:
                 weight.fill_(1.0)  # a norm
             else:
                 weight.normal_(0.0, 0.02, generator=generator)
-        model(torch.ones(1, 1, dtype=torch.int64))  # memory that the first forward takes for good
+        model(token)  # memory that the first forward takes for good
     return model
 
 
@@ -105,95 +156,87 @@ def random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
     config, generator = model.config, torch.Generator().manual_seed(context)
     shape = (1, config.num_key_value_heads, context, config.head_dim)
     keys, values = torch.randn(2, *shape, dtype=torch.bfloat16, generator=generator)
-    return keys, values
+    return keys.to(model.device), values.to(model.device)
 
 
-def filled(model: Any, name: str, keys: Tensor, values: Tensor) -> Contestant:
-    """A cache of that name that holds these rows in every layer."""
-    if name == BASELINE:
-        cache = DynamicCache(config=model.config)
+def filled(model: Any, name: str, keys: Tensor, values: Tensor, tokens: int = 0) -> Contestant:
+    """A cache of that name that holds these rows in every layer; so many tokens will follow."""
+    device = DEVICES[model.device.type]
+    if name in FIRST:
+        cache, forward = theirs(model, name, keys.shape[2] + tokens)
         for layer in cache.layers:
             layer.update(keys, values)
         rest = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return Contestant(name, cache, rest)
+        return Contestant(name, cache, rest, forward, device)
     cache = cache_for(model, name)
     for begin in range(0, keys.shape[2], CHUNK):
         part = slice(begin, begin + CHUNK)
         for state in cache.states:
             state.append(keys[:, :, part], values[:, :, part])
-    return Contestant(name, cache, cache.states.nbytes)
+    return Contestant(name, cache, cache.states.nbytes, model, device)
+
+
+def theirs(model: Any, name: str, length: int) -> tuple[Any, Callable[..., Any]]:
+    """A cache of the host's for so many rows, and the forward that goes with it."""
+    if name == DYNAMIC:
+        return DynamicCache(config=model.config), model
+    torch.compiler.reset()  # or a second length would be compiled as one that changes
+    # Masks of a length that is a multiple of 64 are read without being copied.
+    cache = StaticCache(config=model.config, max_cache_len=-(-length // 64) * 64)
+    return cache, model.get_compiled_call(None)
 
 
 @torch.no_grad()
-def measure(model: Any, name: str, context: int, repeats: int) -> tuple[Contestant, Contestant]:
+def measure(model: Any, name: str, context: int, task: Task) -> tuple[Contestant, Contestant]:
     """Decode with the baseline and with a format of ours in turn."""
     rows = random_rows(model, context)
-    theirs, ours = (filled(model, one, *rows) for one in (BASELINE, name))
+    tokens = task.first + task.repeats
+    pair = [filled(model, one, *rows, tokens) for one in (task.baseline, name)]
     del rows
-    for _ in range(FIRST + repeats):
-        theirs.decode(model)
-        ours.decode(model)
-    del theirs.seconds[:FIRST], ours.seconds[:FIRST]
-    return theirs, ours
+    for _ in range(tokens):
+        for one in pair:
+            one.decode()
+    for one in pair:
+        del one.laps[: task.first]
+    return pair[0], pair[1]
 
 
 @torch.no_grad()
-def peak(layers: int, name: str, context: int, repeats: int, threads: int) -> int | None:
+def peak(task: Task, name: str, context: int, threads: int) -> int | None:
     """What decoding needs beside the cache, in bytes, where this process does nothing else."""
     torch.set_num_threads(threads)
-    model = build(layers)
-    contestant = filled(model, name, *random_rows(model, context))
-    before = mark()
-    for _ in range(repeats):
-        contestant.decode(model)
-    return None if before is None else max(0, resident("VmHWM") - before)
+    model = build(task.sizes, task.device)
+    contestant = filled(model, name, *random_rows(model, context), task.first + task.repeats)
+    if name == STATIC:
+        for _ in range(task.first):  # what it takes to compile is not what decoding takes
+            contestant.decode()
 
+    def decode() -> None:
+        for _ in range(task.repeats):
+            contestant.decode()
 
-def alone(measured: Callable[..., int | None], *task: Any) -> int | None:
-    """A peak, in a new process."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(measured, *task).result()
-
-
-def mark() -> int | None:
-    """Set the peak back to what is resident now; None where a system has no such mark."""
-    gc.collect()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # or decoding would find memory that filling has not given back
-        trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    return resident("VmRSS")
-
-
-def resident(name: str) -> int:
-    """Bytes, as Linux tells them under that name."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024
+    return task.device.peak(decode)
 
 
 def contest(
-    lengths: Sequence[int], names: Sequence[str], repeats: int, layers: int, peaks: bool
+    lengths: Sequence[int], names: Sequence[str], task: Task, *, peaks: bool
 ) -> list[dict[str, Any]]:
     """A row for each length and each cache; the baseline has one beside every format."""
     if min(lengths) < 1:
         raise ValueError(f"contexts {', '.join(map(str, lengths))}: 1 row or more")
     progress("building the model")
-    model = build(layers)
+    model = build(task.sizes, task.device)
     for name in names:
         cache_for(model, name)  # what does not fit is refused now
     rows: list[dict[str, Any]] = []
     for length in lengths:
-        needs: dict[str, int | None] = dict.fromkeys((BASELINE, *names))
+        needs: dict[str, int | None] = dict.fromkeys((task.baseline, *names))
         for name in needs if peaks else ():
             progress(f"{length} rows, {name}: the peak")
-            needs[name] = alone(peak, layers, name, length, repeats, torch.get_num_threads())
+            needs[name] = alone(peak, task, name, length, torch.get_num_threads())
         for name in names:
             progress(f"{length} rows, {name}: the time")
-            pair = measure(model, name, length, repeats)
+            pair = measure(model, name, length, task)
             rows += [{"rows": length, **one.figures(pair[0], needs[one.name])} for one in pair]
     progress("")
     return rows

@@ -3,7 +3,8 @@
 Without `--contexts` a model, the small one inside the package if none is named, continues a text
 with no cache, with caches of ours, and with peers: time to the first token and tokens a second
 (stream.py), and what one more token costs against the length (latency.py). With `--contexts` a
-larger model with random rows decodes a few tokens at each context (contest.py).
+larger model with random rows decodes a few tokens at each context (contest.py). On a GPU a model
+that generates is timed by this machine's clock: each token is waited for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import typer
 from kvant import demo
 from kvant.bench import contest
 from kvant.bench.candidates import ours
+from kvant.bench.device import Device, chosen_device
 from kvant.bench.latency import check_lengths, curves, latencies, lines
 from kvant.bench.peers import check_names, present
 from kvant.bench.picture import check_plot, draw
@@ -79,10 +81,13 @@ def source(model: Any, tokenizer: Any, count: int) -> list[int]:
     return tokens[:count]
 
 
-def real(name: str | None, settings: Settings, plot: Path | None, *, quiet: bool) -> None:
+def real(
+    name: str | None, settings: Settings, device: Device, plot: Path | None, *, quiet: bool
+) -> None:
     """A model that generates: two tables, a picture and a JSON line."""
     progress("loading the model")
     model, tokenizer = load(name)
+    model = model.to(device.name)
     text = source(model, tokenizer, settings.longest)
     makes = ours(model, split(settings.formats))
     theirs, skipped = present(settings.peers, model, name or str(demo.PATH))
@@ -101,7 +106,7 @@ def real(name: str | None, settings: Settings, plot: Path | None, *, quiet: bool
     facts |= {"peers": {peer: version(peer) for peer in theirs}, "skipped": skipped}
     if plot is not None:
         draw(curves(steps), f"one more token: {facts['model']}, {facts['dtype']}", plot, ONE_MORE)
-    tell("decode", facts | {"rows": generated, "latency": steps})
+    tell("decode", facts | {"rows": generated, "latency": steps}, device)
 
 
 def described(name: str | None, model: Any, settings: Settings) -> dict[str, Any]:
@@ -127,7 +132,7 @@ def chosen(given: Mapping[str, Any], other: Mapping[str, Any], clause: str) -> d
 
 def main(
     contexts: Annotated[
-        str | None, typer.Option(help="a model of Qwen3-0.6B's shape, with so many random rows")
+        str | None, typer.Option(help="a model of a known shape, with so many random rows")
     ] = None,
     model: Annotated[str | None, typer.Option(help="a folder or a name on the hub")] = None,
     formats: Annotated[
@@ -139,7 +144,16 @@ def main(
     tokens: Annotated[int | None, typer.Option(min=2, help="generated: 512")] = None,
     runs: Annotated[int | None, typer.Option(min=1, help="generations of each: 3")] = None,
     repeats: Annotated[int | None, typer.Option(min=1, help="tokens a figure: 15; 9")] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="with --contexts: 28")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="with --contexts: 0.6b (Qwen3-0.6B's), 8b")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="with --contexts: those of the shape")
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="with --contexts: dynamic; on a GPU static, and compiled"),
+    ] = None,
     peaks: Annotated[
         bool | None, typer.Option("--peaks/--no-peaks", help="with --contexts: a process each")
     ] = None,
@@ -148,10 +162,12 @@ def main(
         typer.Option("--apart", help="with --contexts: kernels on threads of their own"),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU")] = "cpu",
     plot: Annotated[Path | None, typer.Option(help="also draw the latency: F.png")] = None,
     json: Json = False,
 ) -> None:
     """What decoding costs: a model without a cache, with ours, with peers; or bare caches."""
+    where = chosen_device(device)
     check_files(plot=plot)
     check_plot(plot)
     if threads is not None:
@@ -159,22 +175,26 @@ def main(
     both = {"formats": formats, "repeats": repeats}
     generating = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
     generating["runs"] = runs
-    contesting = {"layers": layers, "peaks": peaks, "apart": apart}
+    contesting = {"shape": shape, "layers": layers, "baseline": baseline}
+    contesting |= {"peaks": peaks, "apart": apart}
     if contexts is None:
         given = chosen(both | generating, contesting, "with")
-        real(model, Settings(**given), plot, quiet=json)
+        real(model, Settings(**given), where, plot, quiet=json)
     else:
         given = chosen(both | contesting, generating | {"model": model, "plot": plot}, "without")
-        bare(contexts, quiet=json, **given)
+        bare(contexts, where, quiet=json, **given)
 
 
 def bare(
     contexts: str,
+    device: Device,
     *,
     quiet: bool,
     formats: str = contest.FORMATS,
     repeats: int = 9,
-    layers: int = 28,
+    shape: str = "0.6b",
+    layers: int | None = None,
+    baseline: str | None = None,
     peaks: bool = True,
     apart: bool = False,
 ) -> None:
@@ -182,14 +202,18 @@ def bare(
     if apart:
         part_teams()
     points = numbers("contexts", contexts)
-    rows = contest.contest(points, split(formats), repeats, layers, peaks)
-    facts = {"model": "Qwen3-0.6B, random", "layers": layers, "dtype": "bfloat16"}
-    show(
-        "decode",
-        rows,
-        facts | {"transformers": version("transformers"), "apart": apart},
-        quiet=quiet,
-    )
+    task = contest.Task(layers, repeats, shape, device, baseline or device.baseline)
+    rows = contest.contest(points, split(formats), task, peaks=peaks)
+    facts = {
+        "model": f"{task.shape}, random",
+        "layers": task.sizes["num_hidden_layers"],
+        "sizes": task.sizes,
+        "baseline": task.baseline,
+        "dtype": "bfloat16",
+        "transformers": version("transformers"),
+        "apart": apart,
+    }
+    show("decode", rows, facts, quiet=quiet, device=device)
 
 
 if __name__ == "__main__":

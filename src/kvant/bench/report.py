@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvant.bench.device import CPU, Device
 from kvant.bench.endings import command
 
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON line and nothing else.")]
@@ -27,7 +28,7 @@ def run(main: Callable[..., None]) -> None:
     command(app)
 
 
-def machine() -> dict[str, Any]:
+def machine(device: Device = CPU) -> dict[str, Any]:
     """What the figures were taken on."""
     return {
         "processor": _processor(),
@@ -36,6 +37,7 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        **device.facts(),
     }
 
 
@@ -70,9 +72,9 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     Console().print(made)
 
 
-def tell(title: str, facts: Mapping[str, Any]) -> None:
+def tell(title: str, facts: Mapping[str, Any], device: Device = CPU) -> None:
     """Print everything as one JSON line."""
-    print(json.dumps({"bench": title, "machine": machine(), **facts}))
+    print(json.dumps({"bench": title, "machine": machine(device), **facts}))
 
 
 def show(
@@ -81,11 +83,12 @@ def show(
     facts: Mapping[str, Any],
     *,
     quiet: bool,
+    device: Device = CPU,
 ) -> None:
     """A benchmark of one table, which is left out for programs."""
     if not quiet:
         table(title, rows)
-    tell(title, {**facts, "rows": rows})
+    tell(title, {**facts, "rows": rows}, device)
 
 
 def text(value: Any) -> str:

@@ -1,0 +1,135 @@
+"""Where a benchmark runs: all that a GPU needs otherwise than a CPU, so that nobody else asks.
+
+A device tells its clock, what a plain pass over memory is there, what torch has to attend with, how
+much its cache holds of inputs that come again, and the highest memory while something works.
+"""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from kvant.bench.clock import Call, Clock, Events, Wall
+from kvant.bench.memory import resident_peak
+from kvant.bench.ways import Way, gpu_ways, running, torch_ways
+
+DYNAMIC, STATIC = "dynamic", "static"  # caches of the host's
+
+
+class Device(Protocol):
+    @property
+    def name(self) -> str:
+        """As torch and `--device` call it."""
+
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def cached(self) -> int:
+        """Bytes of inputs that it could find again in a cache; 0 where none are kept from it."""
+
+    @property
+    def baseline(self) -> str:
+        """The host's cache, as it decodes fastest here."""
+
+    def stream(self, nbytes: int) -> Call:
+        """A plain pass over memory that moves so many bytes."""
+
+    def ways(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[dict[str, Way], list[str]]:
+        """What torch has, and a line for each way that does not run."""
+
+    def peak(self, work: Callable[[], None]) -> int | None:
+        """Bytes that `work` needs for a moment beside what is there."""
+
+    def facts(self) -> dict[str, Any]:
+        """What there is to say of it beside the processor."""
+
+
+class Cpu:
+    name = "cpu"
+    clock: Clock = Wall()
+    cached = 0
+    baseline = DYNAMIC
+
+    def stream(self, nbytes: int) -> Call:
+        return torch.ones(nbytes // 4).sum
+
+    def ways(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[dict[str, Way], list[str]]:
+        return torch_ways(q, *keys.shape[1:3]), []
+
+    def peak(self, work: Callable[[], None]) -> int | None:
+        return resident_peak(work)
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class Cuda:
+    """The GPU that is current to torch."""
+
+    name = "cuda"
+    clock: Clock = Events()
+    baseline = STATIC
+
+    @property
+    def cached(self) -> int:
+        return int(torch.cuda.get_device_properties(self.name).L2_cache_size)
+
+    def stream(self, nbytes: int) -> Call:
+        source, target = torch.zeros(2, nbytes // 2, dtype=torch.uint8, device=self.name)
+        return partial(target.copy_, source)  # half is read and half is written
+
+    def ways(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[dict[str, Way], list[str]]:
+        return running(gpu_ways(q, *keys.shape[1:3]), keys, values)
+
+    def peak(self, work: Callable[[], None]) -> int | None:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    def facts(self) -> dict[str, Any]:
+        there = torch.cuda.get_device_properties(self.name)
+        return {
+            "gpu": there.name,
+            "gpu_memory": there.total_memory,
+            "gpu_l2": there.L2_cache_size,
+            "multiprocessors": there.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "driver": _driver(),
+        }
+
+
+CPU = Cpu()
+DEVICES: dict[str, Device] = {"cpu": CPU, "cuda": Cuda()}
+
+
+def chosen_device(name: str) -> Device:
+    """What `--device` names, if it is there."""
+    if name not in DEVICES:
+        raise ValueError(f"--device {name}: known are {', '.join(DEVICES)}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"--device cuda: torch {torch.__version__} finds no GPU here; "
+            "install a torch built for it, or leave --device out"
+        )
+    return DEVICES[name]
+
+
+def _driver() -> str | None:
+    """Its version, as its own tool tells it: torch does not know."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    words = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    return next(iter(done.stdout.split()), None)

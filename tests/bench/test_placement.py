@@ -1,0 +1,70 @@
+"""On a GPU everything lies there: shown with tensors that have a device and no values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvant.bench import attend, contest, device
+from kvant.bench.device import Cuda
+from kvant.bench.ways import gpu_ways
+
+SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "head_dim": 32}
+TASK = attend.Task(batch=2, heads=2, group=2, dim=32, queries=1, repeats=3, backend=None)
+
+
+class Elsewhere(Cuda):
+    """A GPU without memory: tensors there do not meet those of the CPU."""
+
+    name = "meta"
+    cached = 200_000
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> None:
+    class Generator(torch.Generator):
+        """There is none for tensors without values."""
+
+        def __new__(cls, where: str = "cpu") -> Generator:
+            return super().__new__(cls)
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    monkeypatch.setitem(device.DEVICES, "meta", Elsewhere())
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_attention(monkeypatch: pytest.MonkeyPatch, done: list[str], queries: int) -> None:
+    def read(q: Any, view: Any, backend: Any) -> None:
+        assert {q.device.type, view.keys.room.device.type, view.start.device.type} == {"meta"}
+
+    monkeypatch.setattr(attend, "attend", read)
+    monkeypatch.setattr(attend, "explain", lambda view: SimpleNamespace(backend="triton"))
+    monkeypatch.setattr(device, "gpu_ways", lambda *a: gpu_ways(*a, lambda flex, **how: flex))
+    task = attend.Task(**vars(TASK) | {"queries": queries})
+    rows, skipped = attend.measure(640, ["affine8"], task, Elsewhere())
+    ways = ["torch gqa", "torch folded", "torch by hand", "torch flash"]
+    assert [row["way"] for row in rows] == [*ways, "stream", "raw", "affine8"]
+    assert [line.split(",")[0] for line in skipped] == ["torch flex: ValueError"]  # of the device
+    assert all(row["median_ms"] == 250.0 and "host_ms" in row for row in rows)
+    assert done.count("hold") == TASK.repeats + 1
+
+
+@pytest.mark.parametrize("baseline", ["dynamic", "static"])
+def test_a_decoded_token(done: list[str], baseline: str) -> None:
+    sizes = contest.SHAPES["0.6b"] | SIZES
+    model = contest.build(sizes, Elsewhere())
+    held = [*model.parameters(), *model.buffers(), *contest.random_rows(model, 40)]
+    assert {one.device.type for one in held} == {"meta"}
+    seen: list[str] = []
+    model.register_forward_pre_hook(lambda _, given: seen.append(given[0].device.type))
+    task = contest.Task(repeats=2, device=Elsewhere(), baseline=baseline)
+    pair = contest.measure(model, "affine8", 40, task)
+    assert seen == ["meta"] * len(seen) and len(seen) == 2 * (task.first + 2)
+    assert [one.seconds for one in pair] == [[0.25, 0.25]] * 2
+    assert [lap for lap in done if lap == "settle"] == ["settle"] * 2 * (task.first + 2)
+    figures = pair[1].figures(pair[0], None)
+    assert figures["median_ms"] == 250.0 and figures["host_ms"] > 0

@@ -133,7 +133,7 @@ def test_what_lies_behind_a_block_does_not_count() -> None:
         torch.set_num_threads(1)
 
 
-def test_the_default_dtype_changes_nothing() -> None:
+def test_the_default_dtype_and_device_change_nothing() -> None:
     """Kernels write floats of 32 bits to memory that is made for them."""
     view = Cache(1, "affine8,tail=0,prefill=stored")[0].append(*torch.randn(2, 2, 4, 400, 64))
     q = torch.randn(2, 8, 37, 64)
@@ -144,6 +144,9 @@ def test_the_default_dtype_changes_nothing() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert lse.dtype == torch.float32
+    assert torch.equal(found, right) and torch.equal(lse, theirs)
+    with torch.device("meta"):
+        found, lse = attend(q, view, return_lse=True, backend="native")
     assert torch.equal(found, right) and torch.equal(lse, theirs)
 
 

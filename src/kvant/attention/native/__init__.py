@@ -59,7 +59,7 @@ class Native:
         shape = (batch, heads, queries, view.values.room.shape[3])
         out = torch.empty(shape, dtype=request.dtype, device=q.device)
         assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
-        lse = None if not request.lse else torch.empty(shape[:3], dtype=torch.float32)
+        lse = out.new_empty(shape[:3], dtype=torch.float32) if request.lse else None
         if request.sink_logits is not None:
             request = replace(request, sink_logits=request.sink_logits.float().contiguous())
         given = record(request, view, out, lse, torch.get_num_threads())

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvant
 from hf.zoo import build
 from kvant import SpecError, demo
+from kvant.eval.outliers import with_outliers
 from kvant.probing import MAX_KL, harm, resolved, trial
 from kvant.probing.choice import CHOICES, promoted, smallest
 from kvant.probing.text import MEANINGLESS
@@ -31,13 +32,7 @@ def plain() -> Any:
 @pytest.fixture(scope="module")
 def outliers(plain: Any) -> Any:
     """The same function; a few channels of keys are a hundred times as large."""
-    twin = copy.deepcopy(plain)
-    for layer in twin.model.layers:
-        keys, queries = layer.self_attn.k_norm.weight, layer.self_attn.q_norm.weight
-        for channel in (3, 11, 3 + 32, 11 + 32):
-            keys.data[channel] *= 100
-            queries.data[channel] /= 100
-    return twin
+    return with_outliers(plain, 100.0, channels=(3, 11))
 
 
 def test_a_harmless_format_is_left_as_it_is(plain: Any, tokenizer: Any) -> None:

@@ -16,14 +16,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from kvant.attention.triton.forms import unread
+from kvant.attention.triton.forms import DTYPES, MAX_DIM, unread
 from kvant.attention.triton.launching import BLOCK, NARROW, available, launch, shared
 from kvant.attention.triton.sealing import sealed, unsealed
 from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
 
-MAX_DIM = 256
 PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

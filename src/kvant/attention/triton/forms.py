@@ -17,6 +17,8 @@ from kvant.codecs.packing import BLOCK, PLANES
 from kvant.contracts import Codec, Side
 from kvant.lasting import lasting
 
+MAX_DIM = 256
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows and queries
 BITS: dict[type, tuple[int, ...]] = {Affine: (8, 4), Codebook: (4, 3, 2)}
 
 

@@ -8,16 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.triton.forms import form, table, third, unread
+from kvant.attention.triton.forms import DTYPES, MAX_DIM, form, table, third, unread
 from kvant.attention.triton.launching import on
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.codecs.levels import boundaries
 from kvant.contracts import Codec, Fields
 from kvant.lasting import lasting
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = 16  # a program
-MAX_DIM = 256
 
 
 def unsealed(codec: Codec, rows: Tensor) -> bool:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from kvant.attention.triton import DTYPES, Triton, operators
+from kvant.attention.triton import Triton, operators
+from kvant.attention.triton.forms import DTYPES
 from kvant.contracts import View
 from kvant.errors import CapacityError, UnsupportedView
 

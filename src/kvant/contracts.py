@@ -176,6 +176,12 @@ class Arena(Protocol):
     def allocate(self, first: int, live: int, stop: int) -> None:
         """Make room for units [first, stop), keeping what [first, live) holds."""
 
+    def close_up(self, first: int, live: int, stop: int) -> None:
+        """Move [first, live) where the same memory has room up to `stop`, if it has any.
+
+        Nobody reads them where they lay: for memory whose address has to stay.
+        """
+
     def nbytes_for(self, first: int, live: int, stop: int) -> int:
         """Bytes allocated once `allocate` made this room."""
 

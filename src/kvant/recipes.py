@@ -65,6 +65,14 @@ class LayerSpec:
         window = self.retention.window
         return float("inf") if window is None else window
 
+    @cached_property
+    def max_held(self) -> int | None:
+        """What the rows that are held never pass; None where only memory is the limit."""
+        retention, limits = self.retention, [] if self.capacity is None else [self.capacity]
+        if retention.window is not None:
+            limits.append(retention.window + retention.sinks)
+        return min(limits, default=None)
+
 
 @dataclass(frozen=True)
 class RecurrentSpec:

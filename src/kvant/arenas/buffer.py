@@ -124,6 +124,15 @@ class Buffer:
             self._move(first, live, taken, base)
         self.taken = taken
 
+    def close_up(self, first: int, live: int, stop: int) -> None:
+        """Move [first, live) within the same memory where that makes room up to `stop`."""
+        base, slots = self._room(first, live, stop)
+        if base == self.base or slots > self.reserved or stop - base > self.reserved:
+            return
+        kept = {name: units.clone() for name, units in self.tensors(first, live).items()}
+        self.base = base
+        self.write(first, kept)
+
     def nbytes_for(self, first: int, live: int, stop: int) -> int:
         return self._room(first, live, stop)[1] * self.unit_nbytes
 

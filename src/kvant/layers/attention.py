@@ -26,14 +26,14 @@ from kvant.contracts import (
     View,
 )
 from kvant.lasting import check_lasts
-from kvant.layers.geometry import Geometry
+from kvant.layers.admission import admitting
 from kvant.layers.ledger import Alone
 from kvant.layers.reach import check_reach
 from kvant.layers.reading import Held, between, unframed, view_of
 from kvant.layers.recoding import nbytes_after, recoded
 from kvant.layers.record import Record
 from kvant.layers.reopening import reopened
-from kvant.layers.rows import check_order, incoming, padding
+from kvant.layers.rows import check_order, incoming
 from kvant.layers.snapshots import exposed, restored
 from kvant.recipes import LayerSpec, Prefill
 
@@ -49,6 +49,7 @@ class Attention:
         self._record: Record | None = None
         self._committed: Record | None = None
         self._committed_spec = spec
+        self._coming: Record | None = None
 
     def leaves(self) -> list[LayerState]:
         return [self]
@@ -72,11 +73,7 @@ class Attention:
 
     @property
     def max_held(self) -> int | None:
-        retention = self.spec.retention
-        limits = [] if self.spec.capacity is None else [self.spec.capacity]
-        if retention.window is not None:
-            limits.append(retention.window + retention.sinks)
-        return min(limits, default=None)
+        return self.spec.max_held
 
     @property
     def capacity(self) -> int | None:
@@ -104,7 +101,7 @@ class Attention:
         prefill: Prefill | None = None,
     ) -> int:
         rows, fitting = self._entering(keys, values, order, prefill)
-        return self._ready(rows, start, fitting).nbytes_with(rows["keys"].shape[2])
+        return self._begin(rows, start, fitting).nbytes_with(rows["keys"].shape[2])
 
     def append(
         self,
@@ -124,7 +121,7 @@ class Attention:
         check_lasts("append")
         rows, fitting = self._entering(keys, values, order, prefill)
         self.ledger.opening(self)
-        before = self._ready(rows, start, fitting)
+        before = self._begin(rows, start, fitting)
         count = rows["keys"].shape[2]
         before.check_room(count)
         framed = {n: codec.frame.rows(rows[n]) for n, codec in self.spec.sides.items()}
@@ -137,17 +134,33 @@ class Attention:
         self.ledger.closing(self)
         return view
 
+    def expect(self) -> View:
+        """Make room for the row of a token; the view that it will have.
+
+        Whoever asked writes the row to where that view has its newest one, and says `arrived`. An
+        append in two halves: the first of them changes nothing that can be read.
+        """
+        check_lasts("expect")
+        self._coming = coming = self._filled().expecting()
+        return view_of(coming, 1, coming.length, coming.dense_rows())
+
+    def arrived(self) -> None:
+        """The row is there; those of the next tokens, too, while there is room and none is due."""
+        self.ledger.opening(self)
+        self._record = self._coming or self._filled().expecting()
+        self.tally.appends += 1
+        self.ledger.closing(self)
+
     def view(self, queries: int = 1) -> View:
         """What the newest tokens see by the rule, without an append.
 
         A view for many of them needs rows that are dense no more: the one that `append` returned
         has them.
         """
-        if self._record is None:
-            raise ValueError("an empty layer has no shapes yet: append first")
+        record = self._filled()
         if not 0 < queries <= self.length:
             raise ValueError(f"a view for {queries} of {self.length} tokens: 1 to {self.length}")
-        view = view_of(self._record, queries, self.length, self._record.dense_rows())
+        view = view_of(record, queries, self.length, record.dense_rows())
         if not view.serves(self.length - queries, view.mask):
             raise ValueError(
                 f"a view for {queries} tokens: rows that the oldest of them saw are sealed or gone;"
@@ -194,17 +207,13 @@ class Attention:
     def rewind(self, to: int) -> None:
         """Go back to length `to`: exact within `slack`, from decoded rows beyond it."""
         check_reach(self, to)
-        if self._record is None or to == self.length:
-            return
         if to == 0:
             self.reset()
-            return
-        record, exact = reopened(self._record, to)
-        self._settle(record)
-        if exact:
-            self.tally.rewinds_exact += 1
-        else:
-            self.tally.rewinds_decoded += 1
+        elif self._record is not None and to != self.length:
+            record, exact = reopened(self._record, to)
+            self._settle(record)
+            self.tally.rewinds_exact += exact
+            self.tally.rewinds_decoded += not exact
 
     def checkpoint(self) -> None:
         """Nothing to do: rows stay until retention lets them go."""
@@ -260,9 +269,15 @@ class Attention:
         """Forget the tokens and free the memory."""
         self._settle(None)
 
+    def _filled(self) -> Record:
+        if self._record is None:
+            raise ValueError("an empty layer has no shapes yet: append first")
+        return self._record
+
     def _settle(self, record: Record | None) -> None:
         self._record = self._committed = record
         self._committed_spec = self.spec
+        self._coming = None
 
     def _entering(
         self, keys: Tensor, values: Tensor | None, order: Order, prefill: Prefill | None
@@ -275,26 +290,11 @@ class Attention:
         rows, familiar = incoming(self.spec, keys, values, order, known)
         return rows, held if familiar else None
 
-    def _ready(
+    def _begin(
         self, rows: Fields, start: Sequence[int] | Tensor | None, fitting: Record | None
     ) -> Record:
-        """The record to append to; one without tokens takes any shape."""
+        """The record to append to."""
         old = self._record
         if old is not None and old is fitting and old.length and start is None:
             return old
-        given = None if start is None else padding(start)
-        if old is not None and old.length:
-            if not old.memory.geometry.fits(rows):
-                raise ValueError(
-                    f"rows of {Geometry.of(rows)} for a layer of {old.memory.geometry}"
-                )
-            if given not in (None, old.memory.start):
-                raise ValueError(f"start {given} for sequences that began at {old.memory.start}")
-            return old
-        geometry = Geometry.of(rows)
-        given = given or (0,) * geometry.batch
-        if len(given) != geometry.batch or min(given) < 0:
-            raise ValueError(f"start {given}: one number >= 0 for each of {geometry.batch}")
-        if old is not None and (old.memory.geometry, old.memory.start) == (geometry, given):
-            return old
-        return Record.fresh(self.spec, geometry, self.tiles, self.tally, given)
+        return admitting(old, rows, start, self.spec, self.tiles, self.tally)

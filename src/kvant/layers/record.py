@@ -127,6 +127,22 @@ class Record:
             dense = self._end(rows, length)
         return Record(self.memory, length, dense, self._sealed(rows, length)), rows
 
+    def expecting(self) -> Record:
+        """The record with one more row, which is still to be written where it will lie.
+
+        Memory stays where it is, as long as it is large enough: rows go to the front of it, and no
+        older view can be read. A page that the row itself belongs to is not sealed here.
+        """
+        self.check_room(1)
+        length, (span, due) = self.length + 1, self._owed(self.length + 1)
+        self.dense.arena.close_up(self.dense.first, self.length, length)
+        self.dense.make_room(length)
+        dense, sealed = Span(self.dense.arena, self.dense.first, length), span
+        if due * self.memory.spec.page < length:
+            span.arena.close_up(span.first, span.stop, due)
+            sealed = self._sealed(Rows.of(dense), length)
+        return Record(self.memory, length, dense, sealed)
+
     def nbytes_with(self, count: int) -> int:
         """What `nbytes` of the record `extended` by so many rows is."""
         self.check_room(count)

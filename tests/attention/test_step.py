@@ -12,6 +12,7 @@ from attention.kernels import DEVICE, GPU, needed
 from kvant import Cache, CapacityError, UnsupportedView, attend
 from kvant.attention.triton import operators
 from kvant.attention.triton.step import Step
+from layers.tagged import same
 
 pytestmark = [
     needed,
@@ -36,7 +37,15 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
 
 
 def begun(state: Any) -> Step:
-    return Step.of(state.view(), torch.tensor([state.length], device=DEVICE))
+    return Step.of(state.expect(), torch.zeros(4, dtype=torch.int64, device=DEVICE))
+
+
+def on(step: Step, state: Any) -> Step:
+    """To the next token, behind more of them than one page has."""
+    if state.length == step.until:
+        assert step.follow(state.expect())
+    step.place[0] = state.length + 1
+    return step
 
 
 def queries() -> Tensor:
@@ -45,16 +54,15 @@ def queries() -> Tensor:
 
 @pytest.mark.parametrize("text", SPECS)
 def test_steps_are_appends_and_attention(text: str) -> None:
-    state, other = (filled(text, start=[0, 9]) for _ in range(2))
-    step, new = begun(state), rows(5)
-    for t in range(5):
-        step.length.add_(1)
-        q, (keys, values) = queries(), (row[:, :, t : t + 1] for row in new)
-        expected = attend(q, other.append(keys, values), backend="reference")
-        assert (step(q, keys, values) - expected).abs().max() < 1e-5
-    state.append(*new)  # who is done tells the layer, which has them where they belong
-    for one, same in zip(state.read(), other.read(), strict=True):
-        assert torch.equal(one, same)
+    state, other = (filled(text, 190, start=[0, 9]) for _ in range(2))
+    step = begun(state)
+    for _ in range(8):  # at 195 a page falls due
+        new = rows(1)
+        q, view = queries(), other.append(*new)
+        expected = attend(q, view, backend="reference")
+        assert (on(step, state)(q, *new) - expected).abs().max() < 1e-5
+        state.arrived()
+    same(state.snapshot(), other.snapshot())
 
 
 @pytest.mark.parametrize("text", SPECS)
@@ -66,10 +74,11 @@ def test_rows_and_queries_lie_anyhow(text: str) -> None:
         lambda x: torch.stack((x, -x), -1)[..., 0],
         lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     ):
-        step.length.add_(1)
+        on(step, state)
         q, (keys, values) = queries(), rows(1)
         expected = attend(q, other.append(keys, values), backend="reference")
         assert (step(lies(q), lies(keys), lies(values)) - expected).abs().max() < 1e-5
+        state.arrived()
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # what it holds is the same for ever
@@ -77,10 +86,11 @@ def test_rows_and_queries_lie_anyhow(text: str) -> None:
 def test_a_step_is_one_graph(text: str) -> None:
     state, other = (filled(text) for _ in range(2))
     step = begun(state)
+    step.place[0] = state.length
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        step.length.add_(1)
+        step.place[0].add_(1)
         return step(q, keys, values, softcap=9.0)
 
     for _ in range(3):
@@ -113,8 +123,10 @@ def test_its_operators_are_what_they_say(text: str) -> None:
 def test_steps_end_where_the_memory_or_the_sealed_pages_do() -> None:
     assert begun(filled("raw")).until == 200
     assert begun(filled("affine8,tail=3")).until == 194  # with the next one 192 rows are due
-    with pytest.raises(CapacityError, match="no room for a step behind 200 tokens"):
+    with pytest.raises(CapacityError, match="201 tokens for a capacity of 200"):
         begun(filled("raw", 200))
+    with pytest.raises(CapacityError, match="no room for a step behind 191 tokens: the page of"):
+        begun(filled("affine8,tail=0", 191))
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8,tail=3"])
@@ -122,15 +134,26 @@ def test_a_step_too_far_writes_nothing(text: str) -> None:
     """Behind the room of one head lies that of the next one."""
     step = begun(filled(text))
     q, new = queries(), rows(1)
-    step.length.fill_(step.until)
+    step.place[0] = step.until
     last = step(q, *new)
     sides = step.view.keys, step.view.values
     before = [side.room.clone() for side in sides]
     for beyond in (1, 2, 50, 1 << 40):
-        step.length.fill_(step.until + beyond)
+        step.place[0] = step.until + beyond
         assert torch.equal(step(q, *rows(1)), last)
         for side, held in zip(sides, before, strict=True):
             assert torch.equal(side.room.nan_to_num(), held.nan_to_num())
+
+
+def test_a_step_does_not_follow_where_memory_moved() -> None:
+    state = filled("affine8,tail=3")
+    step = begun(state)
+    place = step.place.clone()
+    assert not step.follow(filled("affine8,tail=3").expect())
+    state.clear()
+    state.append(*rows(150))
+    assert not step.follow(state.expect())
+    assert torch.equal(step.place, place)
 
 
 def test_what_steps_cannot_follow_is_said() -> None:
@@ -167,7 +190,6 @@ def test_a_captured_step_is_replayed(text: str) -> None:
     state, other = (filled(text) for _ in range(2))
     step, graph = begun(state), torch.cuda.CUDAGraph()
     q, (keys, values) = queries(), rows(1)
-    step.length.add_(1)
     step(q, keys, values)  # compiles
     with torch.cuda.graph(graph):
         out = step(q, keys, values)
@@ -175,7 +197,7 @@ def test_a_captured_step_is_replayed(text: str) -> None:
         new_q, new = queries(), rows(1)
         for held, fresh in zip((q, keys, values), (new_q, *new), strict=True):
             held.copy_(fresh)
-        step.length.fill_(151 + t)
+        step.place[0] = 151 + t
         graph.replay()
         expected = attend(new_q, other.append(*new), backend="reference")
         assert (out - expected).abs().max() < 1e-5

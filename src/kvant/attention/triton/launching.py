@@ -54,12 +54,11 @@ class Plan:
 
 
 def launch(
-    request: Request, view: View, length: Tensor | None = None
+    request: Request, view: View, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Outputs and log-sum-exp, of as many queries at a time as the scratch allows.
 
-    A `length`, one number on the device, says how many columns there are; those of the view are
-    then all that there may be.
+    With a `place`, that of a `Step`, the view is all the memory that there is.
     """
     batch, heads, queries, _ = request.q.shape
     dim = view.values.room.shape[3]
@@ -68,7 +67,7 @@ def launch(
     step = max(1, SCRATCH // (2 * batch * heads * dim))
     with on(out.device):
         for first in range(0, queries, step):
-            _launch(request, view, first, min(first + step, queries), out, lse, length)
+            _launch(request, view, first, min(first + step, queries), out, lse, place)
     return out, lse
 
 
@@ -84,7 +83,7 @@ def _launch(
     stop: int,
     out: Tensor,
     lse: Tensor | None,
-    length: Tensor | None,
+    place: Tensor | None,
 ) -> None:
     """Queries [first, stop) of those asked for."""
     from kvant.attention.triton.kernels import attend, records
@@ -104,7 +103,7 @@ def _launch(
         view.page_table,
         view.page_table.stride(0),
         view.start,
-        length,
+        place,
         _rule(request, view),
         view.columns,
         view.columns - request.q.shape[2] + first,

@@ -22,47 +22,35 @@ FIELDS: dict[type, tuple[str, ...]] = {
 NONE = -1  # where there is no number
 
 
-def put(view: View, length: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Rows [B, H, 1, D] of a token, to the column that is the newest by `length`."""
-    rooms = view.keys.room, view.values.room
-    slot = view.keys.slot
-    _put(*rooms, keys, values, length, slot - view.dense_from, slot + view.keys.count)
+def put(view: View, place: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Rows [B, H, 1, D] of a token, to the column that is the newest by `place`."""
+    _put(view.keys.room, view.values.room, keys, values, place)
 
 
 def decode(
     view: View,
-    length: Tensor,
+    place: Tensor,
     q: Tensor,
     scale: float,
     softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    """Attention of a token's queries, in float32, over as much of the view as `length` says."""
+    """Attention of a token's queries, in float32, over as much of the memory as `place` says."""
     mask, paging = view.mask, view.paging
     numbers = [
         *_numbers(view.keys.codec),
         *_numbers(view.values.codec),
         *(NONE if n is None else n for n in (mask.window, mask.chunk, paging.tail)),
-        *(mask.sinks, paging.page, paging.dense_until, view.first_page, view.dense_from),
-        *(view.keys.slot, view.keys.count),
+        *(mask.sinks, paging.page, paging.dense_until),
     ]
     keys, values = _tensors(view.keys), _tensors(view.values)
-    table, start = view.page_table, view.start
     rest = numbers, scale, softcap, sink_logits
-    out: Tensor = _decode(q, keys, values, table, start, length, *rest)
+    out: Tensor = _decode(q, keys, values, view.page_table, view.start, place, *rest)
     return out
 
 
 @custom_op("kvant::put", mutates_args=("key_room", "value_room"))
-def _put(
-    key_room: Tensor,
-    value_room: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    length: Tensor,
-    shift: int,
-    slots: int,
-) -> None:
+def _put(key_room: Tensor, value_room: Tensor, keys: Tensor, values: Tensor, place: Tensor) -> None:
     from kvant.attention.triton.kernels.put import put
     from kvant.attention.triton.kernels.records import Rows
 
@@ -72,9 +60,8 @@ def _put(
     with on(key_room.device):
         put[batch * heads,](
             *(Rows(rows, *rows.stride()[:3]) for rows in (key_room, value_room, keys, values)),
-            length,
-            shift,
-            slots,
+            place,
+            key_room.shape[2],
             HEADS=heads,
             KEY_DIM=dim,
             KEY_WIDE=power(dim),
@@ -91,33 +78,33 @@ def _decode(
     values: list[Tensor],
     table: Tensor,
     start: Tensor,
-    length: Tensor,
+    place: Tensor,
     numbers: list[int],
     scale: float,
     softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:
-    key_codec, value_codec, rest = numbers[:3], numbers[3:6], numbers[6:]
-    window, chunk, tail = (None if n == NONE else n for n in rest[:3])
-    sinks, page, dense_until, first_page, dense_from, slot, count = rest[3:]
+    window, chunk, tail = (None if n == NONE else n for n in numbers[6:9])
+    sinks, page, dense_until = numbers[9:]
+    room = keys[0].shape[2]
     view = View(
-        keys=_side(keys, key_codec, slot, count),
-        values=_side(values, value_codec, slot, count),
+        keys=_side(keys, numbers[:3]),
+        values=_side(values, numbers[3:6]),
         page_table=table,
         start=start,
         mask=Mask(window=window, sinks=sinks, chunk=chunk),
-        columns=dense_from + count,
+        columns=room,
         padding=0,
         paging=Paging(page, tail, dense_until),
-        first_page=first_page,
-        dense_from=dense_from,
-        own_from=dense_from + count,
+        first_page=0,
+        dense_from=0,
+        own_from=room,
         value_dim=values[0].shape[3],
         tiles=None,
         tally=Tally(),
     )
     request = Request(_beside(q), scale, view.mask, softcap, sink_logits, lse=False)
-    return launch(request, view, length)[0]
+    return launch(request, view, place)[0]
 
 
 @_decode.register_fake
@@ -142,7 +129,8 @@ def _tensors(side: Side) -> list[Tensor]:
     return [side.room, side.sinks, *fields]
 
 
-def _side(tensors: list[Tensor], numbers: list[int], slot: int, count: int) -> Side:
+def _side(tensors: list[Tensor], numbers: list[int]) -> Side:
+    """All of the room: which rows of it are there, a step tells the kernels."""
     room, sinks, *fields = tensors
     kind, bits, group = numbers
     made = list(FIELDS)[kind]
@@ -150,4 +138,4 @@ def _side(tensors: list[Tensor], numbers: list[int], slot: int, count: int) -> S
         Raw() if made is Raw else Affine(bits, group) if made is Affine else Codebook(bits)
     )
     sealed: Fields = dict(zip(FIELDS[made], fields, strict=False))
-    return Side(codec, sealed, room, slot, count, sinks)
+    return Side(codec, sealed, room, 0, room.shape[2], sinks)

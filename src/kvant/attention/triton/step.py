@@ -1,55 +1,75 @@
 """One token after the other with nothing but tensors changing: a step that can be captured.
 
-The number of tokens is a tensor that is updated in place, memory is what a fixed capacity took, and
-nothing waits for the device. So a step goes into a CUDA graph, and is two operators to a compiler.
+What changes from token to token is a tensor that is updated in place, memory is what the layer has,
+and nothing waits for the device. So a step goes into a CUDA graph, and is two operators to a
+compiler.
 
-A layer knows nothing of the rows that steps write: who is done appends the same rows to it.
+A layer knows nothing of the rows that steps write: who steps asks it to `expect` them, and tells it
+that they `arrived`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvant.attention.triton import Triton, operators
 from kvant.attention.triton.forms import DTYPES
-from kvant.contracts import View
+from kvant.contracts import Side, View
 from kvant.errors import CapacityError, UnsupportedView
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Step:
-    """Appends the rows of a token behind a view and attends over all of them.
+    """Appends the rows of a token to a layer and attends over all of them.
 
-    `length` is that of the view to begin with; whoever steps adds 1 to it before the first layer.
+    `place[0]` is how many tokens there are, that of this step included: whoever steps sets it.
     """
 
-    view: View
-    length: Tensor  # [1]: tokens, the one of this step included
+    view: View  # all the memory that there is, used or not
+    place: Tensor  # [4]: tokens, the most of them, the page and the column that lie first
     until: int  # the length that no step may pass: beyond it nothing is written
 
     @classmethod
-    def of(cls, view: View, length: Tensor) -> Step:
-        """Behind a view of the newest token of a layer, up to where its memory or its pages end."""
-        device = view.start.device.type
-        if (reason := Triton(device=device).supports(view)) is not None:
+    def of(cls, view: View, place: Tensor) -> Step:
+        """From a view on whose newest row is `expect`ed, as far as memory or sealed pages go."""
+        if (reason := Triton(device=view.start.device.type).supports(view)) is not None:
             raise UnsupportedView(f"no steps behind this view: {reason}")
         first = view.padding + view.keys.sinks.shape[2]
-        if view.columns < first:
-            raise CapacityError(f"{view.columns} tokens: steps can follow once {first} are there")
-        room = view.keys.room.shape[2] - view.keys.slot
-        until = view.dense_from + room
-        sealed = view.first_page + view.page_table.shape[1]
-        until = next(n for n in range(until, -1, -1) if view.paging.due(n) <= sealed)
-        if until <= view.columns:
+        if view.columns <= first:
             raise CapacityError(
-                f"no room for a step behind {view.columns} tokens: append a token to the layer, "
-                "whose spec needs a capacity, and make the step again"
+                f"{view.columns - 1} tokens: steps can follow once {first} are there"
             )
-        count = until - view.dense_from
-        keys, values = replace(view.keys, count=count), replace(view.values, count=count)
-        return cls(replace(view, keys=keys, values=values), length, until)
+        fields = list(view.keys.sealed.values())
+        pages = fields[0].shape[0] // len(view.start) if fields else 0
+        table = view.page_table.new_zeros(len(view.start), pages)
+        step = cls(replace(view, page_table=table), place, 0)
+        step._go_on(view)
+        return step
+
+    def follow(self, view: View) -> bool:
+        """Go on from a later view of the same layer; False where its memory is not the same."""
+        if _memory(view) != _memory(self.view):
+            return False
+        self._go_on(view)
+        return True
+
+    def _go_on(self, view: View) -> None:
+        room = view.keys.room.shape[2] - view.keys.slot
+        sealed = view.first_page + view.page_table.shape[1]
+        due = view.paging.due
+        until = next(n for n in range(view.dense_from + room, -1, -1) if due(n) <= sealed)
+        if until < view.columns:
+            raise CapacityError(
+                f"no room for a step behind {view.columns - 1} tokens: the page of its own row "
+                "falls due with it; append it"
+            )
+        lies = view.first_page, view.dense_from - view.keys.slot
+        self.view.page_table[:, : view.page_table.shape[1]] = view.page_table
+        self.place.copy_(torch.tensor([view.columns, until, *lies]))
+        self.until = until
 
     def __call__(
         self,
@@ -66,9 +86,9 @@ class Step:
         self._check(q, keys, values, sink_logits)
         of_keys, of_values = view.keys.codec.frame, view.values.codec.frame
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        operators.put(view, self.length, of_keys.rows(keys), of_values.rows(values))
+        operators.put(view, self.place, of_keys.rows(keys), of_values.rows(values))
         asked = of_keys.queries(q)
-        out = operators.decode(view, self.length, asked, scale, softcap, sink_logits)
+        out = operators.decode(view, self.place, asked, scale, softcap, sink_logits)
         return of_values.outputs(out).to(q.dtype)
 
     def _check(self, q: Tensor, keys: Tensor, values: Tensor, logits: Tensor | None) -> None:
@@ -95,3 +115,14 @@ class Step:
             )
         if logits is not None and logits.shape != (q.shape[1],):
             raise ValueError(f"sink_logits {list(logits.shape)} for {q.shape[1]} heads: one a head")
+
+
+def _memory(view: View) -> tuple[object, ...]:
+    """What the kernels were told of a view, but for the numbers that a step changes."""
+    tensors = (*_tensors(view.keys), *_tensors(view.values), view.start)
+    lies = tuple((tensor.data_ptr(), tensor.shape) for tensor in tensors)
+    return lies, view.keys.codec, view.values.codec, view.mask, view.paging
+
+
+def _tensors(side: Side) -> tuple[Tensor, ...]:
+    return (side.room, side.sinks, *side.sealed.values())

@@ -37,7 +37,7 @@ def attend(
     table,
     table_batch,
     starts,
-    length,  # None, or where the number of columns is to be read; no more are read than `columns`
+    place,  # None, or where to read what a `Step` changes
     rule,
     columns,
     oldest,
@@ -53,8 +53,9 @@ def attend(
     BLOCK: tl.constexpr,  # columns at a time
     MANY: tl.constexpr,  # more than one query a head
 ):
-    if length is not None:
-        columns = tl.minimum(tl.load(length), columns).to(tl.int32)
+    if place is not None:
+        columns = tl.minimum(tl.load(place), tl.load(place + 1)).to(tl.int32)
+        first_page, dense_from = tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
         oldest, own_from = columns - queries, columns
     extent = Extent(columns, oldest, first_page, num_pages, dense_from, slot, own_from)
     b, head, mine = (
@@ -66,14 +67,24 @@ def attend(
     t, q_head = (number // asked.group).to(tl.int64), head * asked.group + number % asked.group
     tile = _tile(asked, rule, extent, b, head, tl.load(starts + b), q_head, t, queries, TILE)
     if mine < sealed_ranges:
+        if place is not None:
+            span = _share(seam(rule, extent, oldest) - first_page * rule.page, sealed_ranges, BLOCK)
         table += b.to(tl.int64) * table_batch
         ahead = mine * span
         found = over_pages(tile, asked, keys, values, table, rule, extent, ahead, span, BLOCK, MANY)
         _put(partial, values.dim, asked, tile, q_head, t, queries, found)
     else:
+        if place is not None:
+            span = _share(columns - dense_from, tl.num_programs(2) - sealed_ranges, BLOCK)
         ahead = (mine - sealed_ranges) * span
         dense = over_rows(tile, asked, keys, values, rule, extent, ahead, span, BLOCK, MANY)
         _put(partial, values.dim, asked, tile, q_head, t, queries, dense)
+
+
+@triton.jit
+def _share(columns, ranges, BLOCK: tl.constexpr):
+    """How many of the columns that are there now each range takes."""
+    return tl.maximum(4, tl.cdiv(tl.cdiv(columns, ranges), BLOCK)) * BLOCK
 
 
 @triton.jit

@@ -4,14 +4,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["shift", "slots"])
+@triton.jit(do_not_specialize=["slots"])
 def put(
     keys,
     values,
     new_keys,
     new_values,
-    length,
-    shift,  # what the newest column lacks to its slot
+    place,  # what a `Step` changes
     slots,  # that there are: nothing is written behind them
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
@@ -20,8 +19,9 @@ def put(
     VALUE_WIDE: tl.constexpr,
 ):
     b, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
-    slot = tl.load(length) - 1 + shift
-    if (slot >= 0) & (slot < slots):
+    columns = tl.load(place)
+    slot = columns - 1 - tl.load(place + 3)
+    if (columns <= tl.load(place + 1)) & (slot >= 0) & (slot < slots):
         _copy(keys, new_keys, b, head, slot, KEY_DIM, KEY_WIDE)
         _copy(values, new_values, b, head, slot, VALUE_DIM, VALUE_WIDE)
 

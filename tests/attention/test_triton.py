@@ -283,7 +283,7 @@ def test_launches_are_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> 
     state: Any = Cache(1, "raw,capacity=20")[0]
     view = state.append(*torch.randn(2, 1, 2, 9, 32, device=DEVICE))
     attend(asking(view, 2, 1), view, backend=NAME)
-    step = Step.of(view, torch.tensor([10], device=DEVICE))
+    step = Step.of(state.expect(), torch.zeros(4, dtype=torch.int64, device=DEVICE))
     step(asking(view, 2, 1), *torch.randn(2, 1, 2, 1, 32, device=DEVICE))
     assert asked == [view.start.device] * 3
 

@@ -15,6 +15,7 @@ from kvant.attention.native import Native, arrangement
 from kvant.attention.opening import dense_rows, framed_rows, open_pages
 from kvant.attention.reference import Reference
 from kvant.attention.triton import Triton
+from kvant.attention.triton.step import Step
 from kvant.contracts import Backend, Codec, Fields, Mask, Request, Tally, Tiles, View
 from kvant.errors import UnsupportedView
 from kvant.lasting import check_lasts
@@ -22,6 +23,7 @@ from kvant.lasting import check_lasts
 __all__ = [
     "BACKENDS",
     "Explanation",
+    "Step",
     "arrangement",
     "attend",
     "dense_rows",

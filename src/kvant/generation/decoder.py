@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from kvant.cache import Cache
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
-from kvant.hf import HostCache, cache_for, continues, identity
+from kvant.hf import Capture, HostCache, Steps, cache_for, captured, continues, identity
 from kvant.probing import is_auto, resolved, trial
 from kvant.recipes import AnySpec, CacheSpec
 
@@ -85,10 +86,12 @@ class Decoder(Protocol):
 
 
 class HostDecoder:
-    """A model of transformers."""
+    """A model of transformers; on a GPU its single tokens are replayed from a graph, if it can."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
         self.model = model
+        self._capture = capture or (captured if model.device.type == "cuda" else None)
+        self._steps: WeakKeyDictionary[HostCache, Steps] = WeakKeyDictionary()
         takes = inspect.signature(model.forward).parameters
         self._cache = "cache_params" if "cache_params" in takes else "past_key_values"
         self._positions = "position_ids" in takes
@@ -132,17 +135,34 @@ class HostDecoder:
 
     @torch.no_grad()
     def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
-        if memory is not None and memory.length and len(ids) > 1 and not self.continues:
-            return torch.cat([self.logits([token], memory) for token in ids])[-last:]
+        if memory is not None and memory.length:
+            if len(ids) > 1 and not self.continues:
+                return torch.cat([self.logits([token], memory) for token in ids])[-last:]
+            if len(ids) == 1 and (stepped := self._stepped(ids[0], memory)) is not None:
+                return stepped
         device, first = self.model.device, 0 if memory is None else memory.length
+        places = torch.arange(first, first + len(ids), device=device)[None]
+        out = self._forward(torch.tensor([ids], device=device), places, memory, last)
+        return out[0, -last:].float()
+
+    def _stepped(self, token: int, memory: Memory) -> Tensor | None:
+        """The logits after a token that a graph takes; None where there is none."""
+        if self._capture is None:
+            return None
+        cache = cast(HostCache, memory)
+        if cache not in self._steps:
+            self._steps[cache] = Steps(self.model, self._forward, self._capture)
+        out = self._steps[cache].logits(cache, token)
+        return None if out is None else out[0, -1:].to(torch.float32, copy=True)
+
+    def _forward(self, ids: Tensor, places: Tensor, memory: Any, last: int = 1) -> Tensor:
+        """Logits [1, last or more, vocabulary]."""
         arguments: dict[str, Any] = {self._cache: memory, "use_cache": memory is not None}
         if self._positions:
-            place = torch.arange(first, first + len(ids), device=device)
-            arguments["position_ids"] = place[None]
+            arguments["position_ids"] = places
         if self._keeps:
             arguments["logits_to_keep"] = last
-        out = self.model(input_ids=torch.tensor([ids], device=device), **arguments)
-        return cast(Tensor, out.logits[0, -last:].float())
+        return cast(Tensor, self.model(input_ids=ids, **arguments).logits)
 
 
 class CallDecoder:

@@ -6,9 +6,22 @@ from kvant.hf.build import cache_for
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues
 from kvant.hf.encoder_decoder import PairedCache
+from kvant.hf.graph import Capture, captured
 from kvant.hf.identity import identity
+from kvant.hf.steps import Steps
 
 explain.register(HostCache, HostCache.explain)
 explain.register(PairedCache, PairedCache.explain)
 
-__all__ = ["HostCache", "PairedCache", "attach", "cache_for", "continues", "detach", "identity"]
+__all__ = [
+    "Capture",
+    "HostCache",
+    "PairedCache",
+    "Steps",
+    "attach",
+    "cache_for",
+    "captured",
+    "continues",
+    "detach",
+    "identity",
+]

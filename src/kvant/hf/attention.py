@@ -8,7 +8,8 @@ always gave: so a name says which one stands behind it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -97,6 +98,19 @@ def switchable(model: PreTrainedModel) -> list[tuple[Any, str]]:
             if name in NAMES:
                 found[id(module.config)] = (module.config, name)
     return list(found.values())
+
+
+@contextmanager
+def switched(model: PreTrainedModel) -> Iterator[None]:
+    """Within, a model uses the names of ours."""
+    found = switchable(model)
+    for config, name in found:
+        config._attn_implementation_internal = NAMES[name]
+    try:
+        yield
+    finally:
+        for config, name in found:
+            config._attn_implementation_internal = name
 
 
 NAMES = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}  # the host's name: ours over it

@@ -168,8 +168,9 @@ class HostCache(Verbs, TransformersCache):
 
     def fork(self) -> HostCache:
         """A second cache with the same tokens, independent of this one from now on."""
-        notes = copy.deepcopy(self.context.notes)
-        context = replace(self.context, states=self.states.fork(), notes=notes)
+        notes, replays = copy.deepcopy((self.context.notes, self.context.replays))
+        states = self.states.fork()
+        context = replace(self.context, states=states, notes=notes, replays=replays)
         twin = HostCache.__new__(HostCache)
         twin._hold(self.described, context, copy.deepcopy(self._foreign()))
         for old, new in zip(self._attending(), twin._attending(), strict=True):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvant.cache import Cache
 from kvant.errors import CacheError
-from kvant.hf.notes import Notes
+from kvant.hf.notes import Notes, Replays
 
 
 @dataclass(eq=False)
@@ -22,6 +22,7 @@ class Context:
     begun: bool = False  # a forward has brought rows to every layer
     silent: list[int] | None = None  # layers that the last forward before that brought none
     notes: dict[int, Notes] = field(default_factory=dict)
+    replays: Replays = field(default_factory=Replays)
 
     def start(self, batch: int) -> tuple[int, ...] | None:
         """The padding of each row of a batch; beams repeat their sequence."""

@@ -14,7 +14,7 @@ from kvant.spec import spelled
 
 @dataclass(frozen=True)
 class Explanation:
-    """One line for each run of layers that are alike."""
+    """One line for each run of layers that are alike, and how tokens came about."""
 
     lines: tuple[str, ...]
 
@@ -31,10 +31,19 @@ class Explanation:
             where = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
             lines.append(f"{where}, {text}")
             first += count
-        return cls(tuple(lines))
+        return cls((*lines, *_replayed(context)))
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
+
+
+def _replayed(context: Context) -> list[str]:
+    replays, lines = context.replays, []
+    if replays.tokens:
+        lines.append(f"{replays.tokens} tokens were replayed from a graph")
+    if replays.refusal is not None:
+        lines.append(f"tokens are not replayed from a graph: {replays.refusal}")
+    return lines
 
 
 def _stored(layer: HostLayer, recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""What happened to one layer in a host's hands: for `explain` and `stats`."""
+"""What happened to a cache, or one layer of it, in a host's hands: for `explain` and `stats`."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ class Notes:
         self.prompts += other.prompts
         self.materialized += other.materialized
         self.masks += other.masks
+
+
+@dataclass
+class Replays:
+    """How many tokens came from a forward that was captured, and why no others do."""
+
+    tokens: int = 0
+    refusal: str | None = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention import attend, dense_rows
-from kvant.contracts import View
+from kvant.contracts import Mask, View
 from kvant.errors import CacheError, UnsupportedView
 from kvant.hf.lazies import dense
 from kvant.hf.notes import Notes
@@ -86,6 +86,12 @@ class Reading:
             return None
         view, rule = seen
         self.notes.masks += isinstance(rule, Tensor)
+        out = self.over(q, view, rule, question)
+        self.notes.fused += 1
+        return out.reshape(*asked[:3], -1)
+
+    def over(self, q: Tensor, view: View, rule: Mask | Tensor, question: Question) -> Tensor:
+        """Attention over all rows, those that were appended included."""
         out = attend(
             q,
             view,
@@ -95,8 +101,7 @@ class Reading:
             sink_logits=question.sink_logits,
         )
         assert isinstance(out, Tensor)
-        self.notes.fused += 1
-        return out.reshape(*asked[:3], -1)
+        return out
 
     def rows(self, side: SideName, why: str) -> Tensor:
         self.check_dense(why)

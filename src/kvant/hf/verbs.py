@@ -120,6 +120,7 @@ class Verbs:
             "prompts": total.prompts,
             "materialized": sum(total.materialized.values()),
             "masks": total.masks,
+            "replayed": self.context.replays.tokens,
         }
 
     def explain(self) -> Explanation:

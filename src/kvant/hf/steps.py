@@ -1,0 +1,132 @@
+"""Tokens one after the other through a forward that is captured once and then replayed.
+
+The cache makes room and seals what falls due before, and counts the token after: it is at every
+token what ordinary forwards would have made it. A graph lasts while memory stays where it is, which
+a capacity sees to. What cannot be captured is told by `refusal`, and ordinary forwards go on.
+
+Holds the memory that a graph reads, but not the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DummyLayer
+
+from kvant.attention import Step
+from kvant.contracts import View
+from kvant.errors import CapacityError, UnsupportedView
+from kvant.hf.attention import switched
+from kvant.hf.cache import HostCache
+from kvant.hf.graph import Capture, Forward
+from kvant.hf.layers import AttentionLayer
+from kvant.hf.reading import Reading
+from kvant.hf.stepping import StepCache
+
+log = logging.getLogger("kvant")
+Call = Callable[[Tensor, Tensor, Any], Tensor]  # (ids [1, 1], positions [1, 1], cache) -> logits
+
+
+class Steps:
+    """One model on one cache; `call` is a forward of the model."""
+
+    def __init__(self, model: PreTrainedModel, call: Call, capture: Capture) -> None:
+        self.model = model
+        self.call = call
+        self.capture = capture
+        self.refusal = unfit(model)
+        self._ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self._places = torch.zeros(0, 4, dtype=torch.int64, device=model.device)
+        self._steps: list[Step] = []
+        self._forward: Forward | None = None  # for these steps; the second time it is a replay
+        self._ran = self._replays = False
+        self._changes = -1  # of the cache, when it was left
+
+    def logits(self, cache: HostCache, token: int) -> Tensor | None:
+        """After one more token, until the next one; None where an ordinary forward has to do it."""
+        if self.refusal is None:
+            try:
+                return self._logits(cache, token)
+            except CapacityError:  # there is no room, or a page falls due with its own row
+                return None
+            except Exception as error:  # a model may do anything that a graph cannot hold
+                self.refusal = f"{type(error).__name__}: {error}"
+                log.info("tokens are not replayed from a graph: %s", self.refusal)
+        cache.context.replays.refusal = self.refusal
+        return None
+
+    def _logits(self, cache: HostCache, token: int) -> Tensor:
+        layers = _attending(cache)
+        if cache.states.changes != self._changes or cache.length >= self._until:
+            self._follow(cache, layers)
+        self._ids.fill_(token)
+        self._places[:, 0] = cache.length + 1
+        out = self._run()
+        for layer in layers:
+            layer.stepped()
+        self._changes = cache.states.changes
+        cache.context.replays.tokens += self._replays
+        return out
+
+    @property
+    def _until(self) -> int:
+        """The length up to which nothing has to be sealed, and no memory is needed."""
+        return min(step.until for step in self._steps)
+
+    def _follow(self, cache: HostCache, layers: list[AttentionLayer]) -> None:
+        """Let the cache make room; where its memory is another one, begin anew."""
+        cache.states.rollback()
+        views: list[View] = []
+        for layer in layers:
+            view = layer.state.expect()
+            if self._steps and not self._steps[len(views)].follow(view):
+                self._steps, self._forward = [], None  # before all others have moved, too
+            views.append(view)
+        if not self._steps:
+            self._ran = self._replays = False
+            self._places = self._ids.new_zeros(len(layers), 4)
+            self._steps = [Step.of(*given) for given in zip(views, self._places, strict=True)]
+            self._forward = self._stepping(StepCache(cache.layers, self._steps))
+
+    def _stepping(self, cache: StepCache) -> Forward:
+        def forward(ids: Tensor, places: Tensor) -> Tensor:
+            with switched(self.model):
+                return self.call(ids, places[:1, :1] - 1, cache)
+
+        return forward
+
+    def _run(self) -> Tensor:
+        """The first time as it is: kernels are compiled, and what is made once is made."""
+        assert self._forward is not None
+        if self._ran and not self._replays:
+            self._forward = self.capture(self._forward, self._ids, self._places)
+            self._replays = True
+        self._ran = True
+        return self._forward(self._ids, self._places)
+
+
+def unfit(model: PreTrainedModel) -> str | None:
+    """Why a replay would not do what the model does."""
+    if model.training:
+        return "the model is in training mode"
+    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
+        return f"the model lies on {', '.join(sorted(devices))}"
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
+            return f"{name or 'the model'} has hooks, which a replay does not call"
+    return None
+
+
+def _attending(cache: HostCache) -> list[AttentionLayer]:
+    """The layers that take rows; some of a model's may remember nothing."""
+    layers = [layer for layer in cache.layers if not isinstance(layer, DummyLayer)]
+    for layer in layers:
+        if type(layer) is not AttentionLayer or layer.kind is not Reading:
+            kind = "latents" if isinstance(layer, AttentionLayer) else type(layer).__name__
+            raise UnsupportedView(f"layers of {kind}")
+    return layers

@@ -1,0 +1,22 @@
+"""A forward captured without a GPU: traced to operators, in which all numbers stay what they were.
+
+As in a CUDA graph, whatever Python computed is done once, and a tensor that is asked for its value
+is an error. The traced operators run on the same tensors, so memory is written to in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from kvant.hf.graph import Forward
+
+
+def traced(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
+    # What the library computes is no operator, and there is none of it on a GPU.
+    with patch("kvant.frames.hadamard.rotatable", lambda rows: False):
+        graph: Any = make_fx(forward, _error_on_data_dependent_ops=True)(ids, places)
+    return graph

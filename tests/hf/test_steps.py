@@ -1,0 +1,227 @@
+"""Tokens from a forward that is captured once: those of ordinary forwards, or a reason why not."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvant
+from attention.kernels import GPU, needed
+from hf.graphs import traced
+from hf.zoo import FAMILIES, build, names
+from kvant.generation.decoder import HostDecoder
+
+pytestmark = [
+    needed,
+    pytest.mark.usefixtures("pages_as_on_a_gpu"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
+    pytest.mark.filterwarnings("ignore:.*lru_cache"),
+]
+PROMPT = 64
+ASKED = "trying to get value out of a tracing tensor"
+ROWS, MASK = "needs dense rows", "a mask that is a tensor"
+REFUSED = {  # why single tokens of these families come from ordinary forwards
+    **dict.fromkeys(("gpt2", "opt", "biogpt"), ASKED),
+    **dict.fromkeys(("xglm", "bloom", "mpt", "gptj", "codegen", "gpt_neo"), ROWS),
+    **dict.fromkeys(("diffllama", "doge", "jetmoe"), ROWS),
+    "falcon": MASK,
+    **dict.fromkeys(("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "latents"),
+    "deepseek_v32": "layers of DynamicIndexedLayer",
+}
+SHOWN = ("llama", "gemma3", "gpt_oss", "llama4", "gemma3n", "mixtral", *REFUSED)
+CELLS = [
+    pytest.param(family, spec, marks=[] if family in SHOWN[:k] else pytest.mark.laws)
+    for spec, k in (("raw,capacity=80", None), ("affine4,tail=3,capacity=160", 1))
+    for family in names("decoder")
+]
+
+
+class Pair:
+    """The same tokens by ordinary forwards, and by steps."""
+
+    def __init__(self, model: Any, spec: str) -> None:
+        self.decoders = HostDecoder(model), HostDecoder(model, capture=traced)
+        self.caches = [decoder.memory(spec) for decoder in self.decoders]
+
+    @property
+    def stepped(self) -> Any:
+        return self.caches[1]
+
+    def read(self, *tokens: int) -> None:
+        """They must agree on what follows; on the CPU sums are made in another order."""
+        plain, stepped = (
+            decoder.logits(list(tokens), cache)
+            for decoder, cache in zip(self.decoders, self.caches, strict=True)
+        )
+        assert (plain - stepped).abs().max() < 1e-4 * (plain.max() - plain.min())
+
+    def each(self, verb: str, *args: Any) -> None:
+        for cache in self.caches:
+            getattr(cache, verb)(*args)
+
+
+def tokens(family: str, count: int) -> list[int]:
+    ids: Tensor = FAMILIES[family].inputs(tokens=count)["input_ids"]
+    return ids[0].tolist()
+
+
+@pytest.mark.parametrize(("family", "spec"), CELLS)
+def test_steps_are_ordinary_forwards(family: str, spec: str) -> None:
+    """At 68 tokens a page falls due; behind 8 all windows of these models end."""
+    pair, text = Pair(build(family), spec), tokens(family, PROMPT + 6)
+    pair.read(*text[:PROMPT])
+    for token in text[PROMPT:]:
+        pair.read(token)
+    plain, stepped = (cache.stats() for cache in pair.caches)
+    why = pair.stepped.context.replays.refusal
+    if family in REFUSED:
+        assert REFUSED[family] in why and stepped["replayed"] == 0
+        assert f"tokens are not replayed from a graph: {why}" in str(kvant.explain(pair.stepped))
+    else:
+        assert why is None and stepped["replayed"] == (5 if "raw" in spec else 4)
+        assert stepped["fused"] == stepped["appends"] - len(pair.stepped.context.notes)
+    for name in ("length", "appends"):
+        assert plain[name] == stepped[name]
+
+
+@pytest.mark.parametrize(
+    "spec", ["raw", "affine8,tail=0", "affine4/turbo3,tail=2,window=66,sinks=2"]
+)
+def test_whatever_else_is_done_between_two_tokens(spec: str) -> None:
+    """Memory grows, rewinds, is recoded and forked; chunks are read: replays must notice."""
+    model, draw = build("llama", num_hidden_layers=2), random.Random(1)
+    pair, text = Pair(model, spec), tokens("llama", 300)
+    pair.read(*text[:PROMPT])
+    for token in text[PROMPT : PROMPT + 24]:
+        pair.read(token)
+        verb = draw.randrange(8)
+        if verb == 0:
+            to = pair.stepped.reachable(pair.stepped.length - 2)
+            pair.each("rewind", to)
+        elif verb == 1:
+            pair.read(*text[200 : 200 + draw.randrange(2, 9)])
+        elif verb == 2:
+            pair.caches = [cache.fork() for cache in pair.caches]
+        elif verb == 3 and "window" not in spec:
+            pair.each("recode", draw.choice(("affine8", "turbo4v4", "raw")))
+    assert pair.stepped.stats()["replayed"] > 5
+    assert pair.stepped.context.replays.refusal is None
+
+
+def test_a_forward_that_dies_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, text = Pair(build("llama", num_hidden_layers=2), "raw"), tokens("llama", 80)
+    pair.read(*text[:PROMPT])
+    pair.read(text[PROMPT])
+    layer = pair.stepped.layers[1]
+    monkeypatch.setattr(layer.state, "arrived", lambda: (_ for _ in ()).throw(KeyError("lost")))
+    pair.read(text[PROMPT + 1])
+    assert pair.stepped.context.replays.refusal == "KeyError: 'lost'"
+    monkeypatch.undo()
+    for token in text[PROMPT + 2 : PROMPT + 5]:
+        pair.read(token)
+    assert pair.stepped.length == PROMPT + 5
+
+
+def in_training(model: Any) -> None:
+    model.train()
+
+
+def hooked(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda *args: None)
+
+
+def offloaded(model: Any) -> None:
+    model.model.layers[0]._hf_hook = object()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (in_training, "the model is in training mode"),
+        (hooked, "model.layers.1 has hooks, which a replay does not call"),
+        (offloaded, "model.layers.0 has hooks, which a replay does not call"),
+    ],
+)
+def test_a_model_that_does_more_than_its_kernels_is_not_replayed(change: Any, why: str) -> None:
+    model = build("llama")
+    change(model)
+    decoder = HostDecoder(model, capture=traced)
+    cache = decoder.memory("raw")
+    for text in ([3, 4, 5], [6], [7], [8]):
+        decoder.logits(text, cache)
+    assert (cache.stats()["replayed"], cache.context.replays.refusal) == (0, why)
+
+
+def test_a_format_that_the_kernels_do_not_read_is_not_replayed() -> None:
+    pair = Pair(build("llama", num_hidden_layers=2), "fp8")
+    for text in ([3, 4, 5], [6], [7]):
+        pair.read(*text)
+    assert "keys of Fp8" in pair.stepped.context.replays.refusal
+
+
+def test_a_full_cache_refuses_a_token_as_it_always_did() -> None:
+    decoder = HostDecoder(build("llama", num_hidden_layers=2), capture=traced)
+    cache = decoder.memory("raw,capacity=7")
+    for text in ([3, 4, 5], [6], [7], [8], [9]):
+        decoder.logits(text, cache)
+    with pytest.raises(kvant.CapacityError, match="8 tokens for a capacity of 7"):
+        decoder.logits([10], cache)
+    assert cache.stats()["replayed"] == 3 and cache.length == 7
+
+
+def test_no_cache_is_kept_alive() -> None:
+    decoder = HostDecoder(build("llama", num_hidden_layers=2), capture=traced)
+    cache = decoder.memory("raw")
+    for text in ([3, 4, 5], [6], [7], [8]):
+        decoder.logits(text, cache)
+    room = weakref.ref(cache.layers[0].state.view().keys.room)
+    gone = weakref.ref(cache)
+    del cache
+    gc.collect()
+    assert gone() is None and room() is None
+
+
+@pytest.fixture
+def traced_sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(
+        "kvant.generation.session.decoder_of", lambda model: HostDecoder(model, capture=traced)
+    )
+    return
+
+
+@pytest.mark.usefixtures("traced_sessions")
+@pytest.mark.parametrize("options", [{}, {"draft": "ngram"}])
+def test_a_reply_is_the_same(options: dict[str, Any]) -> None:
+    from generation.speakers import Numbers
+    from kvant.generation import Session
+
+    model = build("llama", num_hidden_layers=2)
+    prompt = tokens("llama", 20) * 3
+    session = Session(model, Numbers(), "affine4,tail=3,capacity=160", **options)
+    said = [step.token for step in session.send(prompt, max_new_tokens=16)]
+    told = session.stats()["replayed"]
+    assert told > 2
+    ids, cache = torch.tensor([prompt]), kvant.cache_for(model, "affine4,tail=3,capacity=160")
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False)
+    assert said == expected[0, len(prompt) :].tolist()
+
+
+@pytest.mark.skipif(not GPU, reason="there is no GPU")
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+def test_on_a_gpu_tokens_come_from_a_graph(family: str) -> None:
+    model, text = build(family).to("cuda"), tokens(family, PROMPT + 6)
+    plain, stepped = HostDecoder(model), HostDecoder(model)
+    plain._capture = None
+    caches = [decoder.memory("affine4,tail=3,capacity=160") for decoder in (plain, stepped)]
+    for part in (text[:PROMPT], *([token] for token in text[PROMPT:])):
+        x, y = plain.logits(part, caches[0]), stepped.logits(part, caches[1])
+        assert (x - y).abs().max() < 1e-4 * (x.max() - x.min())
+    assert caches[1].context.replays.refusal is None
+    assert caches[1].stats()["replayed"] == 4

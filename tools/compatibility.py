@@ -7,6 +7,7 @@ with 1 and leaves the page as it was.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -16,6 +17,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
+from unittest.mock import patch
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton: there may be no GPU
 
 import torch
 import transformers
@@ -26,9 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
 from hf.expected import problems, reading  # noqa: E402
+from hf.graphs import traced  # noqa: E402
 from hf.modes import MODES, played  # noqa: E402
 from hf.parity import TOLERANCE, Cell, compared, every_cell  # noqa: E402
-from hf.zoo import FAMILIES, NAMES  # noqa: E402
+from hf.zoo import FAMILIES, NAMES, build  # noqa: E402
+from kvant.generation import HostDecoder  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 INTRO = """# What works with transformers
@@ -47,6 +53,8 @@ what it should.
 * **stock** and **attached**: how a decoded token reads its past. *fused*: from the stored pages.
   *materialized*: rows are made dense for the operation named in the last column.
   *nothing*: no layer of keys and values is stored by kvant.
+* **on a GPU**: *replayed*, where `kvant.generate` captures the forward of one token as a CUDA
+  graph, or what keeps it from that. Found without a GPU, by tracing the forward to operators.
 * **modes**: in how many ways of generating the tokens are those that the host's cache gives. The
   other ones do not work with that cache either: the table at the end has the reasons.
 """
@@ -60,6 +68,7 @@ class Row:
     error: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     reads: Counter[tuple[str, str]] = field(default_factory=Counter)  # cells, by way and reading
     reasons: set[str] = field(default_factory=set)
+    graph: str = ""
     refused: dict[str, str] = field(default_factory=dict)  # by mode: why, in the host's words
     wrong: list[str] = field(default_factory=list)
 
@@ -76,6 +85,8 @@ def examined(name: str) -> Row:
         _compare(row, cell)
     for mode in MODES:
         _play(row, mode)
+    if FAMILIES[name].kind != "encoder-decoder":  # which the loop does not continue
+        row.graph = _captured(name)
     return row
 
 
@@ -109,18 +120,32 @@ def _play(row: Row, mode: str) -> None:
             row.wrong.append(f"{row.name}, {mode}, {owner}: {type(error).__name__}: {error}")
 
 
+def _captured(name: str) -> str:
+    """Why single tokens do not come from a graph, or that they do."""
+    decoder = HostDecoder(build(name), capture=traced)
+    cache = decoder.memory("raw,capacity=8")
+    with patch("kvant.layers.record.arrangement", lambda device: None):  # pages as on a GPU
+        for tokens in ([3, 4, 5], [6], [7], [8]):
+            decoder.logits(tokens, cache)
+    why = cache.context.replays.refusal
+    if why is not None and "value out of a tracing tensor" in why:
+        why = "a number is read from the device"
+    return "replayed" if why is None else why.removeprefix("UnsupportedView: ")
+
+
 def page(rows: list[Row]) -> Iterator[str]:
     """The lines of docs/compatibility.md."""
     yield INTRO.format(transformers=transformers.__version__, torch=torch.__version__)
     yield from _counts(rows)
-    yield "\n| family | raw | compressed | stock | attached | modes | dense rows are made for |"
-    yield "|---|---|---|---|---|---|---|"
+    head = "raw | compressed | stock | attached | on a GPU | modes | dense rows are made for"
+    yield f"\n| family | {head} |"
+    yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
         errors = (_spelled(row.error[kind]) for kind in ("raw", "compressed"))
         reads = (row.reading(way) for way in ("stock", "attached"))
         modes = f"{len(MODES) - len(row.refused)} of {len(MODES)}"
         reasons = ", ".join(f"`{reason}`" for reason in sorted(row.reasons))
-        yield _line(row.name, *errors, *reads, modes, reasons)
+        yield _line(row.name, *errors, *reads, row.graph, modes, reasons)
     yield "\n## What does not work with DynamicCache either\n"
     yield "| modes | families | the error |"
     yield "|---|---|---|"

@@ -60,7 +60,9 @@ def test_a_decoded_token(done: list[str], baseline: str) -> None:
     held = [*model.parameters(), *model.buffers(), *contest.random_rows(model, 40)]
     assert {one.device.type for one in held} == {"meta"}
     seen: list[str] = []
-    model.register_forward_pre_hook(lambda _, given: seen.append(given[0].device.type))
+    model.model.embed_tokens.register_forward_pre_hook(
+        lambda _, given: seen.append(given[0].device.type)
+    )
     task = contest.Task(repeats=2, device=Elsewhere(), baseline=baseline)
     pair = contest.measure(model, "affine8", 40, task)
     assert seen == ["meta"] * len(seen) and len(seen) == 2 * (task.first + 2)

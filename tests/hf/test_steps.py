@@ -24,21 +24,24 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
     pytest.mark.filterwarnings("ignore:.*lru_cache"),
 ]
-PROMPT = 64
+PROMPT = 64  # a page
 ASKED = "trying to get value out of a tracing tensor"
 ROWS, MASK = "needs dense rows", "a mask that is a tensor"
 REFUSED = {  # why single tokens of these families come from ordinary forwards
-    **dict.fromkeys(("gpt2", "opt", "biogpt"), ASKED),
+    **dict.fromkeys(("opt", "biogpt"), ASKED),
     **dict.fromkeys(("xglm", "bloom", "mpt", "gptj", "codegen", "gpt_neo"), ROWS),
     **dict.fromkeys(("diffllama", "doge", "jetmoe"), ROWS),
     "falcon": MASK,
     **dict.fromkeys(("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "latents"),
     "deepseek_v32": "layers of DynamicIndexedLayer",
 }
-SHOWN = ("llama", "gemma3", "gpt_oss", "llama4", "gemma3n", "mixtral", *REFUSED)
+SHOWN = ("llama", "gemma3", "gpt_oss", "llama4", "gemma3n", *REFUSED)
 CELLS = [
-    pytest.param(family, spec, marks=[] if family in SHOWN[:k] else pytest.mark.laws)
-    for spec, k in (("raw,capacity=80", None), ("affine4,tail=3,capacity=160", 1))
+    pytest.param(family, spec, prompt, marks=[] if family in shown else pytest.mark.laws)
+    for spec, prompt, shown in (
+        ("raw,capacity=80", 20, SHOWN),
+        ("affine4,tail=3,capacity=160", PROMPT, ("llama",)),
+    )
     for family in names("decoder")
 ]
 
@@ -72,12 +75,12 @@ def tokens(family: str, count: int) -> list[int]:
     return ids[0].tolist()
 
 
-@pytest.mark.parametrize(("family", "spec"), CELLS)
-def test_steps_are_ordinary_forwards(family: str, spec: str) -> None:
+@pytest.mark.parametrize(("family", "spec", "prompt"), CELLS)
+def test_steps_are_ordinary_forwards(family: str, spec: str, prompt: int) -> None:
     """At 68 tokens a page falls due; behind 8 all windows of these models end."""
-    pair, text = Pair(build(family), spec), tokens(family, PROMPT + 6)
-    pair.read(*text[:PROMPT])
-    for token in text[PROMPT:]:
+    pair, text = Pair(build(family), spec), tokens(family, prompt + 6)
+    pair.read(*text[:prompt])
+    for token in text[prompt:]:
         pair.read(token)
     plain, stepped = (cache.stats() for cache in pair.caches)
     why = pair.stepped.context.replays.refusal
@@ -96,11 +99,12 @@ def test_steps_are_ordinary_forwards(family: str, spec: str) -> None:
 )
 def test_whatever_else_is_done_between_two_tokens(spec: str) -> None:
     """Memory grows, rewinds, is recoded and forked; chunks are read: replays must notice."""
-    model, draw = build("llama", num_hidden_layers=2), random.Random(1)
+    model, draw = build("llama", num_hidden_layers=1), random.Random(1)
     pair, text = Pair(model, spec), tokens("llama", 300)
     pair.read(*text[:PROMPT])
-    for token in text[PROMPT : PROMPT + 24]:
-        pair.read(token)
+    for token in text[PROMPT : PROMPT + 20]:
+        with torch.inference_mode(draw.random() < 0.5):
+            pair.read(token)
         verb = draw.randrange(8)
         if verb == 0:
             to = pair.stepped.reachable(pair.stepped.length - 2)
@@ -113,6 +117,20 @@ def test_whatever_else_is_done_between_two_tokens(spec: str) -> None:
             pair.each("recode", draw.choice(("affine8", "turbo4v4", "raw")))
     assert pair.stepped.stats()["replayed"] > 5
     assert pair.stepped.context.replays.refusal is None
+
+
+def test_weights_that_move_are_captured_anew() -> None:
+    """The graph would read memory that is somebody else's by then."""
+    model = build("llama", num_hidden_layers=2)
+    pair, text = Pair(model, "raw"), tokens("llama", 80)
+    pair.read(*text[:PROMPT])
+    for begin in (PROMPT, PROMPT + 4):
+        for token in text[begin : begin + 3]:
+            pair.read(token)
+        for weight in model.parameters():
+            weight.data = weight.data * 1.01
+        pair.read(*text[:2])
+    assert pair.stepped.stats()["replayed"] == 4
 
 
 def test_a_forward_that_dies_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +174,10 @@ def test_a_model_that_does_more_than_its_kernels_is_not_replayed(change: Any, wh
     cache = decoder.memory("raw")
     for text in ([3, 4, 5], [6], [7], [8]):
         decoder.logits(text, cache)
-    assert (cache.stats()["replayed"], cache.context.replays.refusal) == (0, why)
+    assert (cache.stats()["replayed"], cache.context.replays.refusal) == (
+        0,
+        f"UnsupportedView: {why}",
+    )
 
 
 def test_a_format_that_the_kernels_do_not_read_is_not_replayed() -> None:
@@ -197,19 +218,18 @@ def traced_sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("traced_sessions")
-@pytest.mark.parametrize("options", [{}, {"draft": "ngram"}])
-def test_a_reply_is_the_same(options: dict[str, Any]) -> None:
+def test_a_reply_is_the_same() -> None:
     from generation.speakers import Numbers
     from kvant.generation import Session
 
-    model = build("llama", num_hidden_layers=2)
+    model = build("llama", num_hidden_layers=1)
     prompt = tokens("llama", 20) * 3
-    session = Session(model, Numbers(), "affine4,tail=3,capacity=160", **options)
-    said = [step.token for step in session.send(prompt, max_new_tokens=16)]
+    session = Session(model, Numbers(), "affine4,tail=3,capacity=160", draft="ngram")
+    said = [step.token for step in session.send(prompt, max_new_tokens=12)]
     told = session.stats()["replayed"]
     assert told > 2
     ids, cache = torch.tensor([prompt]), kvant.cache_for(model, "affine4,tail=3,capacity=160")
-    expected = model.generate(ids, past_key_values=cache, max_new_tokens=16, do_sample=False)
+    expected = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
     assert said == expected[0, len(prompt) :].tolist()
 
 

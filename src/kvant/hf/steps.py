@@ -27,6 +27,7 @@ from kvant.hf.graph import Capture, Forward
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.reading import Reading
 from kvant.hf.stepping import StepCache
+from kvant.lasting import lasting
 
 log = logging.getLogger("kvant")
 Call = Callable[[Tensor, Tensor, Any], Tensor]  # (ids [1, 1], positions [1, 1], cache) -> logits
@@ -39,9 +40,11 @@ class Steps:
         self.model = model
         self.call = call
         self.capture = capture
-        self.refusal = unfit(model)
-        self._ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        self._places = torch.zeros(0, 4, dtype=torch.int64, device=model.device)
+        self.refusal: str | None = None
+        with lasting():
+            self._ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+        self._places = self._ids
+        self._weights: list[int] = []  # where they lie
         self._steps: list[Step] = []
         self._forward: Forward | None = None  # for these steps; the second time it is a replay
         self._ran = self._replays = False
@@ -79,7 +82,12 @@ class Steps:
         return min(step.until for step in self._steps)
 
     def _follow(self, cache: HostCache, layers: list[AttentionLayer]) -> None:
-        """Let the cache make room; where its memory is another one, begin anew."""
+        """Let the cache make room; where its memory is another one, or the model's, begin anew."""
+        if (reason := unfit(self.model)) is not None:
+            raise UnsupportedView(reason)
+        weights = [weight.data_ptr() for weight in self.model.parameters()]
+        if weights != self._weights:
+            self._weights, self._steps, self._forward = weights, [], None
         cache.states.rollback()
         views: list[View] = []
         for layer in layers:
@@ -89,8 +97,9 @@ class Steps:
             views.append(view)
         if not self._steps:
             self._ran = self._replays = False
-            self._places = self._ids.new_zeros(len(layers), 4)
-            self._steps = [Step.of(*given) for given in zip(views, self._places, strict=True)]
+            with lasting():
+                self._places = self._ids.new_zeros(len(layers), 4)
+                self._steps = [Step.of(*given) for given in zip(views, self._places, strict=True)]
             self._forward = self._stepping(StepCache(cache.layers, self._steps))
 
     def _stepping(self, cache: StepCache) -> Forward:

@@ -20,6 +20,11 @@ def transformed() -> bool:
     return peek_interpreter_stack() is not None
 
 
+def recorded() -> bool:
+    """Is a mode under way that writes operators down? What is computed beside them is lost."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+
+
 def check_lasts(what: str) -> None:
     """Refuse what changes in place, or is read by address, inside such a transform."""
     if transformed():

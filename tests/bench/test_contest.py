@@ -76,6 +76,7 @@ def test_a_peak_is_a_number_where_the_system_keeps_one(name: str) -> None:
         ("8", {"formats": "raww"}, "raww"),
         ("8", {"shape": "9b"}, "--shape 9b: known are 0.6b, 8b"),
         ("8", {"baseline": "quick"}, "--baseline quick: known are dynamic, static"),
+        ("8", {"compiled": True}, "--compile: what is compiled is the CUDA graph of a GPU"),
         ("8", {"device": "tpu"}, "--device tpu: known are cpu, cuda"),
     ],
 )

@@ -16,10 +16,6 @@ from kvant.hf.graph import Forward
 
 
 def traced(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
-    with (
-        # What the library computes is no operator, and there is none of it on a GPU.
-        patch("kvant.frames.hadamard.rotatable", lambda rows: False),
-        patch("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True),
-    ):
+    with patch("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True):
         graph: Any = make_fx(forward, _error_on_data_dependent_ops=True)(ids, places)
     return graph

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import CompileConfig
 
 import kvant
 from attention.kernels import GPU, needed
@@ -117,6 +118,23 @@ def test_whatever_else_is_done_between_two_tokens(spec: str) -> None:
             pair.each("recode", draw.choice(("affine8", "turbo4v4", "raw")))
     assert pair.stepped.stats()["replayed"] > 5
     assert pair.stepped.context.replays.refusal is None
+
+
+def test_steps_are_compiled_where_the_host_is_told_to() -> None:
+    model, seen = build("llama", num_hidden_layers=2), list[str]()
+
+    def compiling(graph: Any, given: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    model.generation_config.compile_config = CompileConfig(backend=compiling)
+    pair, text = Pair(model, "affine4/turbo3,tail=3,capacity=160"), tokens("llama", 80)
+    pair.decoders[1]._capture = lambda forward, *given: forward
+    pair.read(*text[: PROMPT + 4])
+    for token in text[PROMPT + 4 : PROMPT + 8]:
+        pair.read(token)
+    assert pair.stepped.stats()["replayed"] == 3
+    assert seen.count("kvant.put.default") == seen.count("kvant.decode.default") == 2
 
 
 def test_weights_that_move_are_captured_anew() -> None:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import CompileConfig, DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from kvant.bench.clock import Lap
 from kvant.bench.device import CPU, DEVICES, DYNAMIC, STATIC, Device
@@ -76,6 +76,7 @@ class Task:
     shape: str = "0.6b"
     device: Device = CPU
     baseline: str = CPU.baseline
+    compiled: bool = False  # ours, too
 
     def __post_init__(self) -> None:
         for option, given, known in (
@@ -84,6 +85,8 @@ class Task:
         ):
             if given not in known:
                 raise ValueError(f"--{option} {given}: known are {', '.join(known)}")
+        if self.compiled and self.device.name == CPU.name:
+            raise ValueError("--compile: what is compiled is the CUDA graph of a GPU")
 
     @property
     def first(self) -> int:
@@ -138,13 +141,14 @@ class Contestant:
         }
 
 
-def build(sizes: Mapping[str, Any], device: Device = CPU) -> Any:
+def build(sizes: Mapping[str, Any], device: Device = CPU, compiled: bool = False) -> Any:
     """The model, in bf16: allocated once, and filled without the host's slow initialization."""
     config = Qwen3Config(**sizes, attn_implementation="sdpa")
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config)
     model = model.to(torch.bfloat16).to_empty(device=device.name).eval()
     model.tie_weights()
+    model.generation_config.compile_config = CompileConfig() if compiled else None
     turning = type(model.model.rotary_emb)(config)  # its buffers are computed
     model.model.rotary_emb = turning.to(device.name)
     generator = torch.Generator(device.name).manual_seed(0)
@@ -222,7 +226,7 @@ def measure(model: Any, name: str, context: int, task: Task) -> tuple[Contestant
 def peak(task: Task, name: str, context: int, threads: int) -> int | None:
     """What decoding needs beside the cache, in bytes, where this process does nothing else."""
     torch.set_num_threads(threads)
-    model = build(task.sizes, task.device)
+    model = build(task.sizes, task.device, task.compiled)
     contestant = filled(model, name, *random_rows(model, context), task.first + task.repeats)
     if name == STATIC:
         for _ in range(task.first):  # what it takes to compile is not what decoding takes
@@ -242,7 +246,7 @@ def contest(
     if min(lengths) < 1:
         raise ValueError(f"contexts {', '.join(map(str, lengths))}: 1 row or more")
     progress("building the model")
-    model = build(task.sizes, task.device)
+    model = build(task.sizes, task.device, task.compiled)
     for name in names:
         cache_for(model, name)  # what does not fit is refused now
     rows: list[dict[str, Any]] = []

@@ -154,6 +154,9 @@ def main(
         str | None,
         typer.Option(help="with --contexts: dynamic; on a GPU static, and compiled"),
     ] = None,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile", help="with --contexts, on a GPU: ours, too")
+    ] = None,
     peaks: Annotated[
         bool | None, typer.Option("--peaks/--no-peaks", help="with --contexts: a process each")
     ] = None,
@@ -176,7 +179,7 @@ def main(
     generating = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
     generating["runs"] = runs
     contesting = {"shape": shape, "layers": layers, "baseline": baseline}
-    contesting |= {"peaks": peaks, "apart": apart}
+    contesting |= {"compiled": compiled, "peaks": peaks, "apart": apart}
     if contexts is None:
         given = chosen(both | generating, contesting, "with")
         real(model, Settings(**given), where, plot, quiet=json)
@@ -195,6 +198,7 @@ def bare(
     shape: str = "0.6b",
     layers: int | None = None,
     baseline: str | None = None,
+    compiled: bool = False,
     peaks: bool = True,
     apart: bool = False,
 ) -> None:
@@ -202,13 +206,14 @@ def bare(
     if apart:
         part_teams()
     points = numbers("contexts", contexts)
-    task = contest.Task(layers, repeats, shape, device, baseline or device.baseline)
+    task = contest.Task(layers, repeats, shape, device, baseline or device.baseline, compiled)
     rows = contest.contest(points, split(formats), task, peaks=peaks)
     facts = {
         "model": f"{task.shape}, random",
         "layers": task.sizes["num_hidden_layers"],
         "sizes": task.sizes,
         "baseline": task.baseline,
+        "compiled": task.compiled,
         "dtype": "bfloat16",
         "transformers": version("transformers"),
         "apart": apart,

@@ -19,7 +19,16 @@ from transformers import PreTrainedModel
 from kvant.cache import Cache
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
-from kvant.hf import Capture, HostCache, Steps, cache_for, captured, continues, identity
+from kvant.hf import (
+    Capture,
+    HostCache,
+    Steps,
+    cache_for,
+    captured,
+    capturing,
+    continues,
+    identity,
+)
 from kvant.probing import is_auto, resolved, trial
 from kvant.recipes import AnySpec, CacheSpec
 
@@ -151,7 +160,8 @@ class HostDecoder:
             return None
         cache = cast(HostCache, memory)
         if cache not in self._steps:
-            self._steps[cache] = Steps(self.model, self._forward, self._capture)
+            capture = capturing(self._capture, self.model.generation_config.compile_config)
+            self._steps[cache] = Steps(self.model, self._forward, capture)
         out = self._steps[cache].logits(cache, token)
         return None if out is None else out[0, -1:].to(torch.float32, copy=True)
 

@@ -6,7 +6,7 @@ from kvant.hf.build import cache_for
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues
 from kvant.hf.encoder_decoder import PairedCache
-from kvant.hf.graph import Capture, captured
+from kvant.hf.graph import Capture, captured, capturing
 from kvant.hf.identity import identity
 from kvant.hf.steps import Steps
 
@@ -21,6 +21,7 @@ __all__ = [
     "attach",
     "cache_for",
     "captured",
+    "capturing",
     "continues",
     "detach",
     "identity",

@@ -1,11 +1,16 @@
-"""A forward as a CUDA graph: asked for once, and then replayed without Python."""
+"""A forward as a CUDA graph: asked for once, and then replayed without Python.
+
+Compiled before, if that is asked for: what lies between matrix products becomes few kernels.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import CompileConfig
 
 Forward = Callable[[Tensor, Tensor], Tensor]  # of tensors that keep their addresses
 Capture = Callable[[Forward, Tensor, Tensor], Forward]
@@ -30,3 +35,21 @@ def captured(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
         return out
 
     return replay
+
+
+def capturing(capture: Capture, config: CompileConfig | None) -> Capture:
+    """What captures a forward, compiled as the host's configuration of that says."""
+    return capture if config is None else partial(_compiled, capture, config)
+
+
+def _compiled(
+    capture: Capture, config: CompileConfig, forward: Forward, ids: Tensor, places: Tensor
+) -> Forward:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Handles are nothing that a compiler understands; the operators behind them are.
+    graph = make_fx(forward, _error_on_data_dependent_ops=True)(ids, places)
+    how = {"backend": config.backend, "options": config.options}
+    compiled = torch.compile(graph, fullgraph=True, dynamic=False, **how)
+    compiled(ids, places)  # compiles, which cannot be captured
+    return capture(compiled, ids, places)

@@ -11,7 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
-from kvant.lasting import transformed
+from kvant.lasting import recorded, transformed
 from kvant.native.library import DTYPES, library
 
 RECORD = struct.Struct("@13q")  # kvant_rotate_request
@@ -31,6 +31,7 @@ def rotatable(x: Tensor) -> bool:
         and x.stride(3) == 1
         and not (x.requires_grad and torch.is_grad_enabled())
         and not transformed()
+        and not recorded()
         and library().functions is not None
     )
 

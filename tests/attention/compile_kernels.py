@@ -13,8 +13,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from kvant import Cache
-from kvant.attention.triton import forms, launching, sealing
-from kvant.attention.triton.kernels import attend, merge, seal
+from kvant.attention.triton import Triton, forms, launching, sealing
+from kvant.attention.triton.kernels import attend, merge, put, seal
+from kvant.attention.triton.step import Step
 from kvant.codecs import Affine, Codebook
 from kvant.contracts import Request
 from kvant.layers import record
@@ -67,6 +68,7 @@ active = Driver()
 driver.set_active(active)
 record.arrangement = lambda device: None  # type: ignore[assignment]
 attend.attend, merge.merge, seal.seal = map(Compiled, (attend.attend, merge.merge, seal.seal))
+put.put = Compiled(put.put)
 # As for rows on a GPU: in the interpreter a bfloat16 is another thing.
 as_on_a_gpu = forms.dot_type
 launching.dot_type = forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # type: ignore
@@ -86,6 +88,14 @@ for count in (1000, 1024, 1088):  # tables of 15, 16 and 17 pages: one is a mult
     state = Cache(1, "affine8,tail=0,prefill=stored,capacity=2048")[0]
     view = state.append(*torch.randn(2, 2, 2, count, 64))
     launching.launch(Request(torch.randn(2, 2, 1, 64), 0.1, view.mask), view)
+Triton.supports = lambda self, view, request=None: None  # type: ignore
+for text in ("raw,window=99", "affine4/turbo3"):
+    label = f"step {text}"
+    state = Cache(1, f"{text},tail=0,capacity=640")[0]
+    keys, values = torch.randn(2, 1, 2, 301, 128).bfloat16()
+    state.append(keys[:, :, :300], values[:, :, :300])
+    step = Step.of(state.expect(), torch.zeros(4, dtype=torch.int64))
+    step(torch.randn(1, 8, 1, 128).bfloat16(), keys[:, :, 300:], values[:, :, 300:])
 active.device, launching.available = 1, lambda device: 99 << 10  # type: ignore
 for text in ("raw", "turbo4"):
     label = f"small {text}"

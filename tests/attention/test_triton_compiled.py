@@ -34,10 +34,15 @@ def test_attention_runs_on_tensor_cores_and_loads_16_bytes_at_a_time(
         for name, facts in compiled.items()
         if name.startswith("attend") and not any(word in name for word in ("tables", "small"))
     }
-    assert len(kernels) == 4
+    assert len(kernels) == 6  # two of them of steps
     for name, facts in kernels.items():
         assert facts["tensor cores"] and facts["16 bytes"], name
         assert facts["shared"] <= SHARED, name
+
+
+def test_a_step_puts_its_rows_with_a_kernel(compiled: dict[str, dict[str, int]]) -> None:
+    kernels = [facts["kernel"] for name, facts in compiled.items() if name.startswith("put")]
+    assert len(kernels) == 2
 
 
 def test_programs_fit_a_gpu_of_little_shared_memory(compiled: dict[str, dict[str, int]]) -> None:

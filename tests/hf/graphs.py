@@ -16,7 +16,8 @@ from kvant.hf.graph import Forward
 
 
 def traced(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
-    # What the library computes is no operator, and there is none of it on a GPU.
-    with patch("kvant.frames.hadamard.rotatable", lambda rows: False):
+    # What the library computes is no operator, nor is what a kernel does.
+    left = dict.fromkeys(("rotatable", "launchable"), lambda rows: False)
+    with patch.multiple("kvant.frames.hadamard", **left):
         graph: Any = make_fx(forward, _error_on_data_dependent_ops=True)(ids, places)
     return graph

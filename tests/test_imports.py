@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # Lowest first. A name with a slash is a folder, the others are single modules. Modules of one
 # rank may import each other; folders of one rank may not.
 RANKS = (
-    "contracts errors lasting recipes sizes",
+    "contracts errors lasting launches recipes sizes",
     "native/",
     "frames/ retention/",
     "codecs/",
@@ -34,7 +34,8 @@ RANK = {name.rstrip("/"): rank for name, rank in PLACES.items()}
 FOLDERS = {name.rstrip("/") for name in PLACES if name.endswith("/")}
 KNOWN = [[], *([name] for name in RANK)]  # what may follow "kvant."
 HOST = RANK["hf"]  # from here up transformers may be imported
-KERNELS = "kvant.attention.triton.kernels"  # triton's own language: all of it is optional
+# Triton's own language: all of it is optional.
+KERNELS = ("kvant.attention.triton.kernels", "kvant.frames.kernels")
 
 
 class Import(NamedTuple):
@@ -74,8 +75,8 @@ def is_private(part: str) -> bool:
     return part.startswith("_") and not part.startswith("__")
 
 
-def within(module: str, package: str) -> bool:
-    return module == package or module.startswith(package + ".")
+def within(module: str, *packages: str) -> bool:
+    return any(f"{module}.".startswith(f"{package}.") for package in packages)
 
 
 def fault(module: str, found: Import) -> str | None:
@@ -83,8 +84,8 @@ def fault(module: str, found: Import) -> str | None:
     root, *path = found.target.split(".")
     here = module.split(".")[1:]
     rank = RANK[here[0]] if here else None  # None: kvant/__init__.py, above all
-    kernels = root == "triton" or within(found.target, KERNELS)
-    if kernels and not found.nested and not within(module, KERNELS):
+    kernels = root == "triton" or within(found.target, *KERNELS)
+    if kernels and not found.nested and not within(module, *KERNELS):
         return "triton is optional: import it inside the function that needs it"
     if root == "transformers" and (rank is None or rank < HOST):
         return "only hf and what stands above it may import transformers"
@@ -153,6 +154,7 @@ def test_imports_go_downward() -> None:
         ("kvant", "from transformers import Cache", "hf"),
         ("kvant.attention.triton.launching", "import triton.language as tl", "optional"),
         ("kvant.attention", "from kvant.attention.triton.kernels import attend", "optional"),
+        ("kvant.frames.launching", "from kvant.frames.kernels.rotate import rotate", "optional"),
         ("kvant.layers.attention", "from kvant import Cache", "defines the name"),
         ("kvant.layers.attention", "import kvant", "defines the name"),
     ],

@@ -18,6 +18,8 @@ from kvant.attention.triton.kernels import attend, merge, put, seal
 from kvant.attention.triton.step import Step
 from kvant.codecs import Affine, Codebook
 from kvant.contracts import Request
+from kvant.frames import launching as turning
+from kvant.frames.kernels import rotate
 from kvant.layers import record
 
 found: dict[str, dict[str, int]] = {}
@@ -52,6 +54,7 @@ class Compiled:
                 "tensor cores": r"\b(mma\.sync|wgmma\.mma_async)",
                 "16 bytes": r"cp\.async\.cg\.shared\.global[^;]*0x10\b|ld\.global[.\w]*\.v4\.b32",
                 "fused": r"\bfma\.",
+                "products": r"\bmul\.rn\.f32\b",
                 "division": r"\bdiv\.rn\.f32\b",
                 "approximate": r"\b(div\.full|div\.approx|rcp\.approx|sqrt\.approx)",
             }
@@ -69,6 +72,7 @@ driver.set_active(active)
 record.arrangement = lambda device: None  # type: ignore[assignment]
 attend.attend, merge.merge, seal.seal = map(Compiled, (attend.attend, merge.merge, seal.seal))
 put.put = Compiled(put.put)
+rotate.rotate = Compiled(rotate.rotate)
 # As for rows on a GPU: in the interpreter a bfloat16 is another thing.
 as_on_a_gpu = forms.dot_type
 launching.dot_type = forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # type: ignore
@@ -110,4 +114,8 @@ for codec, dim in (
 ):
     label = f"{codec} {dim}"
     sealing.sealed(codec, torch.randn(1, 1, 2, 64, dim).bfloat16())
+for last in (False, True):
+    label = f"last={last}"
+    x = torch.randn(1, 8, 1, 128).bfloat16()
+    turning.launched(x, lambda x: torch.ones(128), torch.float32, last=last)
 print(json.dumps(found))

@@ -60,6 +60,13 @@ def test_no_kernel_is_compiled_anew_when_a_page_falls_due(
     assert len(set(kernels)) == 1
 
 
+def test_turning_rounds_every_product(compiled: dict[str, dict[str, int]]) -> None:
+    kernels = {name: facts for name, facts in compiled.items() if name.startswith("rotate")}
+    assert len(kernels) == 2
+    for name, facts in kernels.items():
+        assert facts["products"] and not facts["fused"], name
+
+
 def test_sealing_rounds_as_the_codecs_do(compiled: dict[str, dict[str, int]]) -> None:
     kernels = {name: facts for name, facts in compiled.items() if name.startswith("seal")}
     assert len(kernels) == 4

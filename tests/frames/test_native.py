@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from kvant.frames import Rotation, hadamard
+from frames.turned import bits, by_torch, dtypes, odd_rows
+from kvant.frames import Rotation
 from kvant.native import Library, library, rotatable, rotation
 from kvant.native.library import load
 
@@ -19,8 +19,6 @@ pytestmark = pytest.mark.skipif(
     library().functions is None, reason="the native library is not here"
 )
 DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 240, 256)
-INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-dtypes = pytest.mark.parametrize("dtype", list(INTEGERS), ids=str)
 
 
 @pytest.fixture(scope="module", params=["avx512", "avx2", "plain"])
@@ -44,12 +42,6 @@ def every_isa(loaded: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rotation, "library", lambda: loaded)
 
 
-def by_torch(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hadamard, "rotatable", lambda x: False)
-        return act(x)
-
-
 def agree(x: Tensor, threads: tuple[int, ...] = (1,)) -> None:
     assert rotatable(x)
     for act in (Rotation(3).rows, Rotation(3).outputs):
@@ -60,33 +52,6 @@ def agree(x: Tensor, threads: tuple[int, ...] = (1,)) -> None:
             torch.set_num_threads(1)
             assert ours.is_contiguous() and ours.dtype == x.dtype and ours.shape == x.shape
             assert torch.equal(bits(ours), bits(theirs))
-
-
-def bits(x: Tensor) -> Tensor:
-    """One NaN is as good as another: torch itself rounds them to different ones."""
-    return x.masked_fill(x.isnan(), torch.nan).view(INTEGERS[x.dtype])
-
-
-def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
-    """Outliers, zeros of both signs, denormals, infinities, NaN, and what is nearly infinite."""
-    rows = torch.randn(2, 3, 40, dim)
-    rows[0, :, :, 3] *= 300
-    rows[0, 0, 5] = 0.0
-    rows[0, 0, 6] = -0.0
-    rows[0, 1, :, ::3] = -0.0
-    rows[0, 2, 7] = 2.5
-    rows = (rows * torch.logspace(-3, 3, 40)[:, None]).to(dtype)
-    rows[1, 0, 1, 2] = torch.inf
-    rows[1, 0, 2, 3:5] = -torch.inf
-    rows[1, 0, 3, 1], rows[1, 0, 3, 11] = torch.inf, -torch.inf
-    rows[1, 0, 4, 11] = torch.nan
-    info = torch.finfo(dtype)
-    rows[1, 1] = (torch.randn(40, dim) * info.max / 4).clamp(info.min, info.max)
-    rows[1, 1, 0] = 0.0
-    rows[1, 1, 0, 9] = info.max
-    rows[1, 2] = (torch.randn(40, dim, dtype=torch.float64) * info.tiny).to(dtype)
-    rows[1, 2, 0] = info.smallest_normal / 2
-    return rows
 
 
 @dtypes

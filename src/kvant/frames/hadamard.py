@@ -5,7 +5,7 @@ two falls into blocks, the largest first (80 = 64 + 16), each rotated on its own
 
 The result for a row is the same, bit for bit, whatever rows lie beside it: the butterfly is
 elementwise additions in one fixed order, neighbours first. It knows no head and no position.
-The library computes it in that order too; what it does not serve, torch does.
+The library computes it in that order too, and on a GPU a kernel; what neither serves, torch does.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvant.frames.launching import launchable, launched
 from kvant.lasting import lasting
 from kvant.native import Signs, rotatable, rotated
 
@@ -41,24 +42,31 @@ class Rotation:
             raise ValueError(f"seed is {self.seed}; it must lie in [0, 2**64)")
 
     def rows(self, x: Tensor) -> Tensor:
-        if rotatable(x):
-            return rotated(x, _native_signs(self.seed, x.shape[-1]), last=False)
-        wide = _wide(x)
-        return _transformed(wide * self._signs(wide)).to(x.dtype)
+        return self._turned(x, x.dtype, last=False)
 
     def queries(self, q: Tensor) -> Tensor:
-        return self.rows(_wide(q))
+        return self._turned(q, _wide(q.dtype), last=False)
 
     def outputs(self, x: Tensor) -> Tensor:
+        return self._turned(x, x.dtype, last=True)
+
+    def _turned(self, x: Tensor, dtype: torch.dtype, *, last: bool) -> Tensor:
+        """The signs come before the transform, or last; either way each product is rounded."""
+        if launchable(x):
+            return launched(x, self._signs, dtype, last=last)
+        if x.dtype != dtype:
+            x = x.to(dtype)
         if rotatable(x):
-            return rotated(x, _native_signs(self.seed, x.shape[-1]), last=True)
-        wide = _wide(x)
-        return (_transformed(wide) * self._signs(wide)).to(x.dtype)
+            return rotated(x, _native_signs(self.seed, x.shape[-1]), last=last)
+        wide = x.to(_wide(dtype))
+        signs = self._signs(wide)
+        wide = _transformed(wide) * signs if last else _transformed(wide * signs)
+        return wide.to(dtype)
 
     def _signs(self, x: Tensor) -> Tensor:
         # What a mode makes of other tensors ends with it, and must not be kept.
         made = _scaled_signs if type(x) is Tensor else _scaled_signs.__wrapped__
-        return made(self.seed, x.shape[-1], x.dtype, x.device)
+        return made(self.seed, x.shape[-1], _wide(x.dtype), x.device)
 
 
 def blocks(dim: int) -> list[int]:
@@ -100,8 +108,8 @@ def _scaled(seed: int, dim: int) -> list[float]:
     return [s * size**-0.5 for s, size in zip(signs(seed, dim), sizes, strict=True)]
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.to(torch.float32)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def _transformed(x: Tensor) -> Tensor:

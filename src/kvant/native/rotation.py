@@ -20,11 +20,15 @@ Signs = ctypes.Array[ctypes.c_float]  # one a channel: +-1 over the square root 
 
 
 def rotatable(x: Tensor) -> bool:
-    """Whether `rotated` serves this: nothing that is only traced, or that wants a gradient."""
+    """Whether `rotated` serves this."""
+    return x.is_cpu and present(x) and library().functions is not None
+
+
+def present(x: Tensor) -> bool:
+    """Rows that lie in memory as a kernel reads them: not only traced, and no gradient wanted."""
     return (
         type(x) is Tensor
         and not torch.compiler.is_compiling()
-        and x.is_cpu
         and x.dtype in DTYPES
         and x.ndim == 4
         and x.shape[3] in DIMS
@@ -32,7 +36,6 @@ def rotatable(x: Tensor) -> bool:
         and not (x.requires_grad and torch.is_grad_enabled())
         and not transformed()
         and not recorded()
-        and library().functions is not None
     )
 
 

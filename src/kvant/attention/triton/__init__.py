@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from kvant.attention.triton.forms import DTYPES, MAX_DIM, unread
 from kvant.attention.triton.launching import BLOCK, NARROW, available, launch, shared
 from kvant.attention.triton.sealing import sealed, unsealed
 from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
+from kvant.launches import compiled, installed
 
 PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
 
@@ -59,7 +59,7 @@ class Triton:
 
 def _missing(device: str) -> str | None:
     """Why the kernels cannot run on such a device."""
-    if not _installed():
+    if not installed():
         return "triton is not installed: pip install kvant[gpu]"
     if _compiled() == {device != "cpu"}:
         return None
@@ -69,19 +69,10 @@ def _missing(device: str) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _installed() -> bool:
-    return find_spec("triton") is not None
-
-
-@lru_cache(maxsize=1)
 def _compiled() -> set[bool]:
-    """Are functions of Triton's, and of ours, compiled? That was settled when they were loaded."""
-    from triton import language
-    from triton.runtime.jit import JITFunction
-
     from kvant.attention.triton.kernels.attend import attend
 
-    return {isinstance(function, JITFunction) for function in (language.cdiv, attend)}
+    return compiled(attend)
 
 
 def _refused(side: Side, name: str, view: View) -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from math import frexp
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from kvant.attention.triton.forms import dot_type, form, pages, power
 from kvant.contracts import Mask, Request, Side, View
+from kvant.launches import on
 
 BLOCK = 64  # columns at a time: every page is a multiple of it
 PROGRAMS = 264  # two for each multiprocessor of the larger GPUs: ranges are split until there are
@@ -69,11 +69,6 @@ def launch(
         for first in range(0, queries, step):
             _launch(request, view, first, min(first + step, queries), out, lse, place)
     return out, lse
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """Launch where the tensors are: Triton does it on the current device, whatever it is given."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _launch(

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kvant.attention.triton.forms import DTYPES, MAX_DIM, form, table, third, unread
-from kvant.attention.triton.launching import on
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.codecs.levels import boundaries
 from kvant.contracts import Codec, Fields
 from kvant.lasting import lasting
+from kvant.launches import on
 
 ROWS = 16  # a program
 

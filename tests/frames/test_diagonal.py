@@ -49,3 +49,14 @@ def test_sixteen_bit_rows_are_multiplied_in_float32() -> None:
     frame = Diagonal(((1 / 3,),))
     x = torch.full((1, 1, 1, 1), 3.0, dtype=torch.bfloat16)
     assert float(frame.rows(x)) == 1.0
+
+
+def test_factors_are_made_once_for_each_number_of_heads() -> None:
+    """On a GPU they would be copied there for every token, which waits and cannot be captured."""
+    frame = Diagonal(((1.0, 2.0), (4.0, 8.0)))
+    two, four = torch.ones(1, 2, 3, 2), torch.ones(1, 4, 1, 2)
+    with torch.inference_mode():
+        first = frame._factors(two)
+    assert frame._factors(two) is first and not first.is_inference()
+    assert frame._factors(four)[:, 0].tolist() == [[1, 2], [1, 2], [4, 8], [4, 8]]
+    assert frame._factors(two.double()).dtype == torch.float64

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvant.lasting import lasting
+from kvant.lasting import lasting, recorded, transformed
 
 # Scale and reciprocal both stay normal numbers in float32.
 SMALLEST, LARGEST = 1e-30, 1e30
@@ -54,15 +54,38 @@ class Diagonal:
         with lasting():
             return torch.tensor(self.scale, dtype=torch.float64).unsqueeze(1)
 
+    @cached_property
+    def _kept(self) -> dict[tuple[int, torch.dtype, torch.device], Tensor]:
+        """By heads, dtype and device: nothing is copied to a GPU while a token is decoded."""
+        return {}
+
     def _factors(self, x: Tensor) -> Tensor:
         """[H * group, 1, D] for x of [..., H * group, T, D]: a KV head's queries lie together."""
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        asked = x.shape[-3] if x.ndim > 2 else 1, dtype, x.device
+        if (known := self._kept.get(asked)) is not None and x.shape[-1] == known.shape[-1]:
+            return known
+        made = self._repeated(x, dtype)
+        # What a mode or a compiler makes ends with it.
+        if type(made) is Tensor and not _passing():
+            self._kept[asked] = made
+        return made
+
+    def _repeated(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         heads, dim = len(self.scale), len(self.scale[0])
         if x.shape[-1] != dim:
             raise ValueError(f"rows have {x.shape[-1]} channels; this scale has {dim}")
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        factors = self._table.to(x.device, dtype)
-        if heads == 1:
-            return factors
-        if x.shape[-3] % heads:
-            raise ValueError(f"{x.shape[-3]} heads are no multiple of the {heads} of this scale")
-        return factors.repeat_interleave(x.shape[-3] // heads, dim=0)
+        with lasting():
+            factors = self._table.to(x.device, dtype)
+            if heads == 1:
+                return factors
+            if x.shape[-3] % heads:
+                raise ValueError(
+                    f"{x.shape[-3]} heads are no multiple of the {heads} of this scale"
+                )
+            return factors.repeat_interleave(x.shape[-3] // heads, dim=0)
+
+
+def _passing() -> bool:
+    """Does what is made here belong to a compiler or a transform, and end with it?"""
+    return torch.compiler.is_compiling() or transformed() or recorded()

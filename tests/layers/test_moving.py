@@ -160,6 +160,14 @@ def test_pages_are_moved_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     assert max(asked) == record.SEAL_AT_ONCE < cache[0].view().page_table.shape[1]
 
 
+def test_a_device_may_be_named_by_its_kind() -> None:
+    """Rows that come later say which one it is."""
+    cache = grown("affine8", LANES)
+    cache.move("cpu:0")  # on which tensors say "cpu"
+    append(cache, 3)
+    assert cache.length == 303
+
+
 def test_other_devices_take_pages_as_they_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
     like = {"cpu": LANES, "meta": None}
     monkeypatch.setattr(record, "arrangement", lambda device: like[device.type])

@@ -196,11 +196,13 @@ class Record:
         """The same in the memory of another device, pages in these tiles or as it likes them."""
         old = self.memory
         with lasting():
+            start_tensor = old.start_tensor.to(device)
+            device = start_tensor.device  # which one, if only its kind was said
             memory = replace(
                 old,
                 geometry=replace(old.geometry, device=device),
                 tiles=arrangement(device) if tiles is None else tiles,
-                start_tensor=old.start_tensor.to(device),
+                start_tensor=start_tensor,
                 sinks={name: tensor.to(device) for name, tensor in old.sinks.items()},
             )
         return Record(memory, self.length, self.dense.moved(device), self._pages_in(memory))

@@ -95,7 +95,7 @@ def _launch(
     shape = (plan.ranges, batch, all_heads, count)
     sizes = (*shape, dim), shape, shape
     found = records.Partial(*(out.new_empty(size, dtype=torch.float32) for size in sizes))
-    attend.attend[plan.tiles, batch * heads, plan.ranges](
+    attend.attend[plan.tiles * batch * heads, plan.ranges](
         found,
         _asked(request, q, view),
         _side(view.keys),

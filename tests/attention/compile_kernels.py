@@ -69,7 +69,7 @@ record.arrangement = lambda device: None  # type: ignore[assignment]
 attend.attend, merge.merge, seal.seal = map(Compiled, (attend.attend, merge.merge, seal.seal))
 # As for rows on a GPU: in the interpreter a bfloat16 is another thing.
 as_on_a_gpu = forms.dot_type
-launching.dot_type = forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # type: ignore
+forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # type: ignore
 
 for text, dim, queries in (
     ("raw", 128, 1),

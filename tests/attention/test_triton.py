@@ -234,9 +234,10 @@ def test_fields_are_known_by_their_names() -> None:
         for side in (view.keys, view.values)
     )
     other = replace(view, keys=keys, values=values)
-    q, length = asking(view, 2, 1), torch.tensor([view.columns], device=DEVICE)
+    q, lies = asking(view, 2, 1), (view.first_page, view.dense_from - view.keys.slot)
+    place = torch.tensor([view.columns, view.columns, *lies], device=DEVICE)
     assert torch.equal(attend(q, view, backend=NAME), attend(q, other, backend=NAME))
-    ours, theirs = (operators.decode(v, length, q, 1.0, None, None) for v in (view, other))
+    ours, theirs = (operators.decode(v, place, q, 1.0, None, None) for v in (view, other))
     assert torch.equal(ours, theirs)
 
 

@@ -75,7 +75,7 @@ put.put = Compiled(put.put)
 rotate.rotate = Compiled(rotate.rotate)
 # As for rows on a GPU: in the interpreter a bfloat16 is another thing.
 as_on_a_gpu = forms.dot_type
-launching.dot_type = forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # type: ignore
+forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # type: ignore
 
 for text, dim, queries in (
     ("raw", 128, 1),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from torch._subclasses import FakeTensorMode
 from attention.kernels import DEVICE, GPU, NAME, needed
 from kvant import Cache, Mask, UnsupportedView, attend, explain
 from kvant.attention import triton
-from kvant.attention.triton import Triton, launching, operators
+from kvant.attention.triton import Triton, launching, operators, sealing
 from kvant.attention.triton.launching import Plan
 from kvant.attention.triton.step import Step
+from kvant.codecs import Affine
 from kvant.contracts import Request, View
 
 pytestmark = [
@@ -232,9 +234,10 @@ def test_fields_are_known_by_their_names() -> None:
         for side in (view.keys, view.values)
     )
     other = replace(view, keys=keys, values=values)
-    q, length = asking(view, 2, 1), torch.tensor([view.columns], device=DEVICE)
+    q, lies = asking(view, 2, 1), (view.first_page, view.dense_from - view.keys.slot)
+    place = torch.tensor([view.columns, view.columns, *lies], device=DEVICE)
     assert torch.equal(attend(q, view, backend=NAME), attend(q, other, backend=NAME))
-    ours, theirs = (operators.decode(v, length, q, 1.0, None, None) for v in (view, other))
+    ours, theirs = (operators.decode(v, place, q, 1.0, None, None) for v in (view, other))
     assert torch.equal(ours, theirs)
 
 
@@ -286,6 +289,32 @@ def test_launches_are_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> 
     step = Step.of(state.expect(), torch.zeros(4, dtype=torch.int64, device=DEVICE))
     step(asking(view, 2, 1), *torch.randn(2, 1, 2, 1, 32, device=DEVICE))
     assert asked == [view.start.device] * 3
+
+
+def test_grids_are_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 70,000 heads in all: an axis but the first is 65,535 long at most."""
+    asked: dict[str, list[int]] = {}
+
+    class Spied:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            asked[self.name] = list(grid)
+            return lambda *args, **options: None
+
+    state: Any = Cache(1, "raw")[0]
+    view = state.append(*torch.randn(2, 7000, 10, 3, 16, device=DEVICE))
+    rows = torch.randn(7000, 10, 1, 16, device=DEVICE)
+    for name in ("attend", "merge", "put", "seal"):
+        module = import_module(f"kvant.attention.triton.kernels.{name}")
+        monkeypatch.setattr(module, name, Spied(name))
+    launching.launch(Request(torch.cat([rows, rows], 1), 1.0, view.mask), view)
+    operators.put(view, torch.zeros(4, dtype=torch.int64, device=DEVICE), rows, rows)
+    sealing.sealed(Affine(8), rows.expand(-1, -1, 64, -1)[:, None])
+    assert asked.keys() == {"attend", "merge", "put", "seal"}
+    for first, *others in asked.values():
+        assert first >= 70_000 and max(others, default=0) <= 65_535
 
 
 @pytest.fixture

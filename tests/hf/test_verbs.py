@@ -13,7 +13,10 @@ from torch import Tensor
 import kvant
 from hf.zoo import FAMILIES, build
 from kvant import CacheError, CapacityError, RewindError
+from kvant.attention.native import LANES
 from kvant.hf import HostCache, layers
+from kvant.layers import record
+from layers.tagged import same
 
 SPECS = ("raw", "affine8", "turbo4v4", "raw,window=16,sinks=2")
 
@@ -176,6 +179,20 @@ def test_offloaded_layers_come_back() -> None:
     cache.prefetch(1)
     forward(cache, 1)
     assert positions(cache, layer=1)[-1] == 80
+
+
+def test_an_offloaded_layer_is_the_same_when_it_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of a GPU lie otherwise meanwhile."""
+    monkeypatch.setattr(record, "arrangement", lambda device: None)
+    cache = grown(200, "affine8")
+    before = cache.snapshot()
+    monkeypatch.setattr(record, "arrangement", lambda device: LANES)
+    cache.offload(1)
+    assert cache.states[1].view().tiles == LANES
+    monkeypatch.setattr(record, "arrangement", lambda device: None)
+    cache.prefetch(1)
+    assert cache.states[1].view().tiles is None
+    same(cache.snapshot(), before)
 
 
 def test_memory_goes_with_the_cache() -> None:

@@ -9,6 +9,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvant.contracts import Tiles
+
+
+def retiled(name: str, field: Tensor, old: Tiles | None, new: Tiles | None) -> Tensor:
+    """A field of sealed pages, from the old tiles to the new ones; None is rows as they are."""
+    rows = field if old is None else old.unpack(name, field)
+    return rows if new is None else new.pack(name, rows)
+
 
 @dataclass(frozen=True)
 class Tiled:

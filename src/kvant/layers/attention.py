@@ -246,8 +246,8 @@ class Attention:
 
     def move(self, device: torch.device) -> None:
         now, before = self._record, self._committed
-        self._committed = None if before is None else before.moved(device)
-        self._record = self._committed if now is before or now is None else now.moved(device)
+        self._committed = before and before.moved(device, self.tiles)
+        self._record = self._committed if now is before else now and now.moved(device, self.tiles)
 
     def widen(self, slack: int) -> None:
         if slack <= self.spec.slack:

@@ -8,7 +8,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvant.arenas import Span, joined
+from kvant.arenas import Span, joined, retiled
 from kvant.attention import arrangement, seal
 from kvant.contracts import Fields, Tally, Tiles
 from kvant.errors import CapacityError
@@ -18,7 +18,7 @@ from kvant.layers.rows import Rows
 from kvant.layers.schedule import Schedule
 from kvant.recipes import LayerSpec
 
-SEAL_AT_ONCE = 32  # pages: bounds the scratch of sealing a long prompt
+SEAL_AT_ONCE = 32  # pages: bounds the scratch of sealing a long prompt, or of moving it
 
 
 @dataclass(frozen=True)
@@ -192,17 +192,34 @@ class Record:
             )
         return Record(memory, self.length, self.dense.selected(index), self.sealed.selected(index))
 
-    def moved(self, device: torch.device) -> Record:
-        """The same in the memory of another device."""
+    def moved(self, device: torch.device, tiles: Tiles | None) -> Record:
+        """The same in the memory of another device, pages in these tiles or as it likes them."""
         old = self.memory
         with lasting():
+            start_tensor = old.start_tensor.to(device)
+            device = start_tensor.device  # which one, if only its kind was said
             memory = replace(
                 old,
                 geometry=replace(old.geometry, device=device),
-                start_tensor=old.start_tensor.to(device),
+                tiles=arrangement(device) if tiles is None else tiles,
+                start_tensor=start_tensor,
                 sinks={name: tensor.to(device) for name, tensor in old.sinks.items()},
             )
-        return Record(memory, self.length, self.dense.moved(device), self.sealed.moved(device))
+        return Record(memory, self.length, self.dense.moved(device), self._pages_in(memory))
+
+    def _pages_in(self, memory: Memory) -> Span:
+        """The sealed pages where, and as, this memory has them."""
+        pages, here, there = self.sealed, self.memory.geometry.device, memory.geometry.device
+        old, new = self.memory.tiles, memory.tiles
+        if old == new:
+            return pages.moved(there)
+        by = here if there.type == "cpu" else there  # a GPU swaps bytes faster than they are sent
+        span = pages.cut(pages.first, pages.first).moved(there)
+        for first in range(pages.first, pages.stop, SEAL_AT_ONCE):
+            part = pages.cut(first, first + SEAL_AT_ONCE)
+            units = {n: retiled(n, t.to(by), old, new) for n, t in part.tensors().items()}
+            span = span.extended(units, len(part))
+        return span
 
     def _end(self, rows: Rows, length: int) -> Span:
         """A span of its own with the rows of a long chunk that stay dense."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvant.arenas import Span
+from kvant.arenas import Span, retiled
 from kvant.contracts import Snapshot, Tally, Tiles
 from kvant.errors import SnapshotMismatch
 from kvant.layers.geometry import Geometry
@@ -29,8 +29,7 @@ def exposed(record: Record | None) -> Snapshot:
         tensors[f"{name}.dense"] = rows
         tensors[f"{name}.sinks"] = _without_leftovers(record, memory.sinks[name])
     for name, pages in record.sealed.tensors().items():
-        canonical = pages if memory.tiles is None else memory.tiles.unpack(name, pages)
-        tensors[name] = canonical.transpose(1, 2).flatten(2, 3)
+        tensors[name] = retiled(name, pages, memory.tiles, None).transpose(1, 2).flatten(2, 3)
     sealed_first = record.sealed.first if len(record.sealed) else 0
     begins = memory.begins if memory.begins > record.first_stored else 0
     numbers = (record.length, record.dense.first, sealed_first, begins)
@@ -109,7 +108,7 @@ def _pages(record: Record, snapshot: Snapshot, first: int) -> Span:
         rows = rows // height * height
         canonical = _tensor(snapshot, name, (*lead, rows, width), slab.dtype)
         pages = canonical.reshape(*lead, rows // height, height, width).transpose(1, 2)
-        units[name] = pages if tiles is None else tiles.pack(name, pages)
+        units[name] = retiled(name, pages, None, tiles)
         counts.add(rows // height)
     if len(counts) > 1:
         raise SnapshotMismatch(f"fields with different numbers of pages: {sorted(counts)}")

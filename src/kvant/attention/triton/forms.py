@@ -32,9 +32,25 @@ def unread(codec: Codec) -> str | None:
     return None if bits in known else f"{type(codec).__name__} of {bits} bits"
 
 
+@lru_cache(maxsize=1)
+def records() -> Any:
+    """The types of what kernels are given, which are asked for at every launch."""
+    from kvant.attention.triton.kernels import records
+
+    return records
+
+
+@lru_cache(maxsize=1024, typed=True)
+def constant(value: Hashable) -> Any:
+    """A value that is compiled in: made once, since Triton compares them at every launch."""
+    from triton import language as tl
+
+    return tl.constexpr(value)
+
+
 def form(codec: Codec, dim: int, dtype: torch.dtype, device: torch.device) -> Any:
     """The `Form` of pages of rows of `dim` values that came in `dtype`."""
-    return _form(cast(Hashable, codec), dim, dtype, device.type == "cpu")
+    return constants(cast(Hashable, codec), dim, dtype, device.type == "cpu")[0]
 
 
 def dot_type(dtype: torch.dtype, interpreted: bool) -> Any:
@@ -46,12 +62,18 @@ def dot_type(dtype: torch.dtype, interpreted: bool) -> Any:
 
 
 @lru_cache(maxsize=256)
+def constants(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> tuple[Any, ...]:
+    """What a `Side` begins with: the same at every launch."""
+    form, dot = _form(codec, dim, dtype, interpreted), dot_type(dtype, interpreted)
+    return form, *map(constant, (dim, power(dim), dot))
+
+
 def _form(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> Any:
     from triton import language as tl
 
-    from kvant.attention.triton.kernels import records
+    from kvant.attention.triton.kernels.records import AFFINE, CODEBOOK, RAW, Form
 
-    dot, kind, groups, spread = dot_type(dtype, interpreted), records.RAW, 1, 1
+    dot, kind, groups, spread = dot_type(dtype, interpreted), RAW, 1, 1
     bits, width, stride, units, each = 8, dim, dim, 1, power(dim)
     parts = block = 1
     if isinstance(codec, Affine | Codebook):
@@ -60,22 +82,20 @@ def _form(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> A
         bits, block = codec.bits, gcd(dim, BLOCK)
         parts = 8 // PLANES[bits][0][0]
         width, stride = dim // parts, dim * bits // 8
-        kind, each = records.CODEBOOK, power(width)
+        kind, each = CODEBOOK, power(width)
     if isinstance(codec, Affine):
         # All bytes of a unit have their first parts in one group, and their second ones.
-        kind, unit = records.AFFINE, max(codec.group, block if parts > 1 else 1)
+        kind, unit = AFFINE, max(codec.group, block if parts > 1 else 1)
         groups, spread = -(-dim // codec.group), unit // codec.group
         units, each = power(-(-dim // unit)), unit // parts
     numbers = (bits, width, stride, units, each, parts, block, groups, spread)
-    return records.Form(*map(tl.constexpr, (kind.value, *numbers, dot)))
+    return Form(*map(constant, (kind.value, *numbers, dot)))
 
 
 def pages(side: Side) -> Any:
     """The `Pages` of a side; it may have none."""
-    from kvant.attention.triton.kernels.records import Pages
-
     if not side.sealed:
-        return Pages(*(side.room,) * 4, 0, 0, 0, 0)
+        return records().Pages(*(side.room,) * 4, 0, 0, 0, 0)
     fields = side.sealed
     codes = fields["rows"] if type(side.codec) is Raw else fields["codes"]
     scale = fields.get("scale", codes)
@@ -84,7 +104,7 @@ def pages(side: Side) -> Any:
         # Loads of 16 bits are left alone by Triton's pipelining, which sends wider ones elsewhere.
         dtype = torch.float32 if side.room.dtype == torch.float32 else torch.float16
         found = table(side.codec.bits, side.room.shape[3], dtype, codes.device)
-    return Pages(codes, scale, bias, found, *codes.stride()[:2], *scale.stride()[:2])
+    return records().Pages(codes, scale, bias, found, *codes.stride()[:2], *scale.stride()[:2])
 
 
 @lru_cache(maxsize=64)
@@ -99,11 +119,11 @@ def third(dim: int) -> Any:
     """The `Form` of the plane that holds the third of 3 bits."""
     from triton import language as tl
 
-    from kvant.attention.triton.kernels import records
+    from kvant.attention.triton.kernels.records import CODEBOOK, Form
 
     width, block = dim // 8, gcd(dim, BLOCK)
     numbers = (1, width, dim * 3 // 8, 1, power(width), 8, block, 1, 1)
-    return records.Form(*map(tl.constexpr, (records.CODEBOOK.value, *numbers, tl.float32)))
+    return Form(*map(constant, (CODEBOOK.value, *numbers, tl.float32)))
 
 
 def power(n: int) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import frexp
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kvant.attention.triton.forms import dot_type, form, pages, power
+from kvant.attention.triton.forms import constant, constants, pages, power, records
 from kvant.contracts import Mask, Request, Side, View
 from kvant.launches import on
 
@@ -81,7 +82,7 @@ def _launch(
     place: Tensor | None,
 ) -> None:
     """Queries [first, stop) of those asked for."""
-    from kvant.attention.triton.kernels import attend, records
+    from kvant.attention.triton.kernels import attend
 
     q, count = request.q[:, :, first:stop], stop - first
     batch, all_heads = q.shape[:2]
@@ -89,8 +90,8 @@ def _launch(
     plan = Plan.of(view, batch * heads, count * (all_heads // heads))
     shape = (plan.ranges, batch, all_heads, count)
     sizes = (*shape, dim), shape, shape
-    found = records.Partial(*(out.new_empty(size, dtype=torch.float32) for size in sizes))
-    attend.attend[plan.tiles, batch * heads, plan.ranges](
+    found = records().Partial(*(out.new_empty(size, dtype=torch.float32) for size in sizes))
+    attend.attend[plan.tiles * batch * heads, plan.ranges](
         found,
         _asked(request, q, view),
         _side(view.keys),
@@ -180,59 +181,43 @@ def _blocks(view: View) -> list[int]:
 
 
 def _side(side: Side) -> Any:
-    from triton import language as tl
-
-    from kvant.attention.triton.kernels.records import Rows
-    from kvant.attention.triton.kernels.records import Side as Given
-
-    room, dim = side.room, side.room.shape[3]
-    return Given(
-        form(side.codec, dim, room.dtype, room.device),
+    room, sinks, types = side.room, side.sinks, records()
+    return types.Side(
+        *constants(cast(Hashable, side.codec), room.shape[3], room.dtype, room.is_cpu),
         pages(side),
-        Rows(room, *room.stride()[:3]),
-        Rows(side.sinks, *side.sinks.stride()[:3]),
-        tl.constexpr(dim),
-        tl.constexpr(power(dim)),
-        tl.constexpr(dot_type(room.dtype, room.device.type == "cpu")),
+        types.Rows(room, *room.stride()[:3]),
+        types.Rows(sinks, *sinks.stride()[:3]),
     )
 
 
 def _asked(request: Request, q: Tensor, view: View) -> Any:
-    from triton import language as tl
-
-    from kvant.attention.triton.kernels.records import Asked, Rows
-
-    heads, cap = view.keys.room.shape[1], request.softcap
-    scale = float(request.scale)
+    room, cap, types = view.keys.room, request.softcap, records()
+    heads, scale = room.shape[1], float(request.scale)
     before = 2.0 ** (frexp(scale)[1] - 1)
-    split = q.dtype != torch.bfloat16 and not q.is_cpu and view.keys.room.dtype == torch.bfloat16
-    return Asked(
-        Rows(q, *q.stride()[:3]),
-        tl.constexpr(heads),
-        tl.constexpr(q.shape[1] // heads),
-        tl.constexpr(split),
+    split = q.dtype != torch.bfloat16 and not q.is_cpu and room.dtype == torch.bfloat16
+    return types.Asked(
+        types.Rows(q, *q.stride()[:3]),
+        constant(heads),
+        constant(q.shape[1] // heads),
+        constant(split),
         before,
         scale / before,
-        tl.constexpr(cap is not None),
+        constant(cap is not None),
         float(cap or 0.0),
     )
 
 
 def _rule(request: Request, view: View) -> Any:
-    from triton import language as tl
-
-    from kvant.attention.triton.kernels.records import Rule
-
     mask, paging = request.mask, view.paging
     assert isinstance(mask, Mask)
-    return Rule(
-        tl.constexpr(mask.causal),
-        tl.constexpr(mask.window is not None),
+    return records().Rule(
+        constant(mask.causal),
+        constant(mask.window is not None),
         min(mask.window or 0, FAR),
         min(mask.sinks, FAR),
-        tl.constexpr(mask.chunk is not None),
+        constant(mask.chunk is not None),
         min(mask.chunk or 0, FAR),
-        tl.constexpr(paging.page),
+        constant(paging.page),
         -1 if paging.tail is None else min(paging.tail, FAR),
         min(paging.dense_until, FAR),
         view.keys.sinks.shape[2],

@@ -58,27 +58,29 @@ def attend(
         first_page, dense_from = tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
         oldest, own_from = columns - queries, columns
     extent = Extent(columns, oldest, first_page, num_pages, dense_from, slot, own_from)
-    b, head, mine = (
-        tl.program_id(1) // asked.heads,
-        tl.program_id(1) % asked.heads,
-        tl.program_id(2),
-    )
-    number = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    # Ranges are few: whatever may be many shares the axis that is long enough, tiles side by side.
+    tiles = tl.cdiv(queries * asked.group, TILE)
+    pair, begin = tl.program_id(0) // tiles, tl.program_id(0) % tiles * TILE
+    b, head, mine = pair // asked.heads, pair % asked.heads, tl.program_id(1)
+    number = begin + tl.arange(0, TILE)
     t, q_head = (number // asked.group).to(tl.int64), head * asked.group + number % asked.group
-    tile = _tile(asked, rule, extent, b, head, tl.load(starts + b), q_head, t, queries, TILE)
+    start = tl.load(starts + b)
+    tile = _tile(asked, rule, extent, b, head, start, begin, q_head, t, queries, TILE)
+    sequence = mine * (tl.num_programs(0) // tiles // asked.heads) + tile.b
+    to = (sequence * (asked.heads * asked.group) + q_head) * queries + t
     if mine < sealed_ranges:
         if place is not None:
             span = _share(seam(rule, extent, oldest) - first_page * rule.page, sealed_ranges, BLOCK)
         table += b.to(tl.int64) * table_batch
         ahead = mine * span
         found = over_pages(tile, asked, keys, values, table, rule, extent, ahead, span, BLOCK, MANY)
-        _put(partial, values.dim, asked, tile, q_head, t, queries, found)
+        _put(partial, values.dim, tile, to, found)
     else:
         if place is not None:
-            span = _share(columns - dense_from, tl.num_programs(2) - sealed_ranges, BLOCK)
+            span = _share(columns - dense_from, tl.num_programs(1) - sealed_ranges, BLOCK)
         ahead = (mine - sealed_ranges) * span
         dense = over_rows(tile, asked, keys, values, rule, extent, ahead, span, BLOCK, MANY)
-        _put(partial, values.dim, asked, tile, q_head, t, queries, dense)
+        _put(partial, values.dim, tile, to, dense)
 
 
 @triton.jit
@@ -88,12 +90,12 @@ def _share(columns, ranges, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _tile(asked, rule, extent, b, head, start, q_head, t, queries, TILE: tl.constexpr):
+def _tile(asked, rule, extent, b, head, start, begin, q_head, t, queries, TILE: tl.constexpr):
     place = b.to(tl.int64) * asked.rows.batch + q_head.to(tl.int64) * asked.rows.head
     rows = asked.rows.data + place + t * asked.rows.row
     oldest, start = extent.oldest, start.to(tl.int32)
-    first = oldest + tl.program_id(0) * TILE // asked.group
-    last = oldest + tl.minimum((tl.program_id(0) * TILE + TILE - 1) // asked.group, queries - 1)
+    first = oldest + begin // asked.group
+    last = oldest + tl.minimum((begin + TILE - 1) // asked.group, queries - 1)
     query = oldest + t.to(tl.int32)
     low, border = lowest(rule, first, start), seam(rule, extent, query)
     b, head = b.to(tl.int64), head.to(tl.int64)  # whose strides may lead beyond 2^31
@@ -101,12 +103,10 @@ def _tile(asked, rule, extent, b, head, start, q_head, t, queries, TILE: tl.cons
 
 
 @triton.jit
-def _put(partial, dim: tl.constexpr, asked, tile, q_head, t, queries, found):
+def _put(partial, dim: tl.constexpr, tile, to, found):
     """Where merge.py finds it."""
     top, total, out, channel, there = found
-    sequence = tl.program_id(2) * (tl.num_programs(1) // asked.heads) + tile.b
-    place = (sequence * (asked.heads * asked.group) + q_head) * queries + t
     mask = tile.there[:, None] & there[None, :]
-    tl.store(partial.out + place[:, None] * dim + channel[None, :], out, mask=mask)
-    tl.store(partial.top + place, top, mask=tile.there)
-    tl.store(partial.total + place, total, mask=tile.there)
+    tl.store(partial.out + to[:, None] * dim + channel[None, :], out, mask=mask)
+    tl.store(partial.top + to, top, mask=tile.there)
+    tl.store(partial.total + to, total, mask=tile.there)

@@ -65,12 +65,12 @@ class Side(NamedTuple):
     """The keys, or the values."""
 
     form: Form
-    pages: Pages
-    room: Rows
-    sinks: Rows
     dim: tl.constexpr
     wide: tl.constexpr  # the power of two that holds dim
     dot: tl.constexpr  # the type that matrix products with dense rows take
+    pages: Pages
+    room: Rows
+    sinks: Rows
 
 
 class Rule(NamedTuple):

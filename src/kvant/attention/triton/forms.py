@@ -89,7 +89,9 @@ def _form(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> A
         groups, spread = -(-dim // codec.group), unit // codec.group
         units, each = power(-(-dim // unit)), unit // parts
     numbers = (bits, width, stride, units, each, parts, block, groups, spread)
-    return Form(*map(constant, (kind.value, *numbers, dot)))
+    words = kind is AFFINE and dot == tl.float16 and spread == 1
+    words = words and units * each == width and each % 4 == 0
+    return Form(*map(constant, (kind.value, *numbers, dot, words)))
 
 
 def pages(side: Side) -> Any:
@@ -123,7 +125,7 @@ def third(dim: int) -> Any:
 
     width, block = dim // 8, gcd(dim, BLOCK)
     numbers = (1, width, dim * 3 // 8, 1, power(width), 8, block, 1, 1)
-    return Form(*map(constant, (CODEBOOK.value, *numbers, tl.float32)))
+    return Form(*map(constant, (CODEBOOK.value, *numbers, tl.float32, False)))
 
 
 def power(n: int) -> int:

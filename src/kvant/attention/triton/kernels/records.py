@@ -27,6 +27,7 @@ class Form(NamedTuple):
     groups: tl.constexpr  # scales a row
     spread: tl.constexpr  # of these in a unit
     dot: tl.constexpr  # the type that matrix products take
+    words: tl.constexpr  # is it read by words of 32 bits?
 
 
 class Pages(NamedTuple):

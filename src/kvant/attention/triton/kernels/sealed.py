@@ -7,6 +7,7 @@ from kvant.attention.triton.kernels.pages import channels, opened
 from kvant.attention.triton.kernels.records import Pages
 from kvant.attention.triton.kernels.rules import seam, sees
 from kvant.attention.triton.kernels.softmax import gathered, operand, scores
+from kvant.attention.triton.kernels.words import opened_words, order
 
 
 @triton.jit
@@ -25,13 +26,13 @@ def over_pages(
 ):
     """Maxima, totals and weighted sums over `span` columns from so many `ahead` on; channels."""
     split: tl.constexpr = asked.split and keys.form.dot == tl.bfloat16
-    channel, there = channels(keys.form)
+    channel, there = _channels(keys.form)
     mask = tile.there[:, None] & there[None, :]
     q = tl.load(tile.rows[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
     high, low, size = operand(q, asked, keys.form.dot, split)
     top = tl.full(tile.query.shape, float("-inf"), tl.float32)
     total = tl.zeros(tile.query.shape, tl.float32)
-    channel, there = channels(values.form)
+    channel, there = _channels(values.form)
     out = tl.zeros([tile.query.shape[0], channel.shape[0]], tl.float32)
     base = extent.first_page * rule.page
     begin = tl.maximum(base + ahead, tile.low) // BLOCK
@@ -46,11 +47,30 @@ def over_pages(
         some = tl.max(seen.to(tl.int32), 0) > 0
         slot = tl.load(table + first // rule.page - extent.first_page)
         row = first % rule.page + tl.arange(0, BLOCK)
-        k = opened(_page(keys.pages, slot, tile.head), keys.form, row, some)
+        k = _opened(_page(keys.pages, slot, tile.head), keys.form, row, some)
         s = scores(high, low, size, k, asked, split)
-        v = opened(_page(values.pages, slot, tile.head), values.form, row, some)
+        v = _opened(_page(values.pages, slot, tile.head), values.form, row, some)
         top, total, out = gathered(s, seen, v, top, total, out, MANY)
     return top, total, out, channel, there
+
+
+@triton.jit
+def _channels(form):
+    if form.words:
+        channel = order(form)
+        there = channel >= 0
+    else:
+        channel, there = channels(form)
+    return channel, there
+
+
+@triton.jit
+def _opened(page, form, rows, seen):
+    if form.words:
+        values = opened_words(page, form, rows, seen)
+    else:
+        values = opened(page, form, rows, seen)
+    return values
 
 
 @triton.jit

@@ -28,6 +28,7 @@ class Form(NamedTuple):
     spread: tl.constexpr  # of these in a unit
     dot: tl.constexpr  # the type that matrix products take
     words: tl.constexpr  # is it read by words of 32 bits?
+    curve: tuple[Any, ...]  # of a codebook: how levels come from codes
 
 
 class Pages(NamedTuple):

@@ -7,7 +7,7 @@ from kvant.attention.triton.kernels.pages import channels, opened
 from kvant.attention.triton.kernels.records import Pages
 from kvant.attention.triton.kernels.rules import seam, sees
 from kvant.attention.triton.kernels.softmax import gathered, operand, scores
-from kvant.attention.triton.kernels.words import opened_words, order
+from kvant.attention.triton.kernels.words import lift, opened_words, order
 
 
 @triton.jit
@@ -30,6 +30,7 @@ def over_pages(
     mask = tile.there[:, None] & there[None, :]
     q = tl.load(tile.rows[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
     high, low, size = operand(q, asked, keys.form.dot, split)
+    size *= lift(keys.form)
     top = tl.full(tile.query.shape, float("-inf"), tl.float32)
     total = tl.zeros(tile.query.shape, tl.float32)
     channel, there = _channels(values.form)
@@ -51,7 +52,7 @@ def over_pages(
         s = scores(high, low, size, k, asked, split)
         v = _opened(_page(values.pages, slot, tile.head), values.form, row, some)
         top, total, out = gathered(s, seen, v, top, total, out, MANY)
-    return top, total, out, channel, there
+    return top, total, out * lift(values.form), channel, there
 
 
 @triton.jit
@@ -66,11 +67,7 @@ def _channels(form):
 
 @triton.jit
 def _opened(page, form, rows, seen):
-    if form.words:
-        values = opened_words(page, form, rows, seen)
-    else:
-        values = opened(page, form, rows, seen)
-    return values
+    return opened_words(page, form, rows, seen) if form.words else opened(page, form, rows, seen)
 
 
 @triton.jit

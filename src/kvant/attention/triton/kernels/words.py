@@ -1,13 +1,17 @@
 """Sealed pages as values, from words of 32 bits: two values at a time in the halves of one.
 
-Codes are exact in a float16, a scale and a bias are one, so a value is rounded once. This takes a
-third of the instructions that pages.py does, and it is instructions that decoding waits for.
+It is instructions that decoding waits for, and this takes a third of those of pages.py. Codes are
+exact in a float16, and so are a scale and a bias. A level of a codebook is computed from its code,
+by an odd polynomial that is as near as a float16: looking it up takes longer.
 """
 
 import triton
 import triton.language as tl
 
+from kvant.attention.triton.kernels.records import AFFINE
+
 LARGEST = tl.constexpr(65504.0)  # of a float16
+LIFT = tl.constexpr(4.0)  # no level is further out
 
 
 @triton.jit
@@ -21,23 +25,36 @@ def order(form):
 
 
 @triton.jit
+def lift(form):
+    """What values lack: those of a codebook may be larger than a float16 holds."""
+    return LIFT if form.words and form.kind != AFFINE else 1.0
+
+
+@triton.jit
 def opened_words(page, form, rows, seen):
     """Rows of a page, [N, values]; zeros where nobody has `seen` them, whatever lies there."""
     words: tl.constexpr = form.each // 4
     unit, word = tl.arange(0, form.units)[None, :, None], tl.arange(0, words)[None, None, :]
     place = rows[:, None, None] * (form.stride // 4) + unit * words + word
     codes = tl.load(page.codes.to(tl.pointer_type(tl.int32)) + place)
-    even, odd = _of_bytes(codes, form), _of_bytes(codes >> 8, form)
+    if form.kind == AFFINE:
+        even, odd = _of_bytes(codes, form), _of_bytes(codes >> 8, form)
+    else:  # twice the codes: the middle between two of them is a whole number then
+        even, odd = _of_bytes(codes << 1, form), _of_bytes(codes >> 7, form)
     if form.parts == 1:
         made = tl.permute(tl.join(even, odd), (0, 1, 2, 4, 3))
-    else:
+    elif form.parts == 2:
         made = tl.permute(tl.join(even, odd), (0, 1, 2, 5, 4, 3))
+    else:
+        made = tl.permute(tl.join(even, odd), (0, 1, 2, 6, 5, 4, 3))
     values = tl.reshape(made, [rows.shape[0], form.units, form.each * form.parts])
-    group = rows[:, None, None] * form.units + unit
-    some = seen[:, None, None]
+    group, some = rows[:, None, None] * form.units + unit, seen[:, None, None]
     scale = tl.load(page.scale + group, mask=some, other=0.0)
-    bias = tl.load(page.bias + group, mask=some, other=0.0)
-    values = values * _within(scale, bias, form) + bias
+    if form.kind == AFFINE:
+        bias = tl.load(page.bias + group, mask=some, other=0.0)
+        values = values * _within(scale, bias, form) + bias
+    else:
+        values *= (scale.to(tl.float32) * (1 / LIFT)).to(tl.float16)
     return tl.reshape(values, [rows.shape[0], form.units * form.each * form.parts])
 
 
@@ -52,18 +69,34 @@ def _within(scale, bias, form):
 
 @triton.jit
 def _of_bytes(word, form):
-    """The codes of the first byte of a word and of the third one, [.., 2], or [.., 2, parts]."""
+    """What the first byte of a word and the third one hold, [.., 2] and a 2 for each halving."""
     if form.bits == 8:
-        made = _halves(word & 0x00FF00FF)
+        made = _pair(word & 0x00FF00FF, form)
+    elif form.bits == 4:
+        mask: tl.constexpr = 0x000F000F if form.kind == AFFINE else 0x001E001E
+        made = tl.join(_pair(word & mask, form), _pair(word >> 4 & mask, form))
     else:
-        made = tl.join(_halves(word & 0x000F000F), _halves(word >> 4 & 0x000F000F))
+        made = tl.join(
+            tl.join(_pair(word & 0x00060006, form), _pair(word >> 2 & 0x00060006, form)),
+            tl.join(_pair(word >> 4 & 0x00060006, form), _pair(word >> 6 & 0x00060006, form)),
+        )
     return made
 
 
 @triton.jit
-def _halves(pair):
-    """The numbers in both halves of a word."""
-    pair |= 0x64006400  # which makes of each the bits of 1,024 and itself
-    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return tl.join(low, high) - 1024.0
+def _pair(codes, form):
+    """The values of the codes in both halves of a word, but for the scale and the bias."""
+    codes |= 0x64006400  # which makes of each the bits of 1,024 and itself
+    low = codes.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (codes >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    numbers = tl.join(low, high)
+    if form.kind == AFFINE:
+        values = numbers - 1024.0
+    else:
+        x = numbers * form.curve[0] - form.curve[1]
+        square = x * x
+        values = square * form.curve[2] + form.curve[3]
+        for i in tl.static_range(4, len(form.curve)):
+            values = values * square + form.curve[i]
+        values *= x
+    return values

@@ -121,14 +121,14 @@ def table(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tens
 def curve(bits: int, dim: int) -> tuple[float, ...]:
     """Levels as an odd polynomial of x = (2 code + 1) / 2^bits - 1, from its highest power down.
 
-    It misses less than half of the last bit of a float16. Before it what x is of 1,024 + 2 code: a
-    product and a difference, both exact.
+    It misses less than half of the last bit of a float16. Before it what twice a code is multiplied
+    by, and what is taken from that, to be x: both are exact.
     """
     there, step = levels(bits, dim), 0.5**bits
     x = (2 * np.arange(len(there)) + 1) * step - 1
     powers = np.stack([x**power for power in range(1, min(10, len(there)), 2)], 1)
     found, *_ = np.linalg.lstsq(powers / there[:, None], np.ones(len(there)), rcond=None)
-    return step, (1024 + len(there) - 1) * step, *found[::-1].tolist()
+    return step, 1 - step, *found[::-1].tolist()
 
 
 @lru_cache(maxsize=16)

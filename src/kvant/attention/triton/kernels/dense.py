@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.rules import seam, sees
+from kvant.attention.triton.kernels.rules import askers, seam, sees
 from kvant.attention.triton.kernels.softmax import gathered, operand, scores
 
 
@@ -16,6 +16,7 @@ def over_rows(
     mask = tile.there[:, None] & (channel < keys.dim)[None, :]
     q = tl.load(tile.rows[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
     high, low, size = operand(q, asked, keys.dot, asked.split)
+    query, border, asks = askers(tile, rule, extent, MANY)
     top = tl.full(tile.query.shape, float("-inf"), tl.float32)
     total = tl.zeros(tile.query.shape, tl.float32)
     out = tl.zeros([tile.query.shape[0], values.wide], tl.float32)
@@ -28,7 +29,7 @@ def over_rows(
     for position0 in range(0, kept, BLOCK):
         position = position0 + tl.arange(0, BLOCK)
         there = (position < kept) & (position + tile.start < extent.columns)
-        seen = sees(rule, tile.query - tile.start, position) & tile.there[:, None] & there[None, :]
+        seen = sees(rule, query - tile.start, position) & asks[:, None] & there[None, :]
         some = tl.max(seen.to(tl.int32), 0) > 0
         k = _rows(keys.sinks, keys, tile, position, some)
         s = scores(high, low, size, k, asked, asked.split)
@@ -37,8 +38,8 @@ def over_rows(
     for column0 in range(begin, end, BLOCK):
         column = column0 + tl.arange(0, BLOCK)
         position = column - tile.start
-        seen = sees(rule, tile.query - tile.start, position) & tile.there[:, None]
-        seen &= (position >= rule.kept)[None, :] & (column[None, :] >= tile.border[:, None])
+        seen = sees(rule, query - tile.start, position) & asks[:, None]
+        seen &= (position >= rule.kept)[None, :] & (column[None, :] >= border[:, None])
         seen &= (column < end)[None, :]
         some = tl.max(seen.to(tl.int32), 0) > 0
         row = column - extent.dense_from + extent.slot

@@ -35,3 +35,13 @@ def seam(rule, extent, query):
     due = tl.maximum(query + 1 - rule.tail, 0) // rule.page * rule.page
     due = tl.where((rule.tail < 0) | (query + 1 < rule.dense_until), 0, due)
     return tl.minimum(due, extent.own_from)
+
+
+@triton.jit
+def askers(tile, rule, extent, MANY: tl.constexpr):
+    """Columns of the queries, their seams, and whether they are there: all of a token are alike."""
+    query, border, there = tile.query, tile.border, tile.there
+    if not MANY:
+        query = tl.zeros([1], tl.int32) + tile.last
+        border, there = seam(rule, extent, query), query >= 0
+    return query, border, there

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from kvant.attention.triton.kernels.pages import channels, opened
 from kvant.attention.triton.kernels.records import Pages
-from kvant.attention.triton.kernels.rules import seam, sees
+from kvant.attention.triton.kernels.rules import askers, seam, sees
 from kvant.attention.triton.kernels.softmax import gathered, operand, scores
 from kvant.attention.triton.kernels.words import lift, opened_words, order
 
@@ -31,6 +31,7 @@ def over_pages(
     q = tl.load(tile.rows[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
     high, low, size = operand(q, asked, keys.form.dot, split)
     size *= lift(keys.form)
+    query, border, asks = askers(tile, rule, extent, MANY)
     top = tl.full(tile.query.shape, float("-inf"), tl.float32)
     total = tl.zeros(tile.query.shape, tl.float32)
     channel, there = _channels(values.form)
@@ -43,8 +44,8 @@ def over_pages(
         first = tl.cast(block, tl.int32) * BLOCK
         column = first + tl.arange(0, BLOCK)
         position = column - tile.start
-        seen = sees(rule, tile.query - tile.start, position) & tile.there[:, None]
-        seen &= (position >= rule.kept)[None, :] & (column[None, :] < tile.border[:, None])
+        seen = sees(rule, query - tile.start, position) & asks[:, None]
+        seen &= (position >= rule.kept)[None, :] & (column[None, :] < border[:, None])
         some = tl.max(seen.to(tl.int32), 0) > 0
         slot = tl.load(table + first // rule.page - extent.first_page)
         row = first % rule.page + tl.arange(0, BLOCK)

@@ -71,29 +71,33 @@ def _within(scale, bias, form):
 def _of_bytes(word, form):
     """What the first byte of a word and the third one hold, [.., 2] and a 2 for each halving."""
     if form.bits == 8:
-        made = _pair(word & 0x00FF00FF, form)
+        made = _pair(word, 0x00FF00FF, 1, form)
     elif form.bits == 4:
-        mask: tl.constexpr = 0x000F000F if form.kind == AFFINE else 0x001E001E
-        made = tl.join(_pair(word & mask, form), _pair(word >> 4 & mask, form))
+        made = tl.join(_pair(word, 0x000F000F, 1, form), _pair(word, 0x000F000F, 16, form))
     else:
         made = tl.join(
-            tl.join(_pair(word & 0x00060006, form), _pair(word >> 2 & 0x00060006, form)),
-            tl.join(_pair(word >> 4 & 0x00060006, form), _pair(word >> 6 & 0x00060006, form)),
+            tl.join(_pair(word, 0x00030003, 1, form), _pair(word, 0x00030003, 4, form)),
+            tl.join(_pair(word, 0x00030003, 16, form), _pair(word, 0x00030003, 64, form)),
         )
     return made
 
 
 @triton.jit
-def _pair(codes, form):
-    """The values of the codes in both halves of a word, but for the scale and the bias."""
-    codes |= 0x64006400  # which makes of each the bits of 1,024 and itself
-    low = codes.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (codes >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+def _pair(word, codes: tl.constexpr, times: tl.constexpr, form):
+    """The values of the codes in both halves of a word, but for the scale and the bias.
+
+    They lie where `codes` has bits, or so many `times` as far up, where they can stay.
+    """
+    twice: tl.constexpr = 1 if form.kind == AFFINE else 2
+    # The bits of 1,024 beside a code make a float16 of both.
+    word = word & codes * times * twice | 0x64006400
+    low = word.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     numbers = tl.join(low, high)
     if form.kind == AFFINE:
-        values = numbers - 1024.0
+        values = numbers * (1 / times) - 1024.0 / times
     else:
-        x = numbers * form.curve[0] - form.curve[1]
+        x = numbers * (form.curve[0] / times) - (1024.0 / times * form.curve[0] + form.curve[1])
         square = x * x
         values = square * form.curve[2] + form.curve[3]
         for i in tl.static_range(4, len(form.curve)):

@@ -1,7 +1,7 @@
 """What decoding asks of a GPU for each format, told without one: bytes, and instructions.
 
-`python tools/instructions.py`: compiles the attention of one token for an H100-class GPU (sm_90) and
-counts what its longest loop executes for a block of 64 rows, of 128 channels in bf16, four warps.
+`python tools/instructions.py`: compiles the attention of one token for an H100-class GPU (sm_90),
+and counts what its longest loop executes for a block of 64 rows, 128 wide in bf16, by four warps.
 An estimate of limits, not a measurement: `--gib-s`, `--multiprocessors` and `--mhz` tell the GPU.
 """
 

@@ -89,9 +89,9 @@ def _form(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> A
         groups, spread = -(-dim // codec.group), unit // codec.group
         units, each = power(-(-dim // unit)), unit // parts
     numbers = (bits, width, stride, units, each, parts, block, groups, spread)
-    # Planes of 3 bits are no words, and a group may end inside of one.
-    words = kind is not RAW and bits in (8, 4, 2) and dot == tl.float16 and spread == 1
-    words = words and units * each == width and each % 4 == 0
+    # A group may end inside of a word, and so may the second plane of 3 bits.
+    words = kind is not RAW and dot == tl.float16 and spread == 1 and units * each == width
+    words = words and each % (8 if bits == 3 else 4) == 0
     found = tuple(map(constant, curve(bits, dim) if kind is CODEBOOK else ()))
     return Form._make((*map(constant, (kind.value, *numbers, dot, words)), found))
 

@@ -38,9 +38,10 @@ def opened_words(page, form, rows, seen):
     place = rows[:, None, None] * (form.stride // 4) + unit * words + word
     codes = tl.load(page.codes.to(tl.pointer_type(tl.int32)) + place)
     if form.kind == AFFINE:
-        even, odd = _of_bytes(codes, form), _of_bytes(codes >> 8, form)
+        even, odd = _of_bytes(codes, codes, form), _of_bytes(codes >> 8, codes, form)
     else:  # twice the codes: the middle between two of them is a whole number then
-        even, odd = _of_bytes(codes << 1, form), _of_bytes(codes >> 7, form)
+        high, higher = _thirds(page, form, rows, word)
+        even, odd = _of_bytes(codes << 1, high, form), _of_bytes(codes >> 7, higher, form)
     if form.parts == 1:
         made = tl.permute(tl.join(even, odd), (0, 1, 2, 4, 3))
     elif form.parts == 2:
@@ -68,32 +69,48 @@ def _within(scale, bias, form):
 
 
 @triton.jit
-def _of_bytes(word, form):
+def _thirds(page, form, rows, word):
+    """Of 3 bits, the second plane: its bits for even bytes and odd ones, where they belong."""
+    if form.bits == 3:
+        place = rows[:, None, None] * (form.stride // 4) + form.width // 4 + word // 2
+        found = tl.load(page.codes.to(tl.pointer_type(tl.int32)) + place)
+        first = word % 2 == 0
+        even, odd = tl.where(first, found << 3, found << 2), tl.where(first, found >> 5, found >> 6)
+    else:
+        even, odd = word, word
+    return even, odd
+
+
+@triton.jit
+def _of_bytes(word, high, form):
     """What the first byte of a word and the third one hold, [.., 2] and a 2 for each halving."""
     if form.bits == 8:
-        made = _pair(word, 0x00FF00FF, 1, form)
+        made = _pair(word, high, 1, form)
     elif form.bits == 4:
-        made = tl.join(_pair(word, 0x000F000F, 1, form), _pair(word, 0x000F000F, 16, form))
+        made = tl.join(_pair(word, high, 1, form), _pair(word, high, 16, form))
     else:
         made = tl.join(
-            tl.join(_pair(word, 0x00030003, 1, form), _pair(word, 0x00030003, 4, form)),
-            tl.join(_pair(word, 0x00030003, 16, form), _pair(word, 0x00030003, 64, form)),
+            tl.join(_pair(word, high, 1, form), _pair(word, high, 4, form)),
+            tl.join(_pair(word, high, 16, form), _pair(word, high, 64, form)),
         )
     return made
 
 
 @triton.jit
-def _pair(word, codes: tl.constexpr, times: tl.constexpr, form):
+def _pair(word, high, times: tl.constexpr, form):
     """The values of the codes in both halves of a word, but for the scale and the bias.
 
-    They lie where `codes` has bits, or so many `times` as far up, where they can stay.
+    They lie in its lowest bits, or so many `times` as far up, where they can stay.
     """
+    lowest: tl.constexpr = 0xFF if form.bits == 8 else 0xF if form.bits == 4 else 3
     twice: tl.constexpr = 1 if form.kind == AFFINE else 2
+    both: tl.constexpr = 0x10001 * times * twice
     # The bits of 1,024 beside a code make a float16 of both.
-    word = word & codes * times * twice | 0x64006400
+    word = word & lowest * both | 0x64006400
+    if form.bits == 3:
+        word |= high & 4 * both
     low = word.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (word >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    numbers = tl.join(low, high)
+    numbers = tl.join(low, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True))
     if form.kind == AFFINE:
         values = numbers * (1 / times) - 1024.0 / times
     else:

@@ -130,7 +130,7 @@ def _captured(name: str) -> str:
     why = cache.context.replays.refusal
     if why is not None and "value out of a tracing tensor" in why:
         why = "a number is read from the device"
-    return "replayed" if why is None else why.removeprefix("UnsupportedView: ")
+    return why or "replayed"
 
 
 def page(rows: list[Row]) -> Iterator[str]:

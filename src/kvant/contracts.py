@@ -179,7 +179,7 @@ class Arena(Protocol):
     def close_up(self, first: int, live: int, stop: int) -> None:
         """Move [first, live) where the same memory has room up to `stop`, if it has any.
 
-        Nobody reads them where they lay: for memory whose address has to stay.
+        What was given out of their tensors is theirs no more: for memory whose address has to stay.
         """
 
     def nbytes_for(self, first: int, live: int, stop: int) -> int:

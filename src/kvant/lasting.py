@@ -20,8 +20,13 @@ def transformed() -> bool:
     return peek_interpreter_stack() is not None
 
 
-def recorded() -> bool:
-    """Is a mode under way that writes operators down? What is computed beside them is lost."""
+def passing() -> bool:
+    """Does what is made here belong to a compiler, a transform or a trace, and end with it?
+
+    They see operators: what is computed beside them is lost.
+    """
+    if torch.compiler.is_compiling() or transformed():
+        return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 

@@ -71,7 +71,7 @@ def test_steps_are_appends_and_attention(text: str) -> None:
         q, view = queries(), other.append(*new)
         expected = attend(q, view, backend="reference")
         assert (on(step, state)(q, *new) - expected).abs().max() < 1e-5
-        state.arrived()
+        state.arrive()
     same(state.snapshot(), other.snapshot())
 
 
@@ -88,7 +88,7 @@ def test_rows_and_queries_lie_anyhow(text: str) -> None:
         q, (keys, values) = queries(), rows(1)
         expected = attend(q, other.append(keys, values), backend="reference")
         assert (step(lies(q), lies(keys), lies(values)) - expected).abs().max() < 1e-5
-        state.arrived()
+        state.arrive()
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # what it holds is the same for ever

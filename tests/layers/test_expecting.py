@@ -50,7 +50,7 @@ def step(state: Attention, keys: Tensor, values: Tensor) -> None:
     view = state.expect()
     if view.paging.due(view.columns) * view.page < view.columns:
         write(view, keys, values)
-        state.arrived()
+        state.arrive()
     else:
         state.append(keys, values)
 
@@ -94,14 +94,14 @@ def test_with_a_capacity_memory_stays_where_it_is(text: str) -> None:
         sealed = [*view.keys.sealed.values(), *view.values.sealed.values()]
         lies.add(tuple(x.data_ptr() for x in (view.keys.room, view.values.room, *sealed)))
         write(view, *new)
-        state.arrived()
+        state.arrive()
     assert len(lies) <= 2  # a long prompt may have taken more than steady use does
 
 
 def test_more_than_the_capacity_is_refused() -> None:
     state = filled("raw,capacity=151")
     write(state.expect(), *rows(1))
-    state.arrived()
+    state.arrive()
     before = state.snapshot()
     with pytest.raises(CapacityError, match="152 tokens for a capacity of 151"):
         state.expect()

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvant.lasting import lasting, recorded, transformed
+from kvant.lasting import lasting, passing
 
 # Scale and reciprocal both stay normal numbers in float32.
 SMALLEST, LARGEST = 1e-30, 1e30
@@ -67,7 +67,7 @@ class Diagonal:
             return known
         made = self._repeated(x, dtype)
         # What a mode or a compiler makes ends with it.
-        if type(made) is Tensor and not _passing():
+        if type(made) is Tensor and not passing():
             self._kept[asked] = made
         return made
 
@@ -84,8 +84,3 @@ class Diagonal:
                     f"{x.shape[-3]} heads are no multiple of the {heads} of this scale"
                 )
             return factors.repeat_interleave(x.shape[-3] // heads, dim=0)
-
-
-def _passing() -> bool:
-    """Does what is made here belong to a compiler or a transform, and end with it?"""
-    return torch.compiler.is_compiling() or transformed() or recorded()

@@ -22,7 +22,7 @@ from kvant.errors import CacheError
 from kvant.hf import (
     Capture,
     HostCache,
-    Steps,
+    Replayer,
     cache_for,
     captured,
     capturing,
@@ -100,7 +100,7 @@ class HostDecoder:
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
         self.model = model
         self._capture = capture or (captured if model.device.type == "cuda" else None)
-        self._steps: WeakKeyDictionary[HostCache, Steps] = WeakKeyDictionary()
+        self._replayers: WeakKeyDictionary[HostCache, Replayer] = WeakKeyDictionary()
         takes = inspect.signature(model.forward).parameters
         self._cache = "cache_params" if "cache_params" in takes else "past_key_values"
         self._positions = "position_ids" in takes
@@ -147,29 +147,29 @@ class HostDecoder:
         if memory is not None and memory.length:
             if len(ids) > 1 and not self.continues:
                 return torch.cat([self.logits([token], memory) for token in ids])[-last:]
-            if len(ids) == 1 and (stepped := self._stepped(ids[0], memory)) is not None:
-                return stepped
+            if len(ids) == 1 and (replayed := self._replayed(ids[0], memory)) is not None:
+                return replayed
         device, first = self.model.device, 0 if memory is None else memory.length
-        places = torch.arange(first, first + len(ids), device=device)[None]
-        out = self._forward(torch.tensor([ids], device=device), places, memory, last)
+        positions = torch.arange(first, first + len(ids), device=device)[None]
+        out = self._forward(torch.tensor([ids], device=device), positions, memory, last)
         return out[0, -last:].float()
 
-    def _stepped(self, token: int, memory: Memory) -> Tensor | None:
+    def _replayed(self, token: int, memory: Memory) -> Tensor | None:
         """The logits after a token that a graph takes; None where there is none."""
         if self._capture is None:
             return None
         cache = cast(HostCache, memory)
-        if cache not in self._steps:
+        if cache not in self._replayers:
             capture = capturing(self._capture, self.model.generation_config.compile_config)
-            self._steps[cache] = Steps(self.model, self._forward, capture)
-        out = self._steps[cache].logits(cache, token)
+            self._replayers[cache] = Replayer(self.model, self._forward, capture)
+        out = self._replayers[cache].logits(cache, token)
         return None if out is None else out[0, -1:].to(torch.float32, copy=True)
 
-    def _forward(self, ids: Tensor, places: Tensor, memory: Any, last: int = 1) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, memory: Any, last: int = 1) -> Tensor:
         """Logits [1, last or more, vocabulary]."""
         arguments: dict[str, Any] = {self._cache: memory, "use_cache": memory is not None}
         if self._positions:
-            arguments["position_ids"] = places
+            arguments["position_ids"] = positions
         if self._keeps:
             arguments["logits_to_keep"] = last
         return cast(Tensor, self.model(input_ids=ids, **arguments).logits)

@@ -8,7 +8,7 @@ from kvant.hf.detect import continues
 from kvant.hf.encoder_decoder import PairedCache
 from kvant.hf.graph import Capture, captured, capturing
 from kvant.hf.identity import identity
-from kvant.hf.steps import Steps
+from kvant.hf.replaying import Replayer
 
 explain.register(HostCache, HostCache.explain)
 explain.register(PairedCache, PairedCache.explain)
@@ -17,7 +17,7 @@ __all__ = [
     "Capture",
     "HostCache",
     "PairedCache",
-    "Steps",
+    "Replayer",
     "attach",
     "cache_for",
     "captured",

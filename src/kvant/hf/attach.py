@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
-from kvant.hf.attention import NAMES, switchable
+from kvant.hf.attention import switch, switch_back, switchable
 from kvant.hf.build import cache_for
 from kvant.hf.detect import host_layers, unfolding
 from kvant.hf.latents import fold, folds, unfold
@@ -39,8 +39,7 @@ def attach(model: PreTrainedModel, spec: AnySpec = "raw") -> None:
     model.__dict__[PREPARE] = MethodType(_prepare, model)
     if any(layer.attends for layer in host_layers(model)):
         attachment.implementations = switchable(model)
-    for config, name in attachment.implementations:
-        config._attn_implementation_internal = NAMES[name]
+    switch(attachment.implementations)
     for module in unfolding(model):
         if folds(module):
             fold(module)
@@ -55,8 +54,7 @@ def detach(model: PreTrainedModel) -> None:
     del model.__dict__[PREPARE]
     for module in attachment.folded:
         unfold(module)
-    for config, name in attachment.implementations:
-        config._attn_implementation_internal = name
+    switch_back(attachment.implementations)
 
 
 def _prepare(

@@ -100,17 +100,26 @@ def switchable(model: PreTrainedModel) -> list[tuple[Any, str]]:
     return list(found.values())
 
 
+def switch(found: list[tuple[Any, str]]) -> None:
+    """To the names of ours."""
+    for config, name in found:
+        config._attn_implementation_internal = NAMES[name]
+
+
+def switch_back(found: list[tuple[Any, str]]) -> None:
+    for config, name in found:
+        config._attn_implementation_internal = name
+
+
 @contextmanager
 def switched(model: PreTrainedModel) -> Iterator[None]:
     """Within, a model uses the names of ours."""
     found = switchable(model)
-    for config, name in found:
-        config._attn_implementation_internal = NAMES[name]
+    switch(found)
     try:
         yield
     finally:
-        for config, name in found:
-            config._attn_implementation_internal = name
+        switch_back(found)
 
 
 NAMES = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}  # the host's name: ours over it

@@ -97,11 +97,11 @@ class AttentionLayer(CacheLayerMixin):
             return key_states, value_states
         return self._pair(self._read(view, count, stored))
 
-    def stepped(self) -> None:
-        """A forward has put the row of a token to where it was expected, and read it."""
+    def arrive(self, backend: str) -> None:
+        """A forward has put the row of a token to where it was expected, and attended with it."""
         self.expire()
-        self.state.arrived()
-        self.state.tally.attended["triton"] += 1
+        self.state.arrive()
+        self.state.tally.attended[backend] += 1
         self.notes.fused += 1
 
     def get_seq_length(self) -> int:

@@ -137,15 +137,15 @@ class Attention:
     def expect(self) -> View:
         """Make room for the row of a token; the view that it will have.
 
-        Whoever asked writes the row to where that view has its newest one, and says `arrived`. An
-        append in two halves: the first of them changes nothing that can be read.
+        Whoever asked writes the row to where that view has its newest one, and says `arrive`. An
+        append in two halves: the first changes no row, but older views may be read no more.
         """
         check_lasts("expect")
         self._coming = coming = self._filled().expecting()
         return view_of(coming, 1, coming.length, coming.dense_rows())
 
-    def arrived(self) -> None:
-        """The row is there; those of the next tokens, too, while there is room and none is due."""
+    def arrive(self) -> None:
+        """The row is there. The next is `expect`ed already, if there is room and no page is due."""
         self.ledger.opening(self)
         self._record = self._coming or self._filled().expecting()
         self.tally.appends += 1
@@ -245,7 +245,7 @@ class Attention:
         self._settle(None if self._record is None else self._record.selected(index))
 
     def move(self, device: torch.device) -> None:
-        now, before = self._record, self._committed
+        now, before, self._coming = self._record, self._committed, None
         self._committed = before and before.moved(device, self.tiles)
         self._record = self._committed if now is before else now and now.moved(device, self.tiles)
 

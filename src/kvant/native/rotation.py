@@ -11,7 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
-from kvant.lasting import recorded, transformed
+from kvant.lasting import passing
 from kvant.native.library import DTYPES, library
 
 RECORD = struct.Struct("@13q")  # kvant_rotate_request
@@ -28,14 +28,12 @@ def present(x: Tensor) -> bool:
     """Rows that lie in memory as a kernel reads them: not only traced, and no gradient wanted."""
     return (
         type(x) is Tensor
-        and not torch.compiler.is_compiling()
+        and not passing()
         and x.dtype in DTYPES
         and x.ndim == 4
         and x.shape[3] in DIMS
         and x.stride(3) == 1
         and not (x.requires_grad and torch.is_grad_enabled())
-        and not transformed()
-        and not recorded()
     )
 
 

@@ -50,7 +50,7 @@ def constant(value: Hashable) -> Any:
 
 def form(codec: Codec, dim: int, dtype: torch.dtype, device: torch.device) -> Any:
     """The `Form` of pages of rows of `dim` values that came in `dtype`."""
-    return constants(cast(Hashable, codec), dim, dtype, device.type == "cpu")[0]
+    return beginning(cast(Hashable, codec), dim, dtype, device.type == "cpu")[0]
 
 
 def dot_type(dtype: torch.dtype, interpreted: bool) -> Any:
@@ -62,7 +62,7 @@ def dot_type(dtype: torch.dtype, interpreted: bool) -> Any:
 
 
 @lru_cache(maxsize=256)
-def constants(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> tuple[Any, ...]:
+def beginning(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> tuple[Any, ...]:
     """What a `Side` begins with: the same at every launch."""
     form, dot = _form(codec, dim, dtype, interpreted), dot_type(dtype, interpreted)
     return form, *map(constant, (dim, power(dim), dot))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvant.attention.triton.forms import constant, constants, pages, power, records
+from kvant.attention.triton.forms import beginning, constant, pages, power, records
 from kvant.contracts import Mask, Request, Side, View
 from kvant.launches import on
 
@@ -183,7 +183,7 @@ def _blocks(view: View) -> list[int]:
 def _side(side: Side) -> Any:
     room, sinks, types = side.room, side.sinks, records()
     return types.Side(
-        *constants(cast(Hashable, side.codec), room.shape[3], room.dtype, room.is_cpu),
+        *beginning(cast(Hashable, side.codec), room.shape[3], room.dtype, room.is_cpu),
         pages(side),
         types.Rows(room, *room.stride()[:3]),
         types.Rows(sinks, *sinks.stride()[:3]),

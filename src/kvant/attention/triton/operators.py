@@ -62,7 +62,6 @@ def _put(key_room: Tensor, value_room: Tensor, keys: Tensor, values: Tensor, pla
         put[batch * heads,](
             *(Rows(rows, *rows.stride()[:3]) for rows in (key_room, value_room, keys, values)),
             place,
-            key_room.shape[2],
             HEADS=heads,
             KEY_DIM=dim,
             KEY_WIDE=power(dim),

@@ -5,7 +5,7 @@ and nothing waits for the device. So a step goes into a CUDA graph, and is two o
 compiler.
 
 A layer knows nothing of the rows that steps write: who steps asks it to `expect` them, and tells it
-that they `arrived`.
+that they `arrive`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ class Step:
     view: View  # all the memory that there is, used or not
     place: Tensor  # [4]: tokens, the most of them, the page and the column that lie first
     until: int  # the length that no step may pass: beyond it nothing is written
+    backend: str  # that reads the pages
 
     @classmethod
     def of(cls, view: View, place: Tensor) -> Step:
         """From a view on whose newest row is `expect`ed, as far as memory or sealed pages go."""
-        if (reason := Triton(device=view.start.device.type).supports(view)) is not None:
+        device = view.start.device.type
+        backend = Triton("interpreted" if device == "cpu" else "triton", device)
+        if (reason := backend.supports(view)) is not None:
             raise UnsupportedView(f"no steps behind this view: {reason}")
         first = view.padding + view.keys.sinks.shape[2]
         if view.columns <= first:
@@ -45,7 +48,7 @@ class Step:
         fields = list(view.keys.sealed.values())
         pages = fields[0].shape[0] // len(view.start) if fields else 0
         table = view.page_table.new_zeros(len(view.start), pages)
-        step = cls(replace(view, page_table=table), place, 0)
+        step = cls(replace(view, page_table=table), place, 0, backend.name)
         step._go_on(view)
         return step
 

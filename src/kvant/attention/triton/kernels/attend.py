@@ -9,7 +9,14 @@ import triton
 import triton.language as tl
 
 from kvant.attention.triton.kernels.dense import over_rows
-from kvant.attention.triton.kernels.records import Extent, Tile
+from kvant.attention.triton.kernels.records import (
+    COLUMNS,
+    FIRST_COLUMN,
+    FIRST_PAGE,
+    MOST,
+    Extent,
+    Tile,
+)
 from kvant.attention.triton.kernels.rules import lowest, seam
 from kvant.attention.triton.kernels.sealed import over_pages
 
@@ -37,7 +44,7 @@ def attend(
     table,
     table_batch,
     starts,
-    place,  # None, or where to read what a `Step` changes
+    place,  # None, or the place of a `Step`
     rule,
     columns,
     oldest,
@@ -54,8 +61,9 @@ def attend(
     MANY: tl.constexpr,  # more than one query a head
 ):
     if place is not None:
-        columns = tl.minimum(tl.load(place), tl.load(place + 1)).to(tl.int32)
-        first_page, dense_from = tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
+        columns = tl.minimum(tl.load(place + COLUMNS), tl.load(place + MOST)).to(tl.int32)
+        first_page = tl.load(place + FIRST_PAGE).to(tl.int32)
+        dense_from = tl.load(place + FIRST_COLUMN).to(tl.int32)
         oldest, own_from = columns - queries, columns
     extent = Extent(columns, oldest, first_page, num_pages, dense_from, slot, own_from)
     # Ranges are few: whatever may be many shares the axis that is long enough, tiles side by side.
@@ -91,8 +99,8 @@ def _share(columns, ranges, BLOCK: tl.constexpr):
 
 @triton.jit
 def _tile(asked, rule, extent, b, head, start, begin, q_head, t, queries, TILE: tl.constexpr):
-    place = b.to(tl.int64) * asked.rows.batch + q_head.to(tl.int64) * asked.rows.head
-    rows = asked.rows.data + place + t * asked.rows.row
+    at = b.to(tl.int64) * asked.rows.batch + q_head.to(tl.int64) * asked.rows.head
+    rows = asked.rows.data + at + t * asked.rows.row
     oldest, start = extent.oldest, start.to(tl.int32)
     first = oldest + begin // asked.group
     last = oldest + tl.minimum((begin + TILE - 1) // asked.group, queries - 1)

@@ -6,9 +6,7 @@ What is decoded is exact in float32, and then rounded once to what matrix produc
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.records import CODEBOOK, RAW
-
-LARGEST = tl.constexpr(65504.0)  # of a float16
+from kvant.attention.triton.kernels.records import CODEBOOK, LARGEST, RAW
 
 
 @triton.jit

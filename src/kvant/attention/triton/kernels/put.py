@@ -3,15 +3,16 @@
 import triton
 import triton.language as tl
 
+from kvant.attention.triton.kernels.records import COLUMNS, FIRST_COLUMN, MOST
 
-@triton.jit(do_not_specialize=["slots"])
+
+@triton.jit
 def put(
     keys,
     values,
     new_keys,
     new_values,
-    place,  # what a `Step` changes
-    slots,  # that there are: nothing is written behind them
+    place,  # of a `Step`
     HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     KEY_WIDE: tl.constexpr,
@@ -19,9 +20,9 @@ def put(
     VALUE_WIDE: tl.constexpr,
 ):
     b, head = (tl.program_id(0) // HEADS).to(tl.int64), (tl.program_id(0) % HEADS).to(tl.int64)
-    columns = tl.load(place)
-    slot = columns - 1 - tl.load(place + 3)
-    if (columns <= tl.load(place + 1)) & (slot >= 0) & (slot < slots):
+    columns = tl.load(place + COLUMNS)
+    slot = columns - 1 - tl.load(place + FIRST_COLUMN)
+    if (columns <= tl.load(place + MOST)) & (slot >= 0):  # where there is room
         _copy(keys, new_keys, b, head, slot, KEY_DIM, KEY_WIDE)
         _copy(values, new_values, b, head, slot, VALUE_DIM, VALUE_WIDE)
 

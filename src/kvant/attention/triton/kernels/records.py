@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 RAW, AFFINE, CODEBOOK = (tl.constexpr(kind) for kind in range(3))
+LARGEST = tl.constexpr(65504.0)  # of a float16
+COLUMNS, MOST, FIRST_PAGE, FIRST_COLUMN = (tl.constexpr(n) for n in range(4))  # of a place
 
 
 class Form(NamedTuple):
     """How the values of a sealed row lie: the codes of a plane are `units` x `each` bytes.
 
     Both are powers of two, so there may be more than the `width` bytes that are there. Values come
-    out in the order of these bytes, and within a byte from the lowest bits up: see `channels`.
+    out in the order of these bytes, and within a byte from the lowest bits up (see `channels`), or
+    as words give them (see `order`).
     """
 
     kind: tl.constexpr
@@ -28,7 +31,7 @@ class Form(NamedTuple):
     spread: tl.constexpr  # of these in a unit
     dot: tl.constexpr  # the type that matrix products take
     words: tl.constexpr  # is it read by words of 32 bits?
-    curve: tuple[Any, ...]  # of a codebook: how levels come from codes
+    curve: tuple[Any, ...]  # of a codebook: what makes x of twice a code, then a polynomial of x
 
 
 class Pages(NamedTuple):

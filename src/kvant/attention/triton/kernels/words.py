@@ -8,9 +8,8 @@ by an odd polynomial that is as near as a float16: looking it up takes longer.
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.records import AFFINE
+from kvant.attention.triton.kernels.records import AFFINE, LARGEST
 
-LARGEST = tl.constexpr(65504.0)  # of a float16
 LIFT = tl.constexpr(4.0)  # no level is further out
 
 
@@ -26,7 +25,7 @@ def order(form):
 
 @triton.jit
 def lift(form):
-    """What values lack: those of a codebook may be larger than a float16 holds."""
+    """What values are to be multiplied by: a float16 holds those of a codebook over LIFT."""
     return LIFT if form.words and form.kind != AFFINE else 1.0
 
 

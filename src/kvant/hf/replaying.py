@@ -33,7 +33,7 @@ log = logging.getLogger("kvant")
 Call = Callable[[Tensor, Tensor, Any], Tensor]  # (ids [1, 1], positions [1, 1], cache) -> logits
 
 
-class Steps:
+class Replayer:
     """One model on one cache; `call` is a forward of the model."""
 
     def __init__(self, model: PreTrainedModel, call: Call, capture: Capture) -> None:
@@ -47,7 +47,7 @@ class Steps:
         self._weights: list[int] = []  # where they lie
         self._steps: list[Step] = []
         self._forward: Forward | None = None  # for these steps; the second time it is a replay
-        self._ran = self._replays = False
+        self._ran = self._captured = False
         self._changes = -1  # of the cache, when it was left
 
     def logits(self, cache: HostCache, token: int) -> Tensor | None:
@@ -57,9 +57,11 @@ class Steps:
                 return self._logits(cache, token)
             except CapacityError:  # there is no room, or a page falls due with its own row
                 return None
+            except UnsupportedView as error:
+                self.refusal = str(error)
             except Exception as error:  # a model may do anything that a graph cannot hold
-                self.refusal = f"{type(error).__name__}: {error}"
-                log.info("tokens are not replayed from a graph: %s", self.refusal)
+                self.refusal = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.info("tokens are not replayed from a graph: %s", self.refusal)
         cache.context.replays.refusal = self.refusal
         return None
 
@@ -70,10 +72,11 @@ class Steps:
         self._ids.fill_(token)
         self._places[:, 0] = cache.length + 1
         out = self._run()
-        for layer in layers:
-            layer.stepped()
+        for layer, step in zip(layers, self._steps, strict=True):
+            layer.arrive(step.backend)
         self._changes = cache.states.changes
-        cache.context.replays.tokens += self._replays
+        cache.context.replays.tokens += self._captured
+        cache.context.replays.refusal = None
         return out
 
     @property
@@ -88,15 +91,15 @@ class Steps:
         weights = [weight.data_ptr() for weight in self.model.parameters()]
         if weights != self._weights:
             self._weights, self._steps, self._forward = weights, [], None
-        cache.states.rollback()
+        cache.states.rollback()  # what a forward that died has left
         views: list[View] = []
         for layer in layers:
             view = layer.state.expect()
             if self._steps and not self._steps[len(views)].follow(view):
-                self._steps, self._forward = [], None  # before all others have moved, too
+                self._steps, self._forward = [], None  # one memory that moved ends the graph of all
             views.append(view)
         if not self._steps:
-            self._ran = self._replays = False
+            self._ran = self._captured = False
             with lasting():
                 self._places = self._ids.new_zeros(len(layers), 4)
                 self._steps = [Step.of(*given) for given in zip(views, self._places, strict=True)]
@@ -112,9 +115,9 @@ class Steps:
     def _run(self) -> Tensor:
         """The first time as it is: kernels are compiled, and what is made once is made."""
         assert self._forward is not None
-        if self._ran and not self._replays:
+        if self._ran and not self._captured:
             self._forward = self.capture(self._forward, self._ids, self._places)
-            self._replays = True
+            self._captured = True
         self._ran = True
         return self._forward(self._ids, self._places)
 
@@ -137,5 +140,5 @@ def _attending(cache: HostCache) -> list[AttentionLayer]:
     for layer in layers:
         if type(layer) is not AttentionLayer or layer.kind is not Reading:
             kind = "latents" if isinstance(layer, AttentionLayer) else type(layer).__name__
-            raise UnsupportedView(f"layers of {kind}")
+            raise UnsupportedView(f"layers of {kind} take no steps")
     return layers

@@ -151,6 +151,63 @@ def test_weights_that_move_are_captured_anew() -> None:
     assert pair.stepped.stats()["replayed"] == 4
 
 
+def test_sinks_are_appended_after_a_rewind_below_them() -> None:
+    """A step writes behind them only, and memory is what it was."""
+    model = build("llama", num_hidden_layers=1)
+    pair, text = Pair(model, "raw,window=70,sinks=4"), tokens("llama", 40)
+    pair.read(*text[:20])
+    for again in (20, 25):
+        for token in text[again : again + 3]:
+            pair.read(token)
+        pair.each("rewind", 2)
+    for token in text[30:38]:
+        pair.read(token)
+    assert pair.stepped.context.replays.refusal is None
+
+
+def test_a_layer_that_was_away_is_found_where_it_came_back_to() -> None:
+    model = build("llama", num_hidden_layers=2)
+    pair, text = Pair(model, "affine8,tail=0"), tokens("llama", 90)
+    pair.read(*text[:PROMPT])
+    for token in text[PROMPT : PROMPT + 4]:
+        pair.read(token)
+        pair.each("offload", 0)
+        pair.each("prefetch", 0)
+    pair.read(*text[80:83])
+    pair.read(text[84])
+
+
+def test_an_adapter_that_is_switched_between_two_turns_is_seen() -> None:
+    """Its weights lie where they lay: a plain value says whether they count."""
+    model = build("llama", num_hidden_layers=1)
+    head = model.lm_head
+    head.strength, plain = 1.0, head.forward
+    head.forward = lambda x: plain(x) * head.strength + head.strength
+    pair, text = Pair(model, "raw"), tokens("llama", 40)
+    for begin, head.strength in ((0, 1.0), (10, 3.0), (20, 1.0)):
+        pair.read(*text[begin : begin + 5])
+        for token in text[begin + 5 : begin + 8]:
+            pair.read(token)
+    assert pair.stepped.stats()["replayed"] == 6
+
+
+def test_a_model_out_of_training_is_replayed() -> None:
+    model = build("llama", num_hidden_layers=1)
+    pair = Pair(model, "raw")
+    for text in ([3, 4, 5], [6]):
+        pair.read(*text)
+    model.train()
+    pair.read(20, 21)  # with which another reply begins
+    pair.read(7)
+    pair.read(8)
+    assert "training" in pair.stepped.context.replays.refusal
+    model.eval()
+    for token in (9, 10, 11):
+        pair.read(token)
+    replays = pair.stepped.context.replays
+    assert replays.refusal is None and replays.tokens >= 2
+
+
 def test_a_forward_that_dies_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, text = Pair(build("llama", num_hidden_layers=2), "raw"), tokens("llama", 80)
     pair.read(*text[:PROMPT])

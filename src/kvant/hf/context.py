@@ -23,6 +23,12 @@ class Context:
     silent: list[int] | None = None  # layers that the last forward before that brought none
     notes: dict[int, Notes] = field(default_factory=dict)
     replays: Replays = field(default_factory=Replays)
+    moves: int = 0  # of single layers, which the states are not told of
+
+    @property
+    def changes(self) -> tuple[int, int]:
+        """Others once memory may have changed."""
+        return self.states.changes, self.moves
 
     def start(self, batch: int) -> tuple[int, ...] | None:
         """The padding of each row of a batch; beams repeat their sequence."""

@@ -21,12 +21,17 @@ def captured(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
 
     An operation that cannot be captured, as one that waits for the device, raises an error.
     """
+    _check_unsynchronized(forward, ids, places)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(ids.device)
     with (
         torch.cuda.device(ids.device),
         torch.cuda.stream(stream),  # where a capture fails, its own would stay the current one
-        # Other threads may go on with what it would forbid them.
-        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+        torch.cuda.graph(
+            graph,
+            # Without one it is that of the device which captured first.
+            stream=torch.cuda.Stream(ids.device),  # type: ignore[no-untyped-call]
+            capture_error_mode="thread_local",  # other threads may do what it would forbid them
+        ),
     ):
         out = forward(ids, places)
 
@@ -35,6 +40,16 @@ def captured(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
         return out
 
     return replay
+
+
+def _check_unsynchronized(forward: Forward, ids: Tensor, places: Tensor) -> None:
+    """An error where something waits for the device, which leaves more behind in a capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward(ids, places)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def capturing(capture: Capture, config: CompileConfig | None) -> Capture:

@@ -137,19 +137,22 @@ class AttentionLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Lie in the memory of the processor until `prefetch`."""
-        self.expire()
-        self.context.states[self.index].move(PROCESSOR)
+        self._move(PROCESSOR)
 
     def prefetch(self) -> None:
         """Be back before the next forward."""
-        self.expire()
         if self.is_initialized:
-            self.context.states[self.index].move(self.device)
+            self._move(self.device)
 
     def like(self, other: AttentionLayer) -> None:
         """Take over what the other has learnt of the model's rows."""
         if other.is_initialized:
             self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
+
+    def _move(self, device: torch.device) -> None:
+        self.expire()
+        self.context.moves += 1
+        self.context.states[self.index].move(device)
 
     def _rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
         """Compressed rows and the part with positions lie in one stream, values inside the keys."""

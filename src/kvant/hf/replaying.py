@@ -4,7 +4,8 @@ The cache makes room and seals what falls due before, and counts the token after
 token what ordinary forwards would have made it. A graph lasts while memory stays where it is, which
 a capacity sees to. What cannot be captured is told by `refusal`, and ordinary forwards go on.
 
-Holds the memory that a graph reads, but not the cache.
+Holds the memory that a graph reads, but not the cache. What is changed of the model during a reply
+is noticed when a page falls due or something else is read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from kvant.attention import Step
 from kvant.contracts import View
 from kvant.errors import CapacityError, UnsupportedView
 from kvant.hf.attention import switched
+from kvant.hf.baking import baked, unfit
 from kvant.hf.cache import HostCache
 from kvant.hf.graph import Capture, Forward
 from kvant.hf.layers import AttentionLayer
@@ -30,7 +33,12 @@ from kvant.hf.stepping import StepCache
 from kvant.lasting import lasting
 
 log = logging.getLogger("kvant")
+FAILED: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # to be captured, and why
 Call = Callable[[Tensor, Tensor, Any], Tensor]  # (ids [1, 1], positions [1, 1], cache) -> logits
+
+
+class Passing(Exception):
+    """What keeps a model from being replayed now, and may be over at the next token."""
 
 
 class Replayer:
@@ -44,37 +52,41 @@ class Replayer:
         with lasting():
             self._ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
         self._places = self._ids
-        self._weights: list[int] = []  # where they lie
+        self._baked: list[object] = []  # of the model,
+        self._held: list[Tensor] = []  # and its tensors, which the graph reads
         self._steps: list[Step] = []
         self._forward: Forward | None = None  # for these steps; the second time it is a replay
         self._ran = self._captured = False
-        self._changes = -1  # of the cache, when it was left
+        self._changes = (-1, -1)  # of the cache, when it was left
 
     def logits(self, cache: HostCache, token: int) -> Tensor | None:
         """After one more token, until the next one; None where an ordinary forward has to do it."""
-        if self.refusal is None:
+        refusal = self.refusal or FAILED.get(self.model)
+        if refusal is None:
             try:
                 return self._logits(cache, token)
             except CapacityError:  # there is no room, or a page falls due with its own row
                 return None
+            except Passing as error:
+                refusal = str(error)
             except UnsupportedView as error:
-                self.refusal = str(error)
+                refusal = self.refusal = str(error)
             except Exception as error:  # a model may do anything that a graph cannot hold
-                self.refusal = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.info("tokens are not replayed from a graph: %s", self.refusal)
-        cache.context.replays.refusal = self.refusal
+                refusal = self.refusal = f"{type(error).__name__}: {error}".splitlines()[0]
+            log.info("tokens are not replayed from a graph: %s", refusal)
+        cache.context.replays.refusal = refusal
         return None
 
     def _logits(self, cache: HostCache, token: int) -> Tensor:
         layers = _attending(cache)
-        if cache.states.changes != self._changes or cache.length >= self._until:
+        if cache.context.changes != self._changes or cache.length >= self._until:
             self._follow(cache, layers)
         self._ids.fill_(token)
         self._places[:, 0] = cache.length + 1
         out = self._run()
         for layer, step in zip(layers, self._steps, strict=True):
             layer.arrive(step.backend)
-        self._changes = cache.states.changes
+        self._changes = cache.context.changes
         cache.context.replays.tokens += self._captured
         cache.context.replays.refusal = None
         return out
@@ -87,10 +99,10 @@ class Replayer:
     def _follow(self, cache: HostCache, layers: list[AttentionLayer]) -> None:
         """Let the cache make room; where its memory is another one, or the model's, begin anew."""
         if (reason := unfit(self.model)) is not None:
-            raise UnsupportedView(reason)
-        weights = [weight.data_ptr() for weight in self.model.parameters()]
-        if weights != self._weights:
-            self._weights, self._steps, self._forward = weights, [], None
+            raise Passing(reason)
+        if (now := baked(self.model)) != self._baked:
+            self._baked, self._steps, self._forward = now, [], None
+            self._held = [x.detach() for x in (*self.model.parameters(), *self.model.buffers())]
         cache.states.rollback()  # what a forward that died has left
         views: list[View] = []
         for layer in layers:
@@ -116,22 +128,16 @@ class Replayer:
         """The first time as it is: kernels are compiled, and what is made once is made."""
         assert self._forward is not None
         if self._ran and not self._captured:
-            self._forward = self.capture(self._forward, self._ids, self._places)
+            try:
+                self._forward = self.capture(self._forward, self._ids, self._places)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # the next cache need not try again
+                FAILED[self.model] = f"{type(error).__name__}: {error}".splitlines()[0]
+                raise
             self._captured = True
         self._ran = True
         return self._forward(self._ids, self._places)
-
-
-def unfit(model: PreTrainedModel) -> str | None:
-    """Why a replay would not do what the model does."""
-    if model.training:
-        return "the model is in training mode"
-    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
-        return f"the model lies on {', '.join(sorted(devices))}"
-    for name, module in model.named_modules():
-        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
-            return f"{name or 'the model'} has hooks, which a replay does not call"
-    return None
 
 
 def _attending(cache: HostCache) -> list[AttentionLayer]:

@@ -40,11 +40,6 @@ class Step:
         backend = Triton("interpreted" if device == "cpu" else "triton", device)
         if (reason := backend.supports(view)) is not None:
             raise UnsupportedView(f"no steps behind this view: {reason}")
-        first = view.padding + view.keys.sinks.shape[2]
-        if view.columns <= first:
-            raise CapacityError(
-                f"{view.columns - 1} tokens: steps can follow once {first} are there"
-            )
         fields = list(view.keys.sealed.values())
         pages = fields[0].shape[0] // len(view.start) if fields else 0
         table = view.page_table.new_zeros(len(view.start), pages)
@@ -60,6 +55,11 @@ class Step:
         return True
 
     def _go_on(self, view: View) -> None:
+        first = view.padding + view.keys.sinks.shape[2]
+        if view.columns <= first:  # a step writes no sinks
+            raise CapacityError(
+                f"{view.columns - 1} tokens: steps can follow once {first} are there"
+            )
         room = view.keys.room.shape[2] - view.keys.slot
         sealed = view.first_page + view.page_table.shape[1]
         due = view.paging.due

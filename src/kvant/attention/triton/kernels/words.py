@@ -52,6 +52,7 @@ def opened_words(page, form, rows, seen):
     scale = tl.load(page.scale + group, mask=some, other=0.0)
     if form.kind == AFFINE:
         bias = tl.load(page.bias + group, mask=some, other=0.0)
+        # Fused, as it is on a GPU: the product alone may be more than a float16 holds.
         values = values * _within(scale, bias, form) + bias
     else:
         values *= (scale.to(tl.float32) * (1 / LIFT)).to(tl.float16)

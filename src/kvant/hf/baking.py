@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 PLAIN = (bool, int, float, str)
+COMMON = frozenset(vars(nn.Module()))  # what PyTorch keeps of any module
 
 
 def unfit(model: PreTrainedModel) -> str | None:
@@ -30,7 +32,8 @@ def baked(model: PreTrainedModel) -> list[object]:
     """Where its tensors lie, and the plain values that its modules hold, as of adapters."""
     found: list[object] = [x.data_ptr() for x in chain(model.parameters(), model.buffers())]
     for module in model.modules():
-        found.extend((name, _plain(value)) for name, value in vars(module).items())
+        own = ((name, value) for name, value in vars(module).items() if name not in COMMON)
+        found.extend((name, _plain(value)) for name, value in own)
     return found
 
 

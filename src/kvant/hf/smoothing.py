@@ -24,7 +24,7 @@ from kvant.configurations import max_context
 from kvant.contracts import Codec, Frame
 from kvant.errors import SpecError
 from kvant.frames import Diagonal, Identity, fitted, waits
-from kvant.hf.attention import NAMES, switchable
+from kvant.hf.attention import switched
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import host_layers, recipes
 from kvant.recipes import CacheSpec, LayerSpec, attention_in
@@ -125,17 +125,13 @@ def _scales(model: PreTrainedModel) -> list[Scales]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, count), generator=generator, device="cpu")
     modes = {module: module.training for module in model.modules()}
-    implementations = switchable(model)
     try:
-        for part, name in implementations:  # queries are seen by ours
-            part._attn_implementation_internal = NAMES[name]
         model.eval()  # what is dropped at random is none of the model's
         ids = ids.to(model.device)
-        for part in (ids[:, :1], ids[:, 1:]):
-            model(part, past_key_values=cache)  # behind a first token, attention asks the cache
+        with switched(model):  # queries are seen by ours
+            for part in (ids[:, :1], ids[:, 1:]):
+                model(part, past_key_values=cache)  # behind a first token, attention asks the cache
     finally:
-        for part, name in implementations:
-            part._attn_implementation_internal = name
         for module, training in modes.items():
             module.training = training
     return [Scales(keys.scale(), values.scale()) for keys, values in watched]

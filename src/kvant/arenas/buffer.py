@@ -127,7 +127,7 @@ class Buffer:
     def close_up(self, first: int, live: int, stop: int) -> None:
         """Move [first, live) within the same memory where that makes room up to `stop`."""
         base, slots = self._room(first, live, stop)
-        if base == self.base or slots > self.reserved or stop - base > self.reserved:
+        if base == self.base or slots > self.reserved:
             return
         kept = {name: units.clone() for name, units in self.tensors(first, live).items()}
         self.base = base

@@ -72,7 +72,7 @@ class Replayer:
             except UnsupportedView as error:
                 refusal = self.refusal = str(error)
             except Exception as error:  # a model may do anything that a graph cannot hold
-                refusal = self.refusal = f"{type(error).__name__}: {error}".splitlines()[0]
+                refusal = self.refusal = _told(error)
             log.info("tokens are not replayed from a graph: %s", refusal)
         cache.context.replays.refusal = refusal
         return None
@@ -133,11 +133,16 @@ class Replayer:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # the next cache need not try again
-                FAILED[self.model] = f"{type(error).__name__}: {error}".splitlines()[0]
+                FAILED[self.model] = _told(error)
                 raise
             self._captured = True
         self._ran = True
         return self._forward(self._ids, self._places)
+
+
+def _told(error: Exception) -> str:
+    """In one line: some print whole programs."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _attending(cache: HostCache) -> list[AttentionLayer]:

@@ -137,11 +137,11 @@ class Record:
         length, (span, due) = self.length + 1, self._owed(self.length + 1)
         self.dense.arena.close_up(self.dense.first, self.length, length)
         self.dense.make_room(length)
-        dense, sealed = Span(self.dense.arena, self.dense.first, length), span
-        if due * self.memory.spec.page < length:
+        dense = Span(self.dense.arena, self.dense.first, length)
+        if span.stop < due and due * self.memory.spec.page < length:
             span.arena.close_up(span.first, span.stop, due)
-            sealed = self._sealed(Rows.of(dense), length)
-        return Record(self.memory, length, dense, sealed)
+            span = self._sealed(Rows.of(dense), length)
+        return Record(self.memory, length, dense, span)
 
     def nbytes_with(self, count: int) -> int:
         """What `nbytes` of the record `extended` by so many rows is."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,14 +22,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 
+# What compiles kernels for the tests does it here. Tests are no package.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from attention.offline import Compiled, Driver, pretend
 from kvant import Cache
-from kvant.attention.triton import forms, launching
+from kvant.attention.triton import launching
 from kvant.attention.triton.kernels import attend, merge
 from kvant.contracts import Request
-from kvant.layers import record
 
 FORMATS = "raw,affine8,affine8v4,affine4,turbo4v4,turbo3,turbo2"
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(.*?);")
@@ -36,32 +38,6 @@ JUMP = re.compile(r"BRA.*?0x([0-9a-f]+)")
 DIM, BLOCK, WARPS = 128, launching.BLOCK, 4
 SCHEDULERS = 4  # of a multiprocessor: each issues an instruction of a warp in a cycle
 ROWS, HEADS = 8 * 32768, 8  # of the estimate: eight sequences
-
-
-class Target:
-    """As much of a driver as compiling asks for."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-class Compiled:
-    """In place of a kernel: a launch compiles it, and keeps what it came to."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel, self.binary = kernel, b""
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **options: Any) -> None:
-            self.binary = self.kernel.warmup(*args, grid=grid, **options).asm["cubin"]
-
-        return launch
 
 
 def longest_loop(binary: bytes) -> int:
@@ -78,8 +54,8 @@ def longest_loop(binary: bytes) -> int:
     return max(back)
 
 
-def counted(text: str, kernel: Compiled) -> tuple[float, int]:
-    """Bytes of a row of keys and of values, and instructions of a warp for a block of them."""
+def launched(text: str) -> float:
+    """Bytes of a row of keys and of values, of which a token was attended over."""
     rows = torch.randn(2, 1, HEADS, 10 * BLOCK, DIM).bfloat16()
     state: Any = Cache(1, f"{text},tail=0,prefill=stored")[0]
     view = state.append(*rows)
@@ -87,8 +63,7 @@ def counted(text: str, kernel: Compiled) -> tuple[float, int]:
     asked = view.keys.codec.frame.queries(q)
     launching.launch(Request(asked, 0.1, view.mask, dtype=torch.bfloat16), view)
     fields = [*view.keys.sealed.values(), *view.values.sealed.values()]
-    stored = sum(field[0, 0].nbytes for field in fields) / view.page if fields else 4.0 * DIM
-    return stored, longest_loop(kernel.binary)
+    return sum(field[0, 0].nbytes for field in fields) / view.page if fields else 4.0 * DIM
 
 
 def main(
@@ -97,15 +72,18 @@ def main(
     multiprocessors: Annotated[int, typer.Option()] = 132,
     mhz: Annotated[float, typer.Option()] = 1755,
 ) -> None:
-    driver.set_active(Target())
-    record.arrangement = lambda device: None  # type: ignore[assignment]
-    as_on_a_gpu = forms.dot_type
-    forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # bfloat16 is one there
-    kernel, merging = Compiled(attend.attend), Compiled(merge.merge)
-    attend.attend, merge.merge = kernel, merging  # type: ignore[assignment]
+    pretend(Driver(90))
+    binaries: dict[str, bytes] = {}
+
+    def keep(name: str, made: Any) -> None:
+        binaries[name] = made.asm["cubin"]
+
+    attend.attend = Compiled(attend.attend, keep)  # type: ignore[assignment]
+    merge.merge = Compiled(merge.merge, keep)  # type: ignore[assignment]
     table = Table("format", "bytes a row", "instructions a block", "memory, us", "issue, us")
     for text in formats.split(","):
-        stored, count = counted(text, kernel)
+        stored = launched(text)
+        count = longest_loop(binaries["attend"])
         memory = ROWS * HEADS * stored / (gib_s * 2**30) * 1e6
         blocks = ROWS * HEADS / BLOCK / multiprocessors
         issue = blocks * count * WARPS / SCHEDULERS / mhz

@@ -9,73 +9,44 @@ import re
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
+from offline import Compiled, Driver, pretend
 
 from kvant import Cache
-from kvant.attention.triton import Triton, forms, launching, sealing
+from kvant.attention.triton import Triton, launching, sealing
 from kvant.attention.triton.kernels import attend, merge, put, seal
 from kvant.attention.triton.step import Step
 from kvant.codecs import Affine, Codebook
 from kvant.contracts import Request
 from kvant.frames import launching as turning
 from kvant.frames.kernels import rotate
-from kvant.layers import record
 
 found: dict[str, dict[str, int]] = {}
 
 
-class Driver:
-    """As much of a driver as compiling asks for; its devices are a Hopper and a small Ampere."""
-
-    device = 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", (90, 86)[self.device], 32)
-
-    def get_current_device(self) -> int:
-        return self.device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
+PATTERNS = {
+    "tensor cores": r"\b(mma\.sync|wgmma\.mma_async)",
+    "16 bytes": r"cp\.async\.cg\.shared\.global[^;]*0x10\b|ld\.global[.\w]*\.v4\.b32",
+    "fused": r"\bfma\.",
+    "products": r"\bmul\.rn\.f32\b",
+    "division": r"\bdiv\.rn\.f32\b",
+    "approximate": r"\b(div\.full|div\.approx|rcp\.approx|sqrt\.approx)",
+}
 
 
-class Compiled:
-    """A kernel whose launch compiles it."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **options: Any) -> None:
-            made = self.kernel.warmup(*args, grid=grid, **options)
-            ptx = made.asm["ptx"]
-            patterns = {
-                "tensor cores": r"\b(mma\.sync|wgmma\.mma_async)",
-                "16 bytes": r"cp\.async\.cg\.shared\.global[^;]*0x10\b|ld\.global[.\w]*\.v4\.b32",
-                "fused": r"\bfma\.",
-                "products": r"\bmul\.rn\.f32\b",
-                "division": r"\bdiv\.rn\.f32\b",
-                "approximate": r"\b(div\.full|div\.approx|rcp\.approx|sqrt\.approx)",
-            }
-            facts = {name: len(re.findall(pattern, ptx)) for name, pattern in patterns.items()}
-            facts["shared"] = made.metadata.shared
-            facts["kernel"] = int(made.hash[:12], 16)  # which one it is
-            found[f"{self.kernel.__name__} {label}"] = facts
-
-        return launch
+def keep(name: str, made: Any) -> None:
+    ptx = made.asm["ptx"]
+    facts = {what: len(re.findall(pattern, ptx)) for what, pattern in PATTERNS.items()}
+    facts["shared"] = made.metadata.shared
+    facts["kernel"] = int(made.hash[:12], 16)  # which one it is
+    found[f"{name} {label}"] = facts
 
 
 label = ""
-active = Driver()
-driver.set_active(active)
-record.arrangement = lambda device: None  # type: ignore[assignment]
-attend.attend, merge.merge, seal.seal = map(Compiled, (attend.attend, merge.merge, seal.seal))
-put.put = Compiled(put.put)
-rotate.rotate = Compiled(rotate.rotate)
-# As for rows on a GPU: in the interpreter a bfloat16 is another thing.
-as_on_a_gpu = forms.dot_type
-forms.dot_type = lambda dtype, _: as_on_a_gpu(dtype, False)  # type: ignore
+active = Driver(90, 86)  # a Hopper, and a small Ampere
+pretend(active)
+for module, name in ((attend, "attend"), (merge, "merge"), (seal, "seal"), (put, "put")):
+    setattr(module, name, Compiled(getattr(module, name), keep))
+rotate.rotate = Compiled(rotate.rotate, keep)
 
 for text, dim, queries in (
     ("raw", 128, 1),

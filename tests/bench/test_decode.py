@@ -151,5 +151,5 @@ def test_a_picture_needs_matplotlib_and_says_so(
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="only pictures need it")
     file = tmp_path / "a.png"
-    picture.draw({"none": {128: 9.0, 256: 20.0}, "raw": {128: 4.0, 256: 4.5}}, "title", file)
+    picture.draw({"none": {128: 9.0, 256: 20.0}, "raw": {128: 4.0, 256: 4.5}}, "title", file, "ms")
     assert file.read_bytes()[:4] == b"\x89PNG"

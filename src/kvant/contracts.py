@@ -188,6 +188,9 @@ class Arena(Protocol):
     def adopt(self, first: int, units: Fields, stop: int) -> None:
         """Hold [first, stop) in the room it would have taken to grow there from nothing."""
 
+    def hold(self, first: int, units: Fields, stop: int) -> None:
+        """Hold [first, stop) in no more room than that, whatever growing would take."""
+
     def write(self, first: int, units: Fields) -> None: ...
     def tensors(self, first: int, stop: int) -> Fields:
         """Units [first, stop) without a copy."""

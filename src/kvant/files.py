@@ -23,7 +23,7 @@ from kvant.cache import Cache
 from kvant.contracts import Snapshot, Tiles
 from kvant.errors import CacheError, CacheFileError
 from kvant.recipes import CacheSpec
-from kvant.spec import from_json, to_json
+from kvant.spec import distinct, from_json, to_json
 
 ENTRY = "kvant-cache"  # the one entry of the header's metadata: JSON, so that bytes are the same
 VERSION = 1
@@ -146,11 +146,13 @@ def header(path: str | os.PathLike[str]) -> Header:
 def _stored(path: Path) -> dict[str, Stored]:
     """How each tensor lies in the file; safetensors has checked that these numbers agree."""
     with safe_open(path, framework="pt"), path.open("rb") as file:
-        entries = json.loads(_header_bytes(path, file))
+        entries = _object(_header_bytes(path, file))
     del entries["__metadata__"]
     stored = {}
     for name, told in entries.items():
         first, stop = told["data_offsets"]
+        if max(told["shape"], default=0) > MAX_INTEGER:  # of no bytes: another dimension is 0
+            raise ValueError(f"{name} is {told['shape']}: {MAX_INTEGER} at most")
         stored[name] = Stored(told["dtype"], tuple(told["shape"]), stop - first)
     return stored
 
@@ -197,13 +199,22 @@ def _header_bytes(path: Path, file: Any) -> bytes:
 
 def _entries(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(json.loads(raw)["__metadata__"][ENTRY])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        header = _object(_object(raw)["__metadata__"][ENTRY])
+    except (KeyError, TypeError) as error:
         raise CacheFileError(f"{path}: not a kvant cache: no {ENTRY!r} in its header") from error
+    except (ValueError, RecursionError) as error:
+        raise CacheFileError(
+            f"{path}: not a kvant cache: its header is no JSON: {error}"
+        ) from error
     if not isinstance(header, dict) or header.get("version") != VERSION:
         version = header.get("version") if isinstance(header, dict) else None
         raise CacheFileError(f"{path}: version {version!r} of the format, {VERSION} is needed")
     return header
+
+
+def _object(text: str | bytes) -> Any:
+    """JSON whose keys differ: of two that do not, readers would each believe another one."""
+    return json.loads(text, object_pairs_hook=distinct)
 
 
 def _digest(file: Any, at: int) -> str:

@@ -73,4 +73,4 @@ def test_a_snapshot_of_plain_pages_restores_into_tiles() -> None:
     plain[0].append(rows, rows)
     tiled.restore(plain.snapshot())
     assert all(map(torch.equal, plain[0].read(), tiled[0].read()))
-    assert tiled.nbytes == plain.nbytes
+    assert tiled.nbytes_used == plain.nbytes_used

@@ -109,11 +109,7 @@ class Buffer:
         return self._tensors, first - self.base
 
     def write(self, first: int, units: Fields) -> None:
-        if self._of_rows and put(units, self._tensors, first - self.base):
-            return
-        for name, tensor in units.items():
-            axis = self.slabs[name].axis
-            self._tensors[name].narrow(axis, first - self.base, tensor.shape[axis]).copy_(tensor)
+        self._put(self._tensors, first - self.base, units)
 
     def allocate(self, first: int, live: int, stop: int) -> None:
         """Make room for units [first, stop), keeping what [first, live) holds."""
@@ -142,6 +138,10 @@ class Buffer:
         grown = stop if bound is None else max(stop, first + min(stop, bound))
         self.allocate(first, first, grown)
         self.write(first, units)
+
+    def hold(self, first: int, units: Fields, stop: int) -> None:
+        """Hold [first, stop) in no more room than that; the next units take what growing takes."""
+        self._lie(first, stop - first, stop - first, units)
 
     def share(self, first: int, stop: int) -> Buffer:
         """A private arena cannot share: a copy of units [first, stop)."""
@@ -188,12 +188,23 @@ class Buffer:
 
     def _move(self, first: int, live: int, slots: int, base: int) -> None:
         """Units [first, live) in new tensors: whoever reads the old ones is not disturbed."""
-        kept = self.tensors(first, live)
-        self.base, self.taken, self.reserved = base, slots, self._reserve(slots)
-        self._tensors = {
-            n: slab.empty(self.reserved, self.device) for n, slab in self.slabs.items()
-        }
-        self.write(first, kept)
+        self._lie(base, slots, self._reserve(slots), self.tensors(first, live), first)
+
+    def _lie(
+        self, base: int, taken: int, slots: int, units: Fields, first: int | None = None
+    ) -> None:
+        """New tensors with these units, the first of them `first` (`base`, unless it is said)."""
+        tensors = {name: slab.empty(slots, self.device) for name, slab in self.slabs.items()}
+        self._put(tensors, 0 if first is None else first - base, units)
+        # In one call: an interrupt finds the old tensors with their numbers, or the new ones.
+        self.__dict__.update(base=base, taken=taken, reserved=slots, _tensors=tensors)
+
+    def _put(self, tensors: Fields, slot: int, units: Fields) -> None:
+        if self._of_rows and put(units, tensors, slot):
+            return
+        for name, tensor in units.items():
+            axis = self.slabs[name].axis
+            tensors[name].narrow(axis, slot, tensor.shape[axis]).copy_(tensor)
 
     def _reserve(self, slots: int) -> int:
         grows = self.growth.bound is None and self.growth.at_once is None and self.growth.step > 1

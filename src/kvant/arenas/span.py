@@ -45,6 +45,12 @@ class Span:
         arena.adopt(first, units, stop)
         return cls(arena, first, stop)
 
+    @classmethod
+    def tight(cls, arena: Arena, first: int, units: Fields, stop: int) -> Span:
+        """Units in a new arena, which takes no more than they need until more come."""
+        arena.hold(first, units, stop)
+        return cls(arena, first, stop)
+
     def __len__(self) -> int:
         return self.stop - self.first
 

@@ -80,6 +80,12 @@ class Geometry:
 
     def sealed(self, spec: LayerSpec) -> Buffer:
         """Footprint for sealed pages, the keys and values of a page together."""
+        pages = None if spec.capacity is None else spec.paging.due(spec.capacity)
+        growth = Growth(max(1, spec.step // spec.page), pages, Schedule(spec).page_bound)
+        return Buffer(self.page_slabs(spec), growth, self.device)
+
+    def page_slabs(self, spec: LayerSpec) -> dict[str, Slab]:
+        """The shapes of the fields of sealed pages; nothing is allocated."""
         slabs = {}
         if spec.seals:
             for name, codec in spec.sides.items():
@@ -87,9 +93,7 @@ class Geometry:
                     height = field.height(spec.page)
                     shape = (self.batch, GROWING, self.heads, height, field.width)
                     slabs[f"{name}.{part}"] = Slab(shape, field.dtype or self.dtypes[name])
-        pages = None if spec.capacity is None else spec.paging.due(spec.capacity)
-        growth = Growth(max(1, spec.step // spec.page), pages, Schedule(spec).page_bound)
-        return Buffer(slabs, growth, self.device)
+        return slabs
 
     def footprint(self, spec: LayerSpec) -> Footprint:
         """What rows of this geometry take by a recipe."""

@@ -7,6 +7,7 @@ on none.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -167,6 +168,6 @@ class Group:
         for key, value in entries.items():
             name, _, rest = key.partition("/")
             if name not in pieces:
-                raise SnapshotMismatch(f"{key} belongs to none of {', '.join(self.parts)}")
+                raise SnapshotMismatch(f"{key} belongs to none of {short(list(self.parts))}")
             pieces[name][rest] = value
         return pieces

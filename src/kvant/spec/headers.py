@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import lru_cache
 from reprlib import repr as short
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -127,14 +128,19 @@ def decode_named(hint: Any, value: Any, where: str) -> Any:
         near = nearest(name, table)
         raise wrong(f"{where}.{tag}", name, f"one of {', '.join(table)}; nearest: {near}")
     kind: Any = table[name]
-    own = {item.name: item for item in fields(kind) if item.init}
+    own, hints = form(kind)
     check_keys(tag, own, value, where)
-    hints = get_type_hints(kind)
     given = {key: decode(hints[key], value[key], f"{where}.{key}") for key in own if key in value}
     try:
         return kind(**given)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise SpecError(f"{where}: {error}") from error
+
+
+@lru_cache
+def form(kind: type) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
+    """The fields of a dataclass and their types: a header may name it for each of many layers."""
+    return {item.name: item for item in fields(kind) if item.init}, get_type_hints(kind)
 
 
 def check_keys(tag: str, own: Mapping[str, Field[Any]], value: Any, where: str) -> None:

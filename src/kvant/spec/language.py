@@ -9,7 +9,7 @@ is a SpecError with what was read, what is allowed and the nearest that is valid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
@@ -38,7 +38,7 @@ FIELDS["start"] = "dense_until"  # option: field of a LayerSpec
 LEAST = dict.fromkeys(
     ("page", "step", "capacity", "chunk", "value_dim", "window", "max_checkpoints"), 1
 )  # others may be 0; that pages are multiples of 64 is asked of text only
-Layers = tuple[Recipe, ...]
+Layers = Sequence[Recipe]
 
 
 def as_spec(spec: AnySpec, num_layers: int | None) -> CacheSpec:
@@ -107,10 +107,14 @@ def recipe(form: Format, options: Mapping[str, Any], choice: Choice, layer: int)
 
 def checked(spec: CacheSpec) -> CacheSpec:
     """`spec`, if its numbers make sense and its layers fit together."""
+    if len(spec.layers) > MAX_LAYERS:
+        raise SpecError(f"the spec has {len(spec.layers)} layers; allowed: at most {MAX_LAYERS}")
+    before: list[Recipe] = []
     for index, layer in enumerate(spec.layers):
         if type(layer) not in CHECKS:
             raise SpecError(f"layers[{index}] is {short(layer)}; allowed: {', '.join(KINDS)}")
-        CHECKS[type(layer)](layer, f"layers[{index}]", spec.layers[:index])
+        CHECKS[type(layer)](layer, f"layers[{index}]", before)
+        before.append(layer)
     return spec
 
 

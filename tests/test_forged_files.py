@@ -1,0 +1,159 @@
+"""Anybody can write a file with a right checksum: it is refused before anything is allocated."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import forged
+from kvant import Cache, CacheFileError, CacheSpec, SharedSpec, SnapshotMismatch, load, save
+from kvant.recipes import EmptySpec
+from kvant.spec import language
+from layers.tagged import forward, layer, same
+
+
+def refuse(
+    cache: Cache, edit: Callable[[dict[str, Any]], object], folder: Path, match: str
+) -> None:
+    save(cache, folder / "a")
+    made = forged.forge((folder / "a").read_bytes(), lambda entry, outer: edit(entry))
+    (folder / "b").write_bytes(made)
+    with pytest.raises(CacheFileError, match=match):
+        load(folder / "b")
+
+
+def test_forged_headers_are_refused_or_are_caches_like_any_other() -> None:
+    """In a process of its own, whose memory is bounded; a crash would end it, too."""
+    run = [sys.executable, forged.__file__, "--count", "250"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    fates = json.loads(done.stdout.splitlines()[-1])
+    assert fates["refused"] > 100 and fates["taken"] > 10, fates
+
+
+def test_a_capacity_below_the_rows_of_the_file_is_refused(tmp_path: Path) -> None:
+    """Up to 16 rows were written behind a buffer of one."""
+    cache = Cache(1, "raw,capacity=16")
+    forward(cache, 16)
+    refuse(
+        cache,
+        lambda entry: entry["spec"]["layers"][0].update(capacity=1),
+        tmp_path,
+        "16 tokens for a capacity of 1",
+    )
+
+
+@pytest.mark.parametrize("text", ["raw,capacity=3", "affine4,capacity=70"])
+def test_a_snapshot_of_more_than_the_capacity_is_refused_and_changes_nothing(text: str) -> None:
+    """Rows were written behind the buffer before the capacity was looked at."""
+    long, short = Cache(1, text.partition(",")[0]), Cache(1, text)
+    forward(long, 100)
+    forward(short, 2)
+    before = short.snapshot()
+    with pytest.raises(SnapshotMismatch, match="100 tokens for a capacity of"):
+        short.restore(long.snapshot())
+    same(before, short.snapshot())
+
+
+@pytest.mark.parametrize("count", [10_000_000, 2**31 - 1])
+def test_sinks_that_the_file_does_not_hold_allocate_nothing(count: int, tmp_path: Path) -> None:
+    """5 GiB were allocated and cleared for a file of 111 KiB."""
+    cache = Cache(1, "affine4,sinks=4")
+    forward(cache, 200)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    refuse(
+        cache,
+        lambda entry: entry["spec"]["layers"][0]["retention"].update(sinks=count),
+        tmp_path,
+        "keys.sinks is",
+    )
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 200 << 10, f"{grown} KiB"
+
+
+@pytest.mark.parametrize("option", ["capacity", "step"])
+def test_room_that_a_header_asks_for_is_not_taken_by_loading(option: str, tmp_path: Path) -> None:
+    cache = Cache(1, "raw")
+    forward(cache, 3)
+    save(cache, tmp_path / "a")
+
+    def edit(entry: Any, outer: Any) -> None:
+        entry["spec"]["layers"][0][option] = 2**31 - 1
+
+    (tmp_path / "b").write_bytes(forged.forge((tmp_path / "a").read_bytes(), edit))
+    loaded = load(tmp_path / "b")
+    assert loaded.nbytes == loaded.nbytes_used == cache.nbytes_used
+
+
+def test_pages_that_begin_where_there_are_none_are_refused(tmp_path: Path) -> None:
+    """No page was sealed any more, and attention did not see the oldest ones."""
+    cache = Cache(1, "affine4")
+    forward(cache, 130)
+    refuse(
+        cache,
+        lambda entry: entry["numbers"].update({"0/sealed_first": 2**52}),
+        tmp_path,
+        "no sealed pages, but they begin at",
+    )
+
+
+def test_rows_of_no_bytes_do_not_say_how_wide_a_frame_is() -> None:
+    """[1, 1, 0, 2**40] takes no byte of a file; its signs would take terabytes."""
+    cache = Cache(1, "turbo4")
+    forward(cache, 1)
+    snapshot = cache.snapshot()
+    for name in ("0/keys.dense", "0/values.dense"):
+        snapshot.tensors[name] = torch.empty(1, 1, 0, 2**40)  # type: ignore[index]
+    with pytest.raises(SnapshotMismatch, match="is needed"):
+        cache.restore(snapshot)
+
+
+def test_each_layer_of_a_header_is_looked_at_without_copying_those_before_it() -> None:
+    """The work was quadratic: 300,000 layers in a file of 7 MB took minutes."""
+
+    class Layers(tuple[Any, ...]):
+        def __getitem__(self, key: Any) -> Any:
+            assert not isinstance(key, slice), "a copy for every layer"
+            return super().__getitem__(key)
+
+    spec = CacheSpec(Layers([layer("raw"), EmptySpec(), SharedSpec(0)]))
+    assert language.checked(spec) is spec
+
+
+def test_a_header_has_no_more_layers_than_a_spec_may_have(tmp_path: Path) -> None:
+    cache = Cache(1, "raw")
+    forward(cache, 1)
+    refuse(
+        cache,
+        lambda entry: entry["spec"]["layers"].extend([{"kind": "empty"}] * language.MAX_LAYERS),
+        tmp_path,
+        f"allowed: at most {language.MAX_LAYERS}",
+    )
+
+
+def cache_sum(raw: bytes) -> bytes:
+    at = raw.index(forged.MARK) + len(forged.MARK)
+    return raw[at : at + 64]
+
+
+def test_a_name_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    cache = Cache(1, "raw")
+    forward(cache, 3)
+    save(cache, tmp_path / "a")
+    raw = (tmp_path / "a").read_bytes()
+    stop = 8 + int.from_bytes(raw[:8], "little")
+    header, body = raw[8:stop].replace(cache_sum(raw), b"0" * 64), raw[stop:]
+    length, start = rb"\"0/length\": 3", b'"0/start":'
+    for old, new in ((length, length + b", " + length), (start, start + b"0," + start)):
+        assert header.count(old) == 1
+        (tmp_path / "b").write_bytes(forged.signed(header.replace(old, new), body))
+        with pytest.raises(CacheFileError, match="comes twice"):
+            load(tmp_path / "b")

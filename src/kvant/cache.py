@@ -86,7 +86,7 @@ class Cache:
     @property
     def length(self) -> int:
         """Tokens that every layer has seen."""
-        return self._states.length
+        return self._ledger.length
 
     @property
     def batch(self) -> int:
@@ -132,11 +132,11 @@ class Cache:
     @property
     def whole(self) -> bool:
         """Has no forward reached some of the layers and not the others?"""
-        return not self._ledger.ahead
+        return self._ledger.whole
 
     def reached(self, layer: int) -> bool:
         """Has the forward under way this layer's rows? One more append begins a new forward."""
-        return any(id(leaf) in self._ledger.ahead for leaf in self[layer].leaves())
+        return any(id(leaf) in self._ledger.forward.arrived for leaf in self[layer].leaves())
 
     def rollback(self) -> None:
         """Take back what a forward left that died before it reached every layer."""
@@ -153,7 +153,7 @@ class Cache:
             for index, state in self.layers.items():
                 check_reach(state, to, f"layer {index}: ")
             raise RewindError(f"length {to}: {states.reachable(to)} is the longest all can reach")
-        states.rewind(to)
+        self._ledger.perform(lambda: states.rewind(to))
 
     def trim(self, count: int) -> int:
         """Drop the newest `count` tokens, or all there are; how many that was."""
@@ -166,7 +166,7 @@ class Cache:
 
     def checkpoint(self) -> None:
         """Make the present length one that recurrent layers can come back to."""
-        self._settled().checkpoint()
+        self._ledger.perform(self._states.checkpoint)
 
     def snapshot(self) -> Snapshot:
         """A copy of all that is remembered, to `restore` from."""
@@ -178,9 +178,8 @@ class Cache:
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become what the snapshot holds; every layer, or an error and none."""
-        states = self._settled()
-        states.restore(snapshot)
-        states.commit()
+        with self._ledger.staged():
+            self._states.restore(snapshot)
 
     def fork(self) -> Cache:
         """A second cache with the same tokens, independent of this one from now on."""
@@ -188,6 +187,9 @@ class Cache:
         twin._hold(self.spec, self.tiles, self._settled().fork())
         twin._recoded = list(self._recoded)
         return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        return self.fork()
 
     def select(self, index: Sequence[int] | Tensor) -> None:
         """Keep these sequences of the batch, in this order, with repeats if there are any."""
@@ -197,7 +199,7 @@ class Cache:
         fits = whole and all(0 <= i < self.batch for i in chosen.tolist())
         if not fits or (self.batch and not len(chosen)):
             raise ValueError(f"sequences {chosen.tolist()} of a batch of {self.batch}")
-        states.select(chosen)
+        self._ledger.replace("select", lambda: states.select(chosen))
 
     def repeat(self, count: int) -> None:
         """Every sequence `count` times, one after the other."""
@@ -213,7 +215,7 @@ class Cache:
 
     def move(self, device: torch.device | str) -> None:
         """Lie in the memory of another device, the same otherwise."""
-        self._settled().move(torch.device(device))
+        self._ledger.perform(lambda: self._states.move(torch.device(device)))
 
     @contextmanager
     def speculating(self) -> Iterator[None]:
@@ -226,7 +228,7 @@ class Cache:
 
     def widen(self, slack: int) -> None:
         """From now on, let rewinds of so many tokens be exact."""
-        self._settled().widen(slack)
+        self._ledger.perform(lambda: self._states.widen(slack))
         self.spec = self.spec.widened(slack)
 
     def recode(self, spec: AnySpec) -> None:
@@ -240,26 +242,22 @@ class Cache:
         told = {"length": self.length, "from": words(self.spec), "nbytes_before": self.nbytes}
         # All of the new memory is there before any of the old one goes, or an error halfway could
         # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
-        for name, state in states.parts.items():
-            try:
-                state.recode(full.layers[int(name)])
-            except (CacheError, ValueError) as error:
-                states.rollback()
-                raise type(error)(f"layer {name}: {error}") from error
-            except BaseException:
-                states.rollback()
-                raise
-        states.commit()
+        with self._ledger.staged():
+            for name, state in states.parts.items():
+                try:
+                    state.recode(full.layers[int(name)])
+                except (CacheError, ValueError) as error:
+                    raise type(error)(f"layer {name}: {error}") from error
         self.spec = full
         self._recoded.append(told | {"to": words(full), "nbytes_after": self.nbytes})
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
-        self._settled().reset()
+        self._ledger.begin_anew(self._states.reset)
 
     def clear(self) -> None:
         """Forget the tokens and free the memory."""
-        self._settled().clear()
+        self._ledger.begin_anew(self._states.clear)
 
     def stats(self) -> dict[str, Any]:
         """What there is and what happened, in numbers."""

@@ -209,7 +209,9 @@ class Attention:
         check_reach(self, to)
         if to == 0:
             self.reset()
-        elif self._record is not None and to != self.length:
+        elif self._record is None or to == self.length:
+            self._settle(self._record)  # a rewind that was interrupted may have come so far
+        else:
             record, exact = reopened(self._record, to)
             self._settle(record)
             self.tally.rewinds_exact += exact

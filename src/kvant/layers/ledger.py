@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from kvant.contracts import Follower, LayerState
+from kvant.errors import CacheError
 
 log = logging.getLogger("kvant")
 
@@ -36,6 +39,10 @@ class Member:
     def __init__(self, ledger: Together) -> None:
         self._ledger = weakref.ref(ledger)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Alone:
+        """A copy of a state belongs to no cache."""
+        return Alone()
+
     @property
     def speculating(self) -> bool:
         ledger = self._ledger()
@@ -54,28 +61,67 @@ class Member:
             ledger.closing(state)
 
 
+@dataclass
+class Forward:
+    """The rows under way: who was asked to take them, and who has them."""
+
+    opened: dict[int, LayerState] = field(default_factory=dict)  # by identity
+    arrived: dict[int, LayerState] = field(default_factory=dict)
+    before: int = 0  # the length of all of them when it began
+    verb: bool = False  # all states at once: nothing came that a follower could follow
+
+
 class Together:
-    """The ledger of a cache: appends are committed when every state has one."""
+    """The ledger of a cache: appends are committed when every state has one.
+
+    An exception, Ctrl-C among them, may come between any two instructions; all states or none act
+    nevertheless. A forward is kept from the moment on at which its last state has arrived, which is
+    one assignment; whatever comes next first ends what was interrupted before it, by undoing it
+    where it was not kept yet, and by committing it (again) where it was. A verb that can be done
+    again is noted before it begins, and done again where it was interrupted.
+    """
 
     def __init__(self, states: Sequence[LayerState], followers: Sequence[Follower] = ()) -> None:
         self.states = tuple(states)
         self.followers = tuple(followers)
-        self.ahead: dict[int, LayerState] = {}  # by identity
+        self.forward = Forward()
+        self.unfinished: Callable[[], None] | None = None  # a verb, until it has ended
         self.abandoned = 0
         self.changes = 0  # appends and verbs, by which memory may have changed
         self.speculating = False
         for state in self.states:
             state.ledger = Member(self)
 
+    @property
+    def length(self) -> int:
+        """Tokens that every state has, those of a forward under way not counted."""
+        forward = self.forward
+        if forward.opened and not self._complete:
+            return forward.before
+        return min((state.length for state in (*self.states, *self.followers)), default=0)
+
+    @property
+    def whole(self) -> bool:
+        """Are all states where the others are?"""
+        return self.unfinished is None and (not self.forward.arrived or self._complete)
+
+    @property
+    def _complete(self) -> bool:
+        return len(self.forward.arrived) >= len(self.states)
+
     def opening(self, state: LayerState) -> None:
         self.changes += 1
-        if id(state) in self.ahead:
+        if self.unfinished is not None or id(state) in self.forward.arrived:
             self.rollback()
+        if not self.forward.opened:
+            self.forward.before = self.length
+        self.forward.opened[id(state)] = state
 
     def closing(self, state: LayerState) -> None:
         self.changes += 1
-        self.ahead[id(state)] = state
-        if len(self.ahead) < len(self.states):
+        arrived = self.forward.arrived
+        if len(arrived) + 1 < len(self.states):
+            arrived[id(state)] = state
             return
         batches = sorted({other.batch for other in self.states} - {0})
         if len(batches) > 1:
@@ -84,31 +130,90 @@ class Together:
         lengths = sorted({other.length for other in self.states})
         if len(lengths) > 1:
             log.warning("layers hold different numbers of tokens: %s", lengths)
-        for other in self.states:
-            other.commit()
-        for follower in self.followers:
-            follower.follow(lengths[0])
-        self.ahead = {}
+        arrived[id(state)] = state  # from here on the forward is kept
+        self._keep()
 
     def rollback(self) -> None:
         """Take back what a forward that never reached every layer has appended.
 
-        Every verb begins with it.
+        Every verb begins with it. A forward, or a verb, that was interrupted while it was kept is
+        brought to its end.
         """
         self.changes += 1
-        if not self.ahead:
-            return
-        log.warning(
-            "a forward appended to %d of %d layers and was abandoned: its tokens are taken back",
-            len(self.ahead),
-            len(self.states),
-        )
-        self.abandoned += 1
-        self._undo()
+        if self.unfinished is not None:
+            self.unfinished()
+            self.unfinished = None
+        if self.forward.arrived and self._complete:
+            self._keep()
+        elif self.forward.opened:
+            if arrived := len(self.forward.arrived):
+                log.warning(
+                    "a forward appended to %d of %d layers and was abandoned: its tokens are taken"
+                    " back",
+                    arrived,
+                    len(self.states),
+                )
+                self.abandoned += 1
+            self._undo()
+
+    @contextmanager
+    def staged(self) -> Iterator[None]:
+        """Within, states change as an append changes them; all of it is kept, or none."""
+        self.rollback()
+        everybody = {id(state): state for state in (*self.states, *self.followers)}
+        self.forward = Forward(everybody, before=self.length, verb=True)
+        try:
+            yield
+        except BaseException:
+            self._undo()
+            raise
+        self.forward = Forward(everybody, everybody, verb=True)  # from here on it is kept
+        self._keep()
+
+    def perform(self, verb: Callable[[], None]) -> None:
+        """A verb that can be done again: once begun, it is brought to its end."""
+        self.rollback()
+        self._run(verb, verb)
+
+    def begin_anew(self, verb: Callable[[], None]) -> None:
+        """The same of a verb before which nothing matters."""
+        self._run(verb, verb)
+        self.rollback()
+
+    def replace(self, name: str, verb: Callable[[], None]) -> None:
+        """A verb for which there is no memory to undo it, and that cannot be done again."""
+
+        def refuse() -> None:
+            raise CacheError(
+                f"{name} was interrupted, and some layers changed without the others: clear() or "
+                "reset() the cache"
+            )
+
+        self.rollback()
+        self._run(verb, refuse)
+
+    def _run(self, verb: Callable[[], None], again: Callable[[], None]) -> None:
+        self.unfinished = again
+        try:
+            verb()
+        except CacheError:  # a state refused, and said why
+            self.unfinished = None
+            raise
+        self.unfinished = None
+
+    def _keep(self) -> None:
+        for state in self.forward.arrived.values():
+            state.commit()
+        if self.followers and not self.forward.verb:
+            length = min(state.length for state in self.states)
+            for follower in self.followers:
+                follower.follow(length)
+        self.forward = Forward()
 
     def _undo(self) -> None:
-        for state in self.ahead.values():
+        for state in self.forward.opened.values():
             state.rollback()
-        self.ahead = {}
-        for follower in self.followers:
-            follower.lose()
+        if self.forward.arrived:
+            for follower in self.followers:
+                follower.lose()
+        self.forward = Forward()

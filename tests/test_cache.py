@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import random
 import weakref
@@ -542,3 +543,26 @@ def test_a_move_within_a_forward_can_still_be_undone() -> None:
     assert cache[0].length == 102
     assert cache.trim(0) == 0  # settles
     assert [layer.length for layer in cache] == [100, 100]
+
+
+def test_a_deep_copy_is_a_fork() -> None:
+    """Its layers told the ledger of the original, which committed and undid for them."""
+    cache = Cache(2, "raw,window=8")
+    forward(cache, 10)
+    twin = copy.deepcopy(cache)
+    for _ in range(40):
+        forward(twin, 1)
+    assert (twin.length, twin.held, cache.length) == (50, 8, 10)
+    forward(twin, 1, upto=1)
+    assert (twin.whole, cache.whole) == (False, True)
+    forward(cache, 1)
+    assert [told(state) for state in cache] == [list(range(3, 11))] * 2
+
+
+def test_a_deep_copy_of_a_layer_belongs_to_no_cache() -> None:
+    cache = Cache(2, "raw,window=8")
+    forward(cache, 10)
+    alone = copy.deepcopy(cache[0])
+    put(alone, 2)
+    assert (told(alone), alone.length) == (list(range(4, 12)), 12)
+    assert (cache.whole, cache[0].length) == (True, 10)

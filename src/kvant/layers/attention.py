@@ -63,8 +63,7 @@ class Attention:
 
     @property
     def batch(self) -> int:
-        record = self._record
-        return 0 if record is None or record.length == 0 else record.memory.geometry.batch
+        return self._record.memory.geometry.batch if self._record and self.length else 0
 
     @property
     def held(self) -> int:
@@ -255,8 +254,7 @@ class Attention:
         if slack <= self.spec.slack:
             return
         self.spec = replace(self.spec, slack=slack)
-        held = exposed(self._record)
-        self._settle(restored(self.spec, held, self.tiles, self.tally))
+        self._settle(restored(self.spec, exposed(self._record), self.tiles, self.tally))
 
     def recode(self, recipe: LayerSpec) -> None:
         if recipe != self.spec:

@@ -22,6 +22,7 @@ no codec, no layer, no backend.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -84,6 +85,11 @@ class Codec(Protocol):
     def exact(self) -> bool:
         """Sealing changes no byte: then pages need not be sealed at all."""
         return False
+
+    @property
+    def limit(self) -> float:
+        """The largest magnitude it stores: finite values beyond become that."""
+        return math.inf
 
     @property
     def tail(self) -> int:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvant.codecs.checks import check_choice, check_dim
-from kvant.codecs.float16 import rounded_down, rounded_up, saturated
+from kvant.codecs.float16 import LIMIT, rounded_down, rounded_up, saturated
 from kvant.codecs.packing import PLANES, pack, unpack
 from kvant.codecs.sums import tree_sum
 from kvant.contracts import Field, Fields, Frame
@@ -45,6 +45,7 @@ class Affine:
     frame: Frame = field(default_factory=Identity)
     corrected: bool = True
     name: ClassVar[str] = "affine"
+    limit: ClassVar[float] = LIMIT
     exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

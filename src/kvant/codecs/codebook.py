@@ -40,6 +40,7 @@ class Codebook:
     corrected: bool = True
     frame: Frame = field(default_factory=Rotation)
     name: ClassVar[str] = "codebook"
+    limit: ClassVar[float] = LIMIT
     exact: ClassVar[bool] = False
     tail: ClassVar[int] = 128
 

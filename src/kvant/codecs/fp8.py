@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvant.codecs.checks import check_dim
-from kvant.codecs.float16 import rounded_up, saturated
+from kvant.codecs.float16 import LIMIT, rounded_up, saturated
 from kvant.contracts import Field, Fields, Frame
 from kvant.frames.identity import Identity
 
@@ -35,6 +35,7 @@ class Fp8:
 
     frame: Frame = field(default_factory=Identity)
     name: ClassVar[str] = "fp8"
+    limit: ClassVar[float] = LIMIT
     exact: ClassVar[bool] = False
     tail: ClassVar[int] = 0
 

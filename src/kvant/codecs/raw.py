@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -20,6 +21,7 @@ class Raw:
     name: ClassVar[str] = "raw"
     frame: ClassVar[Frame] = Identity()
     exact: ClassVar[bool] = True
+    limit: ClassVar[float] = math.inf
     tail: ClassVar[int] = 0
 
     def fields(self, dim: int) -> Mapping[str, Field]:

@@ -278,6 +278,7 @@ class Cache:
             "recoded": [dict(told) for told in self._recoded],
             "attended": dict(tally.attended),
             "sealed": dict(tally.sealed),
+            "clamped": tally.clamped,
         }
 
     def _settled(self) -> Group:

@@ -232,6 +232,8 @@ class Tally:
     rewinds_decoded: int = 0
     attended: Counter[str] = field(default_factory=Counter)  # backend -> calls
     sealed: Counter[str] = field(default_factory=Counter)  # backend -> pages
+    clamped: int | Tensor = 0  # values beyond the limit of their codec, where they were counted
+    told: set[str] = field(default_factory=set)  # what was warned of; one set for a whole cache
 
     def add(self, other: Tally) -> None:
         self.appends += other.appends
@@ -239,6 +241,7 @@ class Tally:
         self.rewinds_decoded += other.rewinds_decoded
         self.attended.update(dict(other.attended))  # a copy: other threads may be counting
         self.sealed.update(dict(other.sealed))
+        self.clamped += int(other.clamped)
 
 
 @dataclass(frozen=True)

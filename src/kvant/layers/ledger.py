@@ -89,8 +89,10 @@ class Together:
         self.abandoned = 0
         self.changes = 0  # appends and verbs, by which memory may have changed
         self.speculating = False
+        told: set[str] = set()
         for state in self.states:
             state.ledger = Member(self)
+            state.tally.told = told
 
     @property
     def length(self) -> int:

@@ -138,7 +138,7 @@ class Recoding:
         fields: dict[str, Tensor] = {}
         if kept != set(self.new.memory.spec.sides):
             rows = Rows.loose(self.rows(first * page, stop * page), first * page)
-            fields |= self.new.pages(rows, first, stop - first)
+            fields |= self.new.pages(rows, first, stop - first, without=kept)
         if kept:
             taken = old.cut(first, stop).tensors()
             fields |= {n: tensor for n, tensor in taken.items() if n.partition(".")[0] in kept}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -13,6 +14,7 @@ from kvant.attention import arrangement, seal
 from kvant.contracts import Fields, Tally, Tiles
 from kvant.errors import CapacityError
 from kvant.lasting import lasting
+from kvant.layers.clamping import count_clamped
 from kvant.layers.geometry import Footprint, Geometry
 from kvant.layers.rows import Rows
 from kvant.layers.schedule import Schedule
@@ -248,15 +250,20 @@ class Record:
             span = span.extended(self.pages(rows, first, count), count)
         return span
 
-    def pages(self, rows: Rows, first: int, count: int) -> Fields:
-        """Pages [first, first + count), sealed and arranged."""
-        page, tiles = self.memory.spec.page, self.memory.tiles
+    def pages(self, rows: Rows, first: int, count: int, without: Collection[str] = ()) -> Fields:
+        """Pages [first, first + count), sealed and arranged, but for the sides `without`."""
+        page, tiles, tally = self.memory.spec.page, self.memory.tiles, self.memory.tally
+        # Padding and sinks lie in pages too, but nobody reads them there.
+        unread = min(self.memory.start) + self.memory.spec.retention.sinks - first * page
         units = {}
         for name, codec in self.memory.spec.sides.items():
+            if name in without:
+                continue
             part = rows.tensors[name].narrow(2, first * page - rows.first, count * page)
+            count_clamped(codec, part[:, :, max(0, unread) :], name, tally)
             batch, heads, _, dim = part.shape
             pages = part.reshape(batch, heads, count, page, dim).transpose(1, 2)
-            for field, tensor in seal(codec, pages, name, tiles, self.memory.tally).items():
+            for field, tensor in seal(codec, pages, name, tiles, tally).items():
                 units[f"{name}.{field}"] = tensor
         return units
 

@@ -95,6 +95,15 @@ def test_layers_of_one_forward_have_positions_of_their_own() -> None:
     assert [seq_length(state, layer) for layer in range(3)] == [2, 2, 2]
 
 
+def test_without_a_layer_the_length_is_what_every_layer_has() -> None:
+    state = fresh(2)
+    assert seq_length(state) == 0
+    state = update(state, 0, rows(1, 2), rows(1, 2))[0]
+    assert (seq_length(state), seq_length(state, 0)) == (0, 2)
+    state = update(state, 1, rows(1), rows(1))[0]
+    assert seq_length(state) == 1
+
+
 def test_attention_writes_to_nothing_it_was_given() -> None:
     attend, state = cached_attention(num_heads=4, head_dim=D, layer=0), fresh()
     q, k, v = random(B, 4, 3, D, dtype=torch.float32), rows(1, 2, 3), rows(4, 5, 6)

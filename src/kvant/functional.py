@@ -92,7 +92,10 @@ def get(state: State, layer: int) -> tuple[Tensor, Tensor]:
     return state.keys[layer].clone(), state.values[layer].clone()
 
 
-def seq_length(state: State, layer: int) -> int:
+def seq_length(state: State, layer: int | None = None) -> int:
+    """Tokens of a layer; without one, those that every layer has."""
+    if layer is None:
+        return min(keys.shape[-2] for keys in state.keys)
     _check_layer(state, layer)
     return state.keys[layer].shape[-2]
 

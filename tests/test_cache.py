@@ -150,6 +150,32 @@ def test_a_range_reads_its_rows() -> None:
     assert cache[1].read(70, 75)[0][0, 0, :, 0].tolist() == [70, 71, 72, 73, 74]
 
 
+ALIAS = pytest.mark.xfail(
+    strict=True,
+    reason="rows that lie dense are read where they lie; pages in a pool, read by a copy, mend it",
+)
+
+
+@ALIAS
+@pytest.mark.parametrize("text", ["raw", "affine8", "raw,window=50"])
+def test_what_was_read_can_be_written_to_without_harm(text: str) -> None:
+    cache = grown(text, 40)
+    for side in cache[0].read():
+        side.zero_()
+    assert told(cache[0]) == list(range(40))
+
+
+@ALIAS
+@pytest.mark.parametrize("text", ["raw", "affine8", "raw,window=50"])
+def test_what_was_read_stays_after_other_rows_came(text: str) -> None:
+    cache = grown(text, 40)
+    keys, before = cache[0].read()[0], cache[0].read()[0].clone()
+    cache.trim(5)
+    for state in cache:
+        state.append(rows(90, 95), rows(90, 95))
+    assert torch.equal(keys, before)
+
+
 def test_rows_come_and_go_sequence_first() -> None:
     cache = Cache(1, "affine8")
     new = rows(0, 70, heads=2).transpose(1, 2)
@@ -281,6 +307,18 @@ def test_capacity_refuses_with_value_limit_and_way_out_and_changes_nothing(text:
     assert [told(state) for state in cache] == [list(range(8))] * 2
     forward(cache, 2)
     assert (cache.length, cache.capacity, cache.max_held) == (10, 10, 10)
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="pages take their memory when the first one is due; a pool that is taken whole mends it",
+)
+@pytest.mark.parametrize("text", ["affine8", "affine4", "affine8,window=100"])
+def test_a_capacity_is_taken_once_with_the_first_token(text: str) -> None:
+    cache = grown(f"{text},capacity=1000", 1)
+    taken = cache.nbytes
+    forward(cache, 299)
+    assert cache.nbytes == taken
 
 
 def test_a_capacity_refused_in_a_later_layer_refuses_all() -> None:

@@ -177,8 +177,8 @@ class Attention:
     ) -> tuple[Tensor, Tensor]:
         """Dense keys and values in position order, as the newest token sees them.
 
-        Without a range: all rows held, sinks first (`positions` tells which). With left padding,
-        a range counts columns. `committed`: as if the forward under way had not begun.
+        Without a range: all rows held, sinks first (`positions` tells which); a range counts
+        columns. `committed`: without the forward under way. May be memory of the cache: clone it.
         """
         check_order(order)
         record = self._committed if committed else self._record

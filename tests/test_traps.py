@@ -378,18 +378,38 @@ def test_widths_that_words_and_groups_do_not_divide(text: str, dim: int) -> None
         assert (stored - given).abs().max() > 0
 
 
-@pytest.mark.parametrize("text", ["raw", "affine8", "turbo4,sinks=3", "raw,window=20,sinks=3"])
-def test_a_padded_sequence_that_differs_from_itself_unpadded(text: str) -> None:
-    """Padding of whole pages, so that pages begin at the same tokens."""
+def apart(text: str, columns: int) -> float:
+    """How far a sequence behind so many columns of padding is from itself without them."""
     keys, values = torch.randn(2, 1, 2, 200, 16)
     q = torch.randn(1, 4, 200, 16)
-    noise = torch.randn(2, 1, 2, 64, 16)
-    alone, padded = Attention(layer(text)), Attention(layer(text))
+    noise = torch.randn(2, 1, 2, columns, 16)
+    alone, padded = (Attention(layer(f"{text},prefill=stored")) for _ in range(2))
     expected = attend(q, alone.append(keys, values))
     view = padded.append(
-        torch.cat([noise[0], keys], 2), torch.cat([noise[1], values], 2), start=[64]
+        torch.cat([noise[0], keys], 2), torch.cat([noise[1], values], 2), start=[columns]
     )
-    assert (attend(q, view) - expected).abs().max() < 1e-5
+    return float((attend(q, view) - expected).abs().max())
+
+
+@pytest.mark.parametrize("columns", [20, 64])
+@pytest.mark.parametrize("text", ["raw", "raw,window=20,sinks=3"])
+def test_a_padded_sequence_that_differs_from_itself_unpadded(text: str, columns: int) -> None:
+    assert apart(text, columns) < 1e-5
+
+
+@pytest.mark.parametrize("text", ["affine8", "affine4,tail=7", "turbo4,tail=0,sinks=3"])
+def test_padding_of_whole_pages_that_changes_what_is_sealed(text: str) -> None:
+    """Pages begin at the same tokens then, and fall due with the same ones."""
+    assert apart(text, 64) < 1e-5
+    assert apart(text, 128) < 1e-5
+
+
+@pytest.mark.parametrize(("text", "error"), [("affine8", 0.02), ("affine4,tail=0", 0.3)])
+def test_padding_within_a_page_that_changes_more_than_the_format_does(
+    text: str, error: float
+) -> None:
+    """Pages are cut by columns: other tokens are sealed, and nothing else differs."""
+    assert 0 < apart(text, 20) < error
 
 
 def test_a_stride_that_is_the_number_of_rows() -> None:

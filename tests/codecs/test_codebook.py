@@ -34,6 +34,16 @@ def test_the_error_on_normal_rows_is_the_theoretical_one(bits: int, dim: int) ->
     assert fitted < plain
 
 
+@pytest.mark.parametrize("dim", [8, 24, 40, 80, 96, 112, 192, 320])
+@widths
+def test_any_multiple_of_eight_loses_what_its_bits_lose(bits: int, dim: int) -> None:
+    """Rotated in blocks where it is no power of two; a large channel is spread over its block."""
+    rows = torch.randn(400_000 // dim, dim)
+    assert error(Codebook(bits), rows) == pytest.approx(corrected_mse(bits, dim), rel=0.05)
+    rows[:, 0] *= 30
+    assert error(Codebook(bits), rows) < error(Codebook(bits, frame=Identity()), rows)
+
+
 @widths
 def test_no_size_of_rows_is_better_or_worse(bits: int) -> None:
     rows = torch.randn(4000, 128)

@@ -10,11 +10,14 @@ import kvant
 from generation.speakers import DEMO, FAMILIES, NEW, begin, expected_of, model_of, prompt_of, said
 
 
-@pytest.mark.parametrize("strategy", ["always", "disabled", "long"])
+@pytest.mark.parametrize("strategy", ["always", "disabled", "long", "adaptive"])
 @pytest.mark.parametrize("name", [DEMO, *FAMILIES])
 def test_all_say_the_same(name: str, strategy: str) -> None:
+    """The adaptive one as long as its budget asks for no step down, which changes what is read."""
     between = len(prompt_of(name)) + NEW // 2  # `long` begins within the reply
-    assert said(name, strategy=strategy, threshold=between) == expected_of(name)
+    budget = 1 << 30 if strategy == "adaptive" else None
+    tokens = said(name, strategy=strategy, threshold=between, budget=budget)
+    assert tokens == expected_of(name)
 
 
 @pytest.mark.parametrize("name", [DEMO, "falcon_h1"])

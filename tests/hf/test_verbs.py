@@ -272,11 +272,29 @@ def test_a_window_of_the_model_has_no_sinks() -> None:
         assert (recipe.retention.sinks, recipe.retention.window) == (0, 4 if "=4" in spec else 8)
 
 
-def test_shared_layers_go_along_with_every_verb() -> None:
-    cache = grown(5, name="llama")
-    shared = kvant.cache_for(build("gemma3n"), "raw")
-    shared.restore(shared.snapshot())
-    shared.rewind(0)
-    if len(shared) > 2:  # transformers before 5.23 leaves them out
-        assert "remembers nothing" in str(shared.explain())
-    assert "kept by transformers" not in str(cache.explain())
+VERBS = {
+    "crop": lambda cache: cache.crop(-4),
+    "fork": lambda cache: cache.fork(),
+    "deepcopy": copy.deepcopy,
+    "restore": lambda cache: cache.restore(cache.snapshot()),
+    "recode": lambda cache: cache.recode("f32"),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_shared_layers_go_along_with_every_verb(verb: str) -> None:
+    """The upper layers of this model read the rows of lower ones and keep none."""
+    model, ids = build("gemma3n"), torch.arange(40).view(2, 20)
+    cache = kvant.cache_for(model, "raw")
+    with torch.no_grad():
+        model(ids[:, :12], past_key_values=cache)
+        cache = VERBS[verb](cache) or cache
+        ids = ids.flip(0) if verb == "select" else ids
+        expected = model(ids, use_cache=False).logits
+        length = cache.get_seq_length()
+        assert length == {"crop": 8, "reset": 0}.get(verb, 12)
+        logits = model(ids[:, length:], past_key_values=cache).logits
+    assert (logits - expected[:, length:]).abs().max() < 1e-4 * expected.std()
+    assert len(list(cache.states)) == model.config.get_text_config().num_hidden_layers // 2

@@ -12,6 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvant import Cache, CapacityError, RewindError, attend, load, save
+from kvant.contracts import Retention, View
 from kvant.layers import Attention
 
 SPECS = (
@@ -60,6 +61,27 @@ class Life(RuleBasedStateMachine):
         self.next_tag += count
         self.furthest = max(self.furthest, self.cache.length)
         self.tags = [old + new for old, new in zip(self.tags, fresh, strict=True)]
+
+    @rule(count=st.integers(1, 5), taken=st.integers(0, 5))
+    def draft(self, count: int, taken: int) -> None:
+        """A chunk of drafts, of which the first are taken: each sees what it would see alone."""
+        if self.cache.capacity is not None and self.cache.length + count > self.cache.capacity:
+            return
+        drafts = [[(self.next_tag + i) % 2000 for i in range(count)] for _ in self.tags]
+        rows, tags = self.rows(drafts), self.tags
+        with self.cache.speculating():
+            views = [self.cache[layer].append(rows, rows) for layer in range(LAYERS)]
+        self.tags = [old + new for old, new in zip(tags, drafts, strict=True)]
+        for layer, view in zip(self.cache, views, strict=True):
+            assert means(view, count) == [
+                pytest.approx(each, rel=1e-4, abs=1e-3)
+                for each in seen_means(layer.spec.retention, self.tags, count)
+            ]
+        self.furthest = max(self.furthest, self.cache.length)
+        refused = max(0, count - taken)
+        assert self.cache.trim(refused) == refused
+        self.next_tag += count
+        self.tags = [old + new[: count - refused] for old, new in zip(tags, drafts, strict=True)]
 
     @rule(back=st.integers(0, 200))
     def rewind(self, back: int) -> None:
@@ -132,12 +154,25 @@ def check(layer: Attention, tags: list[list[int]]) -> None:
         assert set(range(first, length)) | set(range(min(retention.sinks, length))) <= set(held)
         assert keys[sequence, 0, :, 0].tolist() == [expected[p] for p in held]
         assert torch.equal(keys[sequence], values[sequence])
-    view = layer.view()
-    zeros = torch.zeros(len(tags), 2, 1, DIM)  # equal scores: the mean of what is seen
-    seen = [p for p in range(length) if length - 1 - p < (retention.window or length)]
-    seen = sorted({*seen, *range(min(retention.sinks, length))})
-    means = [sum(expected[p] for p in seen) / len(seen) for expected in tags]
-    assert attend(zeros, view)[:, 0, 0, 0].tolist() == pytest.approx(means, rel=1e-4, abs=1e-3)
+    (told,) = seen_means(retention, tags, 1)
+    assert means(layer.view(), 1) == [pytest.approx(told, rel=1e-4, abs=1e-3)]
+
+
+def means(view: View, count: int) -> list[list[float]]:
+    """What the newest tokens see: with equal scores, the mean of it, a list a token."""
+    zeros = torch.zeros(len(view.start), 2, count, DIM)
+    told: list[list[float]] = attend(zeros, view)[:, 0, :, 0].mT.tolist()
+    return told
+
+
+def seen_means(retention: Retention, tags: list[list[int]], count: int) -> list[list[float]]:
+    """What the rule says that they see."""
+    length, told = len(tags[0]), []
+    for query in range(length - count, length):
+        seen = {p for p in range(query + 1) if query - p < (retention.window or length)}
+        seen |= set(range(min(retention.sinks, query + 1)))
+        told.append([sum(expected[p] for p in seen) / len(seen) for expected in tags])
+    return told
 
 
 TestLife = Life.TestCase

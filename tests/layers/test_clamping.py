@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import kvant.attention
-from kvant import Cache, LayerSpec
+from kvant import Cache, LayerSpec, Sequences
 from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Raw
 from kvant.contracts import Tally
@@ -141,6 +141,15 @@ def test_it_is_said_once_a_cache(caplog: pytest.LogCaptureFixture) -> None:
     (said,) = caplog.messages
     for word in ("keys of 249856", "65504", "stats()['clamped']", "raw", "smooth", "rotate"):
         assert word in said
+
+
+def test_many_sequences_tell_of_those_that_are_gone_too() -> None:
+    sequences, keys = Sequences(1, "affine8"), rows(64)
+    keys[0, 0, 7, 2] = HUGE
+    for name in ("a", "b"):
+        sequences.append(name, 0, keys, rows(64))
+    sequences.remove("a")
+    assert sequences.stats()["clamped"] == 2
 
 
 def test_nobody_waits_for_a_device() -> None:

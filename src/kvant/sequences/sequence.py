@@ -13,7 +13,7 @@ from threading import Thread, current_thread
 
 from kvant.cache import Cache
 
-EVENTS = ("appends", "rewinds_exact", "rewinds_decoded", "abandoned", "recodes")
+EVENTS = ("appends", "rewinds_exact", "rewinds_decoded", "abandoned", "recodes", "clamped")
 BY_BACKEND = ("attended", "sealed")
 COMING = -1  # in place of a number of changes: rows are on their way, but counted
 UNSURE = -2  # it was weighed while its owner was changing it

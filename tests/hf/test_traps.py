@@ -74,6 +74,99 @@ def test_a_mask_that_says_otherwise_than_was_told_is_right() -> None:
     assert apart(expected, padded(model, cache, 7, [12, 13, 14])) < 1e-4
 
 
+@torch.no_grad()
+def cropped(
+    model: PreTrainedModel, cache: Any, to: int, masks: tuple[Tensor | None, ...], count: int = 1
+) -> Tensor:
+    """Logits behind a crop: 12 columns, of which the first mask says which are there, and more."""
+    ids, more = tokens(2, 12), tokens(2, 20, seed=1)
+    if isinstance(cache, DynamicCache):
+        cache.activate_past_recording()  # or it cannot go back behind a window
+    model(ids, past_key_values=cache, **placed(masks[0], 12, 12))
+    cache.crop(to - 12)
+    parts = []
+    for at, mask in enumerate(masks[1:]):
+        new, columns = more[:, at * count : (at + 1) * count], to + (at + 1) * count
+        parts.append(model(new, past_key_values=cache, **placed(mask, columns, count)).logits)
+    return torch.cat(parts, 1)
+
+
+def placed(mask: Tensor | None, columns: int, count: int) -> dict[str, Any]:
+    if mask is None:
+        return {}
+    place = (mask[:, :columns].cumsum(-1) - 1).clamp_min(0)
+    return {"attention_mask": mask[:, :columns], "position_ids": place[:, columns - count :]}
+
+
+def ahead(*pads: int) -> Tensor:
+    return (torch.arange(40) >= torch.tensor(pads)[:, None]).long()
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gemma2", "llama4"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_crop_below_the_first_token_of_a_sequence_lets_it_begin_anew(
+    name: str, count: int, attached: bool
+) -> None:
+    """Its new tokens were hidden as the padding that they are no more (logits silently wrong)."""
+    model, masks = build(name), (ahead(0, 9), ahead(0, 7), ahead(0, 7), ahead(0, 7))
+    expected = cropped(model, DynamicCache(config=model.config), 7, masks, count)
+    if attached:
+        kvant.attach(model, guard=False)
+    told = cropped(model, kvant.cache_for(model, attention_mask=masks[0]), 7, masks, count)
+    assert apart(expected, told) < 1e-4
+
+
+@pytest.mark.parametrize("after", [None, ahead(0, 0)])
+def test_no_mask_behind_a_crop_hides_nothing(after: Tensor | None) -> None:
+    """The host makes none of ones alone."""
+    model, masks = build("llama"), (ahead(0, 9), after, after)
+    expected = cropped(model, DynamicCache(config=model.config), 7, masks)
+    told = cropped(model, kvant.cache_for(model, attention_mask=masks[0]), 7, masks)
+    assert apart(expected, told) < 1e-4
+
+
+@pytest.mark.parametrize("spec", ["affine8,sinks=2", "raw,window=6,sinks=2", "raw,sinks=2"])
+@pytest.mark.parametrize("after", [None, ahead(0, 0), ahead(0, 7)])
+def test_sinks_below_which_was_cropped_are_refused(spec: str, after: Tensor | None) -> None:
+    """They are those of the columns that were told; nothing else can be kept any more."""
+    model = build("llama")
+    kvant.attach(model, guard=False)
+    cache = kvant.cache_for(model, spec, attention_mask=ahead(0, 9)[:, :12])
+    with pytest.raises(kvant.CacheError, match=r"\[0, 9\].*begin elsewhere.*attention_mask"):
+        cropped(model, cache, 7, (ahead(0, 9), after))
+    assert cache.get_seq_length() == 7
+
+
+@torch.no_grad()
+def test_sinks_of_a_padded_sequence_outlive_a_crop_into_its_padding() -> None:
+    """The same tokens again, padding included, are what they were."""
+    model = build("llama")
+    kvant.attach(model, guard=False)
+    outs = []
+    for to in (7, 12):
+        cache = kvant.cache_for(model, "raw,window=6,sinks=2", attention_mask=ahead(0, 9)[:, :12])
+        model(tokens(2, 12), past_key_values=cache, **placed(ahead(0, 9), 12, 12))
+        cache.crop(to - 12)
+        new = torch.cat([tokens(2, 12)[:, to:], tokens(2, 6, seed=1)], 1)
+        told = placed(ahead(0, 9), 18, new.shape[1])
+        outs.append(model(new, past_key_values=cache, **told).logits[:, -6:])
+    assert apart(*outs) < 1e-4
+
+
+@pytest.mark.parametrize("spec", ["raw", "raw,window=6,sinks=2"])
+def test_a_crop_to_nothing_forgets_the_padding(spec: str) -> None:
+    """Another batch was hidden as if it were padded."""
+    model = build("llama")
+    kvant.attach(model, guard=False)
+    caches = [kvant.cache_for(model, spec, attention_mask=m) for m in (ahead(0, 9)[:, :12], None)]
+    cropped(model, caches[0], 0, (ahead(0, 9), ahead(0, 0)))
+    for cache in caches:
+        cache.crop(-100)
+    expected, told = (padded(model, cache, 0, [9, 10, 11], batch=3) for cache in caches)
+    assert apart(expected, told) < 1e-4
+
+
 def test_a_reset_forgets_the_padding() -> None:
     model, told = build("llama"), torch.tensor([[0] * 4 + [1] * 8, [1] * 12])
     cache = kvant.cache_for(model, attention_mask=told)

@@ -122,7 +122,7 @@ class HostCache(Verbs, TransformersCache):
         if foreign and self.states.reachable(to) == to:
             for layer in foreign:  # theirs may refuse, ours cannot any more
                 layer.crop(tokens_to_remove)
-        self.states.rewind(to)
+        self._go_back(to)
 
     def reset(self) -> None:
         for layer in self._attending():

@@ -34,7 +34,8 @@ def rule_of(
         if rule is not None and padding is not None and _agree(view, padding):
             return padded(view, padding), both(view.mask, rule)
         mask = dense(mask, "a pattern of the host's")
-    if mask is None:
+    if mask is None:  # the host hides nothing
+        view = unpadded(view) if not view.keys.sinks.shape[2] else begun(view, count)
         if causal or count == 1:
             return view, view.mask
         return (view, Mask(causal=False)) if view.mask == Mask() else None
@@ -43,6 +44,7 @@ def rule_of(
         return padded(view, padding), view.mask
     if mask.shape[2] == 1:
         mask = mask.expand(-1, -1, count, -1)  # one row for all
+    view = untold(view, mask)
     return view, within_window(view, count, mask) if narrow else mask
 
 
@@ -56,7 +58,7 @@ def _padding_of(view: View, mask: Tensor) -> list[int] | None:
     if seen_at is None or seen_at != version:
         known = left_padding(mask[:, 0, 0]) or []
         setattr(mask, PADDING, (version, known))
-    if not known or (any(known) and view.keys.sinks.shape[2]):
+    if not known or (any(known) and view.keys.sinks.shape[2] and not view.padding):
         return None
     before = view.columns - columns
     return [n and n + before for n in known] * (view.start.shape[0] // batch)
@@ -106,6 +108,43 @@ def padded(view: View, padding: list[int]) -> View:
     if view.keys.sinks.shape[2]:
         raise padding_needed()
     return replace(view, start=torch.tensor(padding, device=view.start.device), padding=most)
+
+
+def unpadded(view: View) -> View:
+    """The view, without the padding that was told before the first rows."""
+    if view.padding == 0:
+        return view
+    return replace(view, start=torch.zeros_like(view.start), padding=0)
+
+
+def begun(view: View, count: int) -> View:
+    """The view, if no query stands where padding was told: without a mask nobody knows better."""
+    if view.columns - count < view.padding:
+        raise told_otherwise(view)
+    return view
+
+
+def untold(view: View, mask: Tensor) -> View:
+    """The view beside a mask that says otherwise than was told: what it shows is seen.
+
+    After a crop below the first token of a sequence it may begin elsewhere. Its sinks do not.
+    """
+    if view.padding == 0 or not view.keys.sinks.shape[2]:
+        return unpadded(view)
+    newest = mask[:, :, -1:]
+    shown = newest if mask.dtype == torch.bool else newest > torch.finfo(mask.dtype).min / 2
+    column = torch.arange(view.columns - mask.shape[-1], view.columns, device=mask.device)
+    if bool((shown & (column < view.start.view(-1, 1, 1, 1))).any()):
+        raise told_otherwise(view)
+    return view
+
+
+def told_otherwise(view: View) -> CacheError:
+    return CacheError(
+        f"sequences that began at columns {view.start.tolist()}, as was told before the first "
+        "rows, begin elsewhere by this mask, but their sinks do not: reset the cache, or give "
+        "this mask to kvant.cache_for(..., attention_mask=...) and read all tokens again"
+    )
 
 
 def padding_needed() -> CacheError:

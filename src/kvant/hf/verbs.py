@@ -69,7 +69,7 @@ class Verbs:
         self._expire()
         if to != self.length:
             self._check_ours("rewind")
-            self.states.rewind(to)
+            self._go_back(to)
         elif self.states.layers:  # what a forward that died left is taken back
             self.states.rewind(self.states.length)
 
@@ -109,6 +109,8 @@ class Verbs:
         self._check_ours("restore")
         self._expire()
         self.states.restore(snapshot)
+        if self.states.length:  # its sequences began where the snapshot says
+            self.context.padding = None
 
     def stats(self) -> dict[str, Any]:
         """What there is and what happened, in numbers."""
@@ -126,6 +128,12 @@ class Verbs:
     def explain(self) -> Explanation:
         """How each layer is stored, and whether attention is computed on the stored bytes."""
         return Explanation.of(self.described, self.context)
+
+    def _go_back(self, to: int) -> None:
+        """All of ours, or an error and none."""
+        if to == 0 < self.states.length:  # the next tokens may be another batch's
+            self.context.padding = None
+        self.states.rewind(to)
 
     def _recoded(self, spec: AnySpec) -> CacheSpec:
         """One recipe a layer, as a recode leaves them."""

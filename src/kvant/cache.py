@@ -194,11 +194,13 @@ class Cache:
     def select(self, index: Sequence[int] | Tensor) -> None:
         """Keep these sequences of the batch, in this order, with repeats if there are any."""
         states = self._settled()
-        chosen = torch.as_tensor(index).cpu()
-        whole = chosen.ndim == 1 and chosen.dtype != torch.bool and not chosen.is_floating_point()
-        fits = whole and all(0 <= i < self.batch for i in chosen.tolist())
-        if not fits or (self.batch and not len(chosen)):
-            raise ValueError(f"sequences {chosen.tolist()} of a batch of {self.batch}")
+        chosen, batch = torch.as_tensor(index).cpu(), self.batch
+        fits = chosen.ndim == 1 and not (chosen.is_floating_point() or chosen.is_complex())
+        fits = fits and chosen.dtype != torch.bool and all(0 <= i < batch for i in chosen.tolist())
+        if not fits or (batch and not len(chosen)):
+            said = f"sequences {chosen.tolist()} of a batch of {batch}"
+            raise ValueError(f"{said}: numbers from 0 to {batch - 1} are needed")
+        chosen = chosen.long()  # of 8 bits, they would be taken for a mask
         self._ledger.replace("select", lambda: states.select(chosen))
 
     def repeat(self, count: int) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 import kvant
 from hf.zoo import FAMILIES, build
@@ -74,6 +76,74 @@ def test_selection_repeats_and_reorders(spec: str) -> None:
     assert [positions(cache, b)[0] // 1000 for b in range(4)] == [0, 2, 2, 2]
     cache.batch_select_indices(torch.tensor([True, False, False, False]))
     assert cache.states.batch == 1
+
+
+INDICES = {
+    "a tuple": (0, 2),
+    "a list": [2, 0, 0],
+    "a list of truths": [True, False, True],
+    "counted from the end": torch.tensor([-1, 0]),
+    "a slice": slice(1, None),
+    "32 bits": torch.tensor([2, 1], dtype=torch.int32),
+    "a mask": torch.tensor([True, False, True]),
+    "a mask of bytes": torch.tensor([1, 0, 1], dtype=torch.uint8),
+    "a mask too short": torch.tensor([True, False]),
+    "a mask too long": torch.tensor([True, False, False, True]),
+    "bytes": torch.tensor([0, 2], dtype=torch.uint8),
+    "8 bits": torch.tensor([1, 0], dtype=torch.int8),
+    "16 bits": torch.tensor([1, 0], dtype=torch.int16),
+    "too large": torch.tensor([0, 3]),
+    "too small": (-4,),
+    "no numbers": torch.tensor([0.0, 1.0]),
+    "words": ["a"],
+}
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("name", INDICES)
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_a_selection_is_what_pytorch_takes_for_one(family: str, name: str) -> None:
+    """A tuple crashed, a mask too short and numbers of 8 bits were taken for something else."""
+    model, index = build(family), INDICES[name]
+    ids = torch.randint(3, 128, (3, 10), generator=torch.Generator().manual_seed(0))
+    ours, theirs = kvant.cache_for(model), DynamicCache(config=model.config)
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            model(ids, past_key_values=cache)
+    try:
+        theirs.batch_select_indices(index)
+    except (IndexError, TypeError, ValueError) as error:
+        with pytest.raises(type(error), match=r"sequences .* of a batch of 3"):
+            ours.batch_select_indices(index)
+        assert ours.states.batch == 3
+    else:
+        ours.batch_select_indices(index)
+        assert torch.equal(ours.layers[-1].keys + 0, theirs.layers[-1].keys)
+
+
+@pytest.mark.parametrize("index", [[], 1, torch.tensor([[0, 1]]), torch.zeros(3).bool(), None])
+def test_a_selection_of_no_sequences_is_refused(index: Any) -> None:
+    """The host would leave a cache that nothing can be appended to."""
+    cache = grown(12, batch=3)
+    with pytest.raises(ValueError, match="of a batch of 3: one or more, in one row"):
+        cache.batch_select_indices(index)
+    assert cache.states.batch == 3
+
+
+@pytest.mark.parametrize("index", [[-1, 0], torch.tensor([True, False, True]), [3], [0.0], [1j]])
+def test_a_reordering_by_anything_but_numbers_of_sequences_is_refused(index: Any) -> None:
+    cache = grown(12, batch=3)
+    for verb in (cache.reorder_cache, cache.states.select):
+        with pytest.raises(ValueError, match="of a batch of 3: numbers from 0 to 2"):
+            verb(torch.as_tensor(index))
+    assert cache.states.batch == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32])
+def test_sequences_may_be_numbered_by_any_integers(dtype: torch.dtype) -> None:
+    cache = grown(12, batch=3)
+    cache.states.select(torch.tensor([2, 0], dtype=dtype))
+    assert [positions(cache, b)[0] // 1000 for b in range(2)] == [2, 0]
 
 
 def test_verbs_on_an_empty_cache_do_nothing() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
@@ -137,10 +138,12 @@ class HostCache(Verbs, TransformersCache):
         for layer in self._foreign().values():
             layer.reorder_cache(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(indices.nonzero().flatten() if indices.dtype.itemsize == 1 else indices)
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keep these sequences of the batch: whatever PyTorch takes in brackets."""
+        chosen = _chosen(indices, self.states.batch) if self.states.batch else indices
+        self._select(chosen)
         for layer in self._foreign().values():
-            layer.batch_select_indices(indices)
+            layer.batch_select_indices(chosen)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._expire()
@@ -196,7 +199,7 @@ class HostCache(Verbs, TransformersCache):
         if value and self._pace.recurrences and self.states.length:
             self.states.checkpoint()
 
-    def _select(self, index: Tensor) -> None:
+    def _select(self, index: Any) -> None:
         """The verb says which of the batch; padding that was told is of the batch too."""
         self._expire()
         if self.states.batch == 0:
@@ -210,3 +213,15 @@ class HostCache(Verbs, TransformersCache):
         """Let all of the next chunk be taken back exactly."""
         if count > self.context.slack:
             self.widen(2 * count)
+
+
+def _chosen(indices: Any, batch: int) -> Tensor:
+    """The sequences that `rows[indices, ...]` keeps; an index that fails, fails as there."""
+    indices = indices.cpu() if isinstance(indices, Tensor) else indices
+    try:
+        chosen = torch.arange(batch)[indices, ...]
+    except (IndexError, TypeError) as error:
+        raise type(error)(f"sequences {indices} of a batch of {batch}: {error}") from error
+    if chosen.ndim != 1 or not len(chosen):
+        raise ValueError(f"sequences {indices} of a batch of {batch}: one or more, in one row")
+    return chosen

@@ -303,6 +303,9 @@ class View:
     def serves(self, query: int, mask: Mask) -> bool:
         """Has the view all rows that a query at this column sees by this rule?"""
         low = 0 if mask.window is None else max(0, query - mask.window + 1)
+        apart = self.keys.sinks.shape[2]
+        if low > apart < mask.sinks:  # the others lie among the rows
+            low = min(low, int(self.start.min()) + apart)
         seam = max(low, self.seam(query))
         there = max(self.begins, min(seam, self.first_page * self.page))
         return seam >= self.dense_from and low >= there

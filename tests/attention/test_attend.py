@@ -11,6 +11,7 @@ from torch import Tensor
 import kvant.attention
 from kvant import LayerSpec, Mask, UnsupportedView, attend, explain
 from kvant.attention import reference
+from kvant.attention.mask import visible
 from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.contracts import View
@@ -494,3 +495,39 @@ def test_queries_that_need_a_page_before_the_view_are_refused() -> None:
     attend(torch.zeros(1, 1, 1, 8), view)
     with pytest.raises(ValueError, match="rows that the oldest of them sees"):
         attend(torch.zeros(1, 1, 10, 8), view)
+
+
+@pytest.mark.parametrize("backend", ["reference", "native"])
+@pytest.mark.parametrize("start", [None, [0, 9], [7, 9]])
+@pytest.mark.parametrize(
+    ("spec", "length", "served"),
+    [
+        ("raw", 300, True),
+        ("raw,sinks=2", 300, True),
+        ("raw,window=64,sinks=4", 300, True),
+        ("raw,window=64", 50, True),
+        ("raw,window=64,sinks=2", 50, True),
+        ("raw,window=64", 300, False),
+        ("raw,window=64,sinks=2", 300, False),
+        ("affine8,window=64", 300, False),
+    ],
+)
+def test_sinks_of_a_mask_are_seen_or_refused(
+    spec: str, length: int, served: bool, start: list[int] | None, backend: str
+) -> None:
+    """Those that a layer does not hold were left out, and nothing said."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 2, 1, length, 16, generator=generator)
+    q, mask = torch.randn(2, 1, 1, 16, generator=generator), Mask(window=8, sinks=4)
+    cache = kvant.Cache(1, spec)
+    cache[0].append(keys[:, :, :-1], values[:, :, :-1], start=start)
+    view = cache[0].append(keys[:, :, -1:], values[:, :, -1:])
+    if not served:
+        with pytest.raises(ValueError, match="nor more sinks than its own"):
+            attend(q, view, mask=mask, backend=backend)
+        return
+    place = torch.arange(length) - torch.tensor(start or [0, 0])[:, None]
+    seen = visible(mask, place[:, -1:], place)[:, None, None]
+    scores = (q @ keys.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
+    out = attend(q, view, mask=mask, backend=backend)
+    assert torch.allclose(out, scores.softmax(-1) @ values, atol=1e-5)

@@ -163,7 +163,8 @@ def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | No
     if not view.serves(view.columns - q.shape[2], rule):
         raise ValueError(
             f"{q.shape[2]} queries under {rule}: rows that the oldest of them sees are not in this "
-            "view; use the view that their append returned, and no wider window than its own"
+            "view; use the view that their append returned, and neither a wider window nor more "
+            "sinks than its own"
         )
     if q.device != view.keys.room.device:
         raise ValueError(f"queries on {q.device}, rows on {view.keys.room.device}")

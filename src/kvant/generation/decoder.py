@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvant.cache import Cache
@@ -26,8 +26,10 @@ from kvant.hf import (
     cache_for,
     captured,
     capturing,
+    check_continues,
     continues,
     identity,
+    unwrapped,
 )
 from kvant.probing import is_auto, resolved, trial
 from kvant.recipes import AnySpec, CacheSpec
@@ -98,6 +100,7 @@ class HostDecoder:
     """A model of transformers; on a GPU its single tokens are replayed from a graph, if it can."""
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
+        check_continues(model)
         self.model = model
         self._capture = capture or (captured if model.device.type == "cuda" else None)
         self._replayers: WeakKeyDictionary[HostCache, Replayer] = WeakKeyDictionary()
@@ -203,7 +206,6 @@ class CallDecoder:
         return self.call(torch.tensor([ids]), memory)[0, -last:].float()
 
 
-def decoder_of(model: PreTrainedModel | Call) -> Decoder:
-    if isinstance(model, PreTrainedModel):
-        return HostDecoder(model)
-    return CallDecoder(cast(Call, model))
+def decoder_of(model: nn.Module | Call) -> Decoder:
+    inside = unwrapped(model)
+    return CallDecoder(cast(Call, model)) if inside is None else HostDecoder(inside)

@@ -1,13 +1,14 @@
 """kvant in the hands of Hugging Face transformers."""
 
 from kvant.attention import explain
-from kvant.hf.attach import attach, detach
+from kvant.hf.attach import attach, attached_with, detach
 from kvant.hf.build import cache_for
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues
 from kvant.hf.encoder_decoder import PairedCache
 from kvant.hf.graph import Capture, captured, capturing
 from kvant.hf.identity import identity
+from kvant.hf.inside import check_continues, continuing, host_model, reader, unwrapped
 from kvant.hf.replaying import Replayer
 
 explain.register(HostCache, HostCache.explain)
@@ -19,10 +20,16 @@ __all__ = [
     "PairedCache",
     "Replayer",
     "attach",
+    "attached_with",
     "cache_for",
     "captured",
     "capturing",
+    "check_continues",
     "continues",
+    "continuing",
     "detach",
+    "host_model",
     "identity",
+    "reader",
+    "unwrapped",
 ]

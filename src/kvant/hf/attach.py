@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MethodType
+from functools import partial
 from typing import Any
 
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.cache_utils import Cache as TransformersCache
 
 from kvant.hf.attention import switch, switch_back, switchable
 from kvant.hf.build import cache_for
 from kvant.hf.detect import host_layers, unfolding
+from kvant.hf.inside import generating, host_model
 from kvant.hf.latents import fold, folds, unfold
 from kvant.recipes import AnySpec
 
@@ -29,14 +30,22 @@ class Attachment:
     folded: list[Any] = field(default_factory=list)  # modules with an `expand_kv` of ours
 
 
-def attach(model: PreTrainedModel, spec: AnySpec = "raw") -> None:
-    """Let `model.generate(...)` use a cache with this spec, until `detach`."""
-    cache_for(model, spec)  # a spec that does not fit is refused before anything changes
-    if MARK in model.__dict__:
+def attach(model: nn.Module, spec: AnySpec = "raw") -> None:
+    """Let `model.generate(...)` use a cache with this spec, until `detach`.
+
+    A model inside a wrapper is attached itself, and with it the parts that it hands over to.
+    A copy of an attached model is attached by itself, also one that was pickled.
+    """
+    model = host_model(model)
+    parts = generating(model)
+    for part in parts:
+        cache_for(part, spec)  # a spec that does not fit is refused before anything changes
+    if any(MARK in part.__dict__ for part in parts):
         detach(model)
-    attachment = Attachment(spec)
-    model.__dict__[MARK] = attachment
-    model.__dict__[PREPARE] = MethodType(_prepare, model)
+    for part in parts:
+        part.__dict__[MARK] = Attachment(spec)
+        part.__dict__[PREPARE] = partial(_prepare, part)
+    attachment: Attachment = model.__dict__[MARK]
     if any(layer.attends for layer in host_layers(model)):
         attachment.implementations = switchable(model)
     switch(attachment.implementations)
@@ -46,15 +55,24 @@ def attach(model: PreTrainedModel, spec: AnySpec = "raw") -> None:
             attachment.folded.append(module)
 
 
-def detach(model: PreTrainedModel) -> None:
+def detach(model: nn.Module) -> None:
     """Undo `attach`."""
-    attachment: Attachment | None = model.__dict__.pop(MARK, None)
-    if attachment is None:
+    model = host_model(model)
+    parts = [part for part in generating(model) if MARK in part.__dict__]
+    if not parts:
         raise ValueError(f"{type(model).__name__} is not attached to kvant")
-    del model.__dict__[PREPARE]
-    for module in attachment.folded:
-        unfold(module)
-    switch_back(attachment.implementations)
+    for part in parts:
+        attachment: Attachment = part.__dict__.pop(MARK)
+        del part.__dict__[PREPARE]
+        for module in attachment.folded:
+            unfold(module)
+        switch_back(attachment.implementations)
+
+
+def attached_with(model: nn.Module) -> AnySpec | None:
+    """The spec that a model is attached with now."""
+    attachment: Attachment | None = host_model(model).__dict__.get(MARK)
+    return None if attachment is None else attachment.spec
 
 
 def _prepare(

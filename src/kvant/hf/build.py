@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from kvant.hf.attention import switchable
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import check_unwindowed, host_layers, recipes
 from kvant.hf.encoder_decoder import PairedCache
+from kvant.hf.inside import host_model
 from kvant.hf.padding import left_padding
 from kvant.hf.smoothing import smooth
 from kvant.hf.versions import check_version
@@ -16,7 +16,7 @@ from kvant.recipes import AnySpec
 
 
 def cache_for(
-    model: PreTrainedModel,
+    model: nn.Module,
     spec: AnySpec = "raw",
     *,
     attention_mask: Tensor | None = None,
@@ -27,10 +27,11 @@ def cache_for(
     each sequence keeps its own first positions.
     """
     check_version()
-    layers = host_layers(model)
-    full = smooth(model, recipes(layers, spec))
-    attachable = bool(switchable(model))
-    if not model.config.is_encoder_decoder:
+    inside = host_model(model)
+    layers = host_layers(inside)
+    full = smooth(inside, recipes(layers, spec))
+    attachable = bool(switchable(inside))
+    if not inside.config.is_encoder_decoder:
         padding = None if attention_mask is None else _padding(attention_mask)
         return HostCache(layers, full, padding=padding, attachable=attachable)
     check_unwindowed(full)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -77,12 +78,12 @@ class Unfolded:
 
 def fold(module: Any) -> None:
     """Let the `expand_kv` of a module leave handles folded."""
-    module.__dict__["expand_kv"] = MethodType(_expand_kv, module)
+    module.__dict__["expand_kv"] = partial(_expand_kv, module)
 
 
 def unfold(module: Any) -> None:
     """Undo `fold`."""
-    del module.__dict__["expand_kv"]
+    module.__dict__.pop("expand_kv", None)
 
 
 def _expand_kv(module: Any, latents: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from kvant.frames import Diagonal, Identity, fitted, waits
 from kvant.hf.attention import switched
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import host_layers, recipes
+from kvant.hf.inside import continuing
 from kvant.recipes import CacheSpec, LayerSpec, attention_in
 from kvant.retention import All
 
@@ -92,7 +93,7 @@ def smooth(model: PreTrainedModel, spec: CacheSpec) -> CacheSpec:
     if not any(waits(codec.frame) for codec in codecs):
         return spec
     if model not in _known:
-        _known[model] = _scales(model)
+        _known[model] = _scales(continuing(model))
     scales = iter(_known[model])
     return spec.changed(lambda layer: _with_scales(layer, next(scales)))
 

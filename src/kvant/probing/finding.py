@@ -9,10 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from kvant.configurations import layer_shapes, max_context
 from kvant.errors import SpecError
+from kvant.hf import continuing, host_model
 from kvant.probing.choice import promoted, smallest
 from kvant.probing.predictions import Damage, damage, unbounded
 from kvant.probing.screen import Screen
@@ -49,7 +51,7 @@ class Probe:
 
 
 def probe(
-    model: PreTrainedModel,
+    model: nn.Module,
     tokenizer: Any,
     spec: AnySpec,
     *,
@@ -60,6 +62,7 @@ def probe(
 
     What a window lets go is not counted: a query sees less by it whatever the format.
     """
+    model = continuing(host_model(model))
     tried = trial(model, tokenizer, text, max_kl)
     asked = resolved(model, spec, tried)
     formats, screen = unbounded(model, asked), Screen.of(model, tried.ids)

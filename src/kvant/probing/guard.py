@@ -6,6 +6,7 @@ import logging
 import warnings
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from kvant import hf
@@ -20,13 +21,14 @@ log = logging.getLogger("kvant")
 
 
 def attach(
-    model: PreTrainedModel, spec: AnySpec = "raw", *, tokenizer: Any = None, guard: bool = True
+    model: nn.Module, spec: AnySpec = "raw", *, tokenizer: Any = None, guard: bool = True
 ) -> None:
     """Let `model.generate(...)` use a cache with this spec, until `detach`.
 
     A format is tried on the model first, on a thousand tokens of a text if there is a tokenizer,
     and one that does harm is said in a warning; `guard=False` leaves that out. `auto` takes the
-    smallest that does none.
+    smallest that does none. A model inside a wrapper (torch.compile, peft) is attached itself, and
+    with it the parts that it hands over to; a copy is attached by itself, also a pickled one.
     """
     told = attached(model, spec, tokenizer, guard=guard)[1]
     if told is not None:
@@ -34,20 +36,40 @@ def attach(
 
 
 def attached(
-    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, *, guard: bool
+    model: nn.Module, spec: AnySpec, tokenizer: Any, *, guard: bool
 ) -> tuple[AnySpec, str | None]:
-    """The spec that the model is attached with now, and what is to be said of it."""
+    """The spec that the model is attached with now, and what is to be said of it.
+
+    After an error it is attached as it was before, or not at all.
+    """
+    model = hf.host_model(model)
+    before = hf.attached_with(model)
+    try:
+        return _attached(model, spec, tokenizer, guard)
+    except BaseException:
+        if hf.attached_with(model) is not before:
+            hf.detach(model)
+            if before is not None:
+                hf.attach(model, before)
+        raise
+
+
+def _attached(
+    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, guard: bool
+) -> tuple[AnySpec, str | None]:
     if is_auto(spec):
         hf.attach(model, "raw")
-        try:
-            spec = resolved(model, spec, trial(model, tokenizer))
-        except BaseException:
-            hf.detach(model)
-            raise
+        reading = hf.continuing(model)
+        spec = resolved(reading, spec, trial(reading, tokenizer))
         guard = False  # that it does no harm was just found out
     hf.attach(model, spec)
     seals = any(one.seals for one in attention_in(*recipes(host_layers(model), spec).layers))
-    return spec, harm(model, spec, trial(model, tokenizer)) if guard and seals else None
+    reader = hf.reader(model) if guard and seals else None
+    if reader is None:
+        if guard and seals:
+            log.info("the format was not tried on the model: tokens are not enough for it")
+        return spec, None
+    return spec, harm(reader, spec, trial(reader, tokenizer))
 
 
 def harm(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> str | None:

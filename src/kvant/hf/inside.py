@@ -1,0 +1,89 @@
+"""Which models of the host's are meant by the one that a user hands over.
+
+It may be wrapped, and it may have parts whose `generate` its own hands over to: then the cache is
+made there. Knows no cache.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+
+def unwrapped(model: Any) -> PreTrainedModel | None:
+    """The model that torch.compile or peft wraps, or itself; None where nobody knows of one.
+
+    What is compiled is a copy of its forward, which `generate` of the host's does not call either.
+    """
+    while not isinstance(model, PreTrainedModel):
+        inner = _inner(model) if isinstance(model, nn.Module) else None
+        if inner is None or inner is model:
+            return None
+        model = inner
+    return model
+
+
+def host_model(model: Any) -> PreTrainedModel:
+    """The model of the host's, or an error that says what is needed."""
+    found = unwrapped(model)
+    if found is None:
+        raise TypeError(
+            f"{type(model).__name__} is no model of transformers, and none that torch.compile or "
+            "peft wraps: give the model inside"
+        )
+    return found
+
+
+def _inner(model: Any) -> Any:
+    base = getattr(model, "get_base_model", None)
+    if not callable(base):
+        return getattr(model, "_orig_mod", None)
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise TypeError(
+            f"{type(model).__name__} puts a learnt prompt before the text, which the model inside "
+            "knows nothing of: kvant takes adapters of weights, as LoRA's, or the model inside, "
+            "model.get_base_model(), without its prompt"
+        )
+    return base()
+
+
+def generating(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """The model, and the parts of it that have a `generate` of their own."""
+    inner = (module for module in model.modules() if module is not model)
+    parts = (module for module in inner if isinstance(module, PreTrainedModel))
+    return [model, *(part for part in parts if part.can_generate())]
+
+
+def beyond_tokens(model: PreTrainedModel) -> list[str]:
+    """What every forward of a model needs beside tokens."""
+    taken = inspect.signature(model.forward).parameters.values()
+    named = [one for one in taken if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return [one.name for one in named if one.default is one.empty and one.name != "input_ids"]
+
+
+def reader(model: PreTrainedModel) -> PreTrainedModel | None:
+    """The model, or the first part that generates, which continues tokens and needs no more."""
+    return next((part for part in generating(model) if not beyond_tokens(part)), None)
+
+
+def continuing(model: PreTrainedModel) -> PreTrainedModel:
+    """The reader of a model, or an error that says what else it needs."""
+    found = reader(model)
+    if found is None:
+        raise TypeError(f"{_needy(model)}, and no part of it continues tokens alone")
+    return found
+
+
+def check_continues(model: PreTrainedModel) -> None:
+    """Refuse a model that tokens are not enough for, and name the part that they are."""
+    if beyond_tokens(model):
+        part = continuing(model)
+        name = next(name for name, module in model.named_modules() if module is part)
+        raise TypeError(f"{_needy(model)}: give the part that continues text, model.{name}")
+
+
+def _needy(model: PreTrainedModel) -> str:
+    return f"{type(model).__name__} needs {', '.join(beyond_tokens(model))} in every forward"

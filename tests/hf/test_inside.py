@@ -1,0 +1,234 @@
+"""Models that are wrapped, that have models inside, and that are stored: which of them is meant."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import Blip2Config, DynamicCache, OPTConfig, PreTrainedModel, T5Config
+
+import kvant
+from hf.zoo import FAMILIES, build
+from kvant.hf import HostCache, PairedCache
+
+# What torch.compile and peft say of themselves.
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:Warning")
+
+SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4}
+
+
+class Adapted(nn.Module):
+    """A wrapper of the shape that peft's have: what it does not know is asked of the inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.ModuleDict({"model": model})
+
+    def get_base_model(self) -> Any:
+        return self.base_model["model"]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.get_base_model(), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_base_model()(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.get_base_model().generate(*args, **kwargs)
+
+
+def lora(model: PreTrainedModel) -> Any:
+    peft = pytest.importorskip("peft", reason="no peft here: tried with a wrapper of its shape")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
+    return peft.get_peft_model(model, config).eval()
+
+
+WRAPPERS = {
+    "an adapter": Adapted,
+    "compiled": torch.compile,
+    "a compiled adapter": lambda model: torch.compile(Adapted(model)),
+    "an adapter of a compiled one": lambda model: Adapted(torch.compile(model)),
+    "peft": lora,
+}
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    chat_template = None
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return [int(word) for word in text.split()]
+
+    def decode(self, tokens: list[int], **_: object) -> str:
+        return " ".join(map(str, tokens))
+
+
+def ids(count: int = 6) -> Tensor:
+    return torch.randint(3, 100, (1, count), generator=torch.Generator().manual_seed(0))
+
+
+def made(model: Any, **given: Any) -> Any:
+    """The cache that a plain `generate` used."""
+    given = {"input_ids": ids()} | given
+    out = model.generate(**given, max_new_tokens=3, return_dict_in_generate=True)
+    return out.past_key_values
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_model_in_a_wrapper_is_attached_and_detached(name: str) -> None:
+    """The wrapper was, to which nobody listens: `generate` made a cache of the host's."""
+    wrapped = WRAPPERS[name](build("llama"))
+    kvant.attach(wrapped, "affine8")
+    assert isinstance(made(wrapped), HostCache)
+    kvant.detach(wrapped)
+    assert isinstance(made(wrapped), DynamicCache)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapped_model_generates_what_the_one_inside_does(name: str) -> None:
+    """It was taken for a plain callable, whose layers nobody knows."""
+    wrapped, words = WRAPPERS[name](build("llama")), Words()
+    expected = [step.token for step in kvant.generate(build("llama"), words, ids()[0].tolist())]
+    session = kvant.Session(wrapped, words, "raw", template=False)
+    assert [step.token for step in session.send(ids()[0].tolist())] == expected
+    assert isinstance(kvant.cache_for(wrapped, "affine8"), HostCache)
+    assert kvant.probe(wrapped, None, "affine8").damage.positions > 0
+
+
+def test_a_prompt_that_was_learnt_is_refused() -> None:
+    """The model inside would answer as if there were none."""
+    wrapped = Adapted(build("llama"))
+    wrapped.active_peft_config = type("Config", (), {"is_prompt_learning": True})()
+    for use in (kvant.attach, kvant.cache_for, lambda model: kvant.Session(model, Words())):
+        with pytest.raises(TypeError, match=r"learnt prompt.*get_base_model"):
+            use(wrapped)
+
+
+@pytest.mark.parametrize("other", [nn.Linear(2, 2), nn.DataParallel(nn.Linear(2, 2)), 3])
+def test_what_is_no_model_of_the_host_is_refused(other: Any) -> None:
+    for use in (kvant.attach, kvant.detach, kvant.cache_for):
+        with pytest.raises(TypeError, match=f"{type(other).__name__} is no model of transformers"):
+            use(other)
+
+
+def blip2(text: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model whose forward needs a picture, and whose `generate` hands over to the one inside."""
+    sight = SMALL | {"image_size": 30, "patch_size": 10}
+    former = SMALL | {"vocab_size": 64, "encoder_hidden_size": 32}
+    config = Blip2Config(
+        vision_config=sight,
+        qformer_config=former,
+        text_config=text.to_dict(),
+        num_query_tokens=4,
+        image_token_index=99,
+    )
+    torch.manual_seed(0)
+    model = transformers.Blip2ForConditionalGeneration(config).eval()
+    given = {
+        "pixel_values": torch.randn(1, 3, 30, 30),
+        "input_ids": torch.tensor([[99] * 4 + [2, 5, 6, 7]]),
+    }
+    return model, given
+
+
+def opt() -> Any:
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return OPTConfig(vocab_size=100, word_embed_proj_dim=32, max_position_embeddings=200, **sizes)
+
+
+def t5() -> Any:
+    sizes = {"d_model": 32, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 4}
+    return T5Config(vocab_size=100, decoder_start_token_id=0, **sizes)
+
+
+@pytest.mark.parametrize(("text", "kind"), [(opt(), HostCache), (t5(), PairedCache)])
+def test_the_part_that_generates_is_attached_with_its_model(text: Any, kind: type) -> None:
+    """A guard that gave it no picture raised and left it attached; without one nothing happened."""
+    model, given = blip2(text)
+    plain = model.generate(**given, max_new_tokens=3)
+    for guard in (True, False):
+        kvant.attach(model, "affine8", guard=guard)
+        assert isinstance(made(model, **given), kind)
+        kvant.detach(model)
+        assert not any("_kvant_attachment" in module.__dict__ for module in model.modules())
+    assert torch.equal(model.generate(**given, max_new_tokens=3), plain)
+    kvant.attach(model, "raw")
+    assert torch.equal(model.generate(**given, max_new_tokens=3), plain)
+
+
+def test_a_model_that_needs_more_than_tokens_names_the_part_that_does_not() -> None:
+    model, _ = blip2(opt())
+    with pytest.raises(TypeError, match=r"needs pixel_values.*model\.language_model"):
+        kvant.generate(model, Words(), [5, 6])
+    assert kvant.probe(model, None, "affine8").damage.positions > 0
+    assert len(list(kvant.generate(model.language_model, Words(), [5, 6], max_new_tokens=2))) == 2
+
+
+@pytest.mark.parametrize("before", [None, "affine8,window=64"])
+def test_an_error_leaves_a_model_attached_as_it_was(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build("llama")
+    if before is not None:
+        kvant.attach(model, before, guard=False)
+
+    def died(*args: Any, **kwargs: Any) -> None:
+        raise TypeError("a forward that needs a picture")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "forward", died)
+        for spec in ("affine4", "auto"):
+            with pytest.raises(TypeError, match="picture"):
+                kvant.attach(model, spec)
+    cache = made(model)
+    assert isinstance(cache, HostCache) == (before is not None)
+    if before is not None:
+        assert cache.spec.layers[0].retention.window == 64
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
+def test_an_attached_model_that_was_stored_is_attached(name: str) -> None:
+    """It could not be read again; one that attends folded could not be either."""
+    model, file = build(name), io.BytesIO()
+    kvant.attach(model, "affine8", guard=False)
+    torch.save(model, file)
+    file.seek(0)
+    read = torch.load(file, weights_only=False)
+    kvant.detach(model)
+    assert isinstance(made(read), HostCache)
+    assert torch.equal(read.generate(ids(), max_new_tokens=3), stored_alone(model))
+    kvant.detach(read)
+    assert isinstance(made(read), DynamicCache)
+
+
+def stored_alone(model: PreTrainedModel) -> Tensor:
+    kvant.attach(model, "affine8", guard=False)
+    tokens: Tensor = model.generate(ids(), max_new_tokens=3)
+    return tokens
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_of_every_family_are_attached_and_leave_no_trace(name: str) -> None:
+    model = build(name)
+    before = [set(module.__dict__) for module in model.modules()]
+    kvant.attach(model, "raw")
+    kvant.detach(model)
+    assert [set(module.__dict__) for module in model.modules()] == before
+
+
+def test_a_folder_of_an_attached_model_is_that_of_the_plain_one(tmp_path: Any) -> None:
+    model = build("llama")
+    model.save_pretrained(tmp_path / "plain")
+    kvant.attach(model, "affine8", guard=False)
+    model.save_pretrained(tmp_path / "attached")
+    plain, attached = ((tmp_path / name / "config.json") for name in ("plain", "attached"))
+    assert plain.read_text() == attached.read_text()

@@ -155,6 +155,48 @@ def test_verbs_on_an_empty_cache_do_nothing() -> None:
     assert (cache.get_seq_length(), cache.layers[0].keys, cache.is_initialized) == (0, None, False)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "deepseek_v32"])
+def test_a_cleared_cache_is_as_a_new_one(name: str) -> None:
+    """Memory goes, that of the host's own layers too."""
+    model, cache = build(name), kvant.cache_for(build(name), "affine8")
+    ids = torch.randint(3, 128, (2, 30), generator=torch.Generator().manual_seed(0))
+    outs = []
+    with torch.no_grad():
+        for batch in (1, 2):
+            cache.clear()
+            assert (cache.get_seq_length(), cache.nbytes, cache.is_initialized) == (0, 0, False)
+            outs.append(model(ids[:batch], past_key_values=cache).logits[:1])
+    assert torch.allclose(*outs, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek_v32"])
+def test_a_trim_is_a_crop_that_counts_upwards_and_stops_at_nothing(name: str) -> None:
+    cache = kvant.cache_for(build(name), "raw")
+    ids = torch.randint(3, 128, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        build(name)(ids, past_key_values=cache)
+    with pytest.raises(ValueError, match=r"trim\(-1\): 0 or more"):
+        cache.trim(-1)
+    assert [cache.trim(count) for count in (0, 3, 100, 1)] == [0, 3, 17, 0]
+    assert cache.get_seq_length() == 0
+
+
+def test_the_two_caches_of_an_encoder_decoder_are_trimmed_and_cleared() -> None:
+    """What was generated is trimmed; the encoder's rows stay until all is forgotten."""
+    model, given = build("bart"), FAMILIES["bart"].inputs(tokens=12)
+    cache, outs = kvant.cache_for(model, "raw"), []
+    last = given["decoder_input_ids"][:, -1:]
+    with torch.no_grad():
+        for _ in range(2):
+            model(**given, past_key_values=cache)
+            outs += [model(**given | {"decoder_input_ids": last}, past_key_values=cache).logits]
+            assert (cache.trim(1), cache.get_seq_length()) == (1, 12)
+            outs += [model(**given | {"decoder_input_ids": last}, past_key_values=cache).logits]
+            cache.clear()
+            assert (cache.get_seq_length(), cache.cross_attention_cache.nbytes) == (0, 0)
+    assert all(torch.allclose(outs[0], out, atol=1e-4) for out in outs)
+
+
 def test_a_reset_cache_takes_another_batch() -> None:
     cache = grown(12, batch=2)
     cache.reset()

@@ -125,13 +125,27 @@ class HostCache(Verbs, TransformersCache):
                 layer.crop(tokens_to_remove)
         self._go_back(to)
 
+    def trim(self, count: int) -> int:
+        """Drop the newest `count` tokens, or all there are; how many that was."""
+        if count < 0:
+            raise ValueError(f"trim({count}): 0 or more tokens")
+        dropped = min(count, self.length)
+        self.crop(-dropped)
+        return dropped
+
     def reset(self) -> None:
-        for layer in self._attending():
-            layer.forget()
-        self.context.begun, self.context.padding = False, None
+        """Forget the tokens, keep the memory."""
+        self._forget()
         self.states.reset()
         for layer in self._foreign().values():
             layer.reset()
+
+    def clear(self) -> None:
+        """Forget the tokens and free the memory."""
+        self._forget()
+        self.states.clear()
+        for index in self._foreign():
+            self.layers[index] = layer_for(self.context, index, self.described[index], None)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
@@ -198,6 +212,12 @@ class HostCache(Verbs, TransformersCache):
         self._turn = value
         if value and self._pace.recurrences and self.states.length:
             self.states.checkpoint()
+
+    def _forget(self) -> None:
+        """What was learnt of a batch."""
+        for layer in self._attending():
+            layer.forget()
+        self.context.begun, self.context.padding = False, None
 
     def _select(self, index: Any) -> None:
         """The verb says which of the batch; padding that was told is of the batch too."""

@@ -27,6 +27,16 @@ class PairedCache(EncoderDecoderCache):
     def __deepcopy__(self, memo: dict[int, Any]) -> PairedCache:
         return self.fork()
 
+    def trim(self, count: int) -> int:
+        """Drop the newest `count` tokens that were generated, or all; how many that was."""
+        return self.self_attention_cache.trim(count)
+
+    def clear(self) -> None:
+        """Forget the tokens, those of the encoder too, and free the memory."""
+        self.reset()
+        self.self_attention_cache.clear()
+        self.cross_attention_cache.clear()
+
     def stats(self) -> dict[str, Any]:
         return {
             "self": self.self_attention_cache.stats(),

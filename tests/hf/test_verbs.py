@@ -197,6 +197,14 @@ def test_the_two_caches_of_an_encoder_decoder_are_trimmed_and_cleared() -> None:
     assert all(torch.allclose(outs[0], out, atol=1e-4) for out in outs)
 
 
+def test_caches_that_are_to_be_joined_are_told_what_can_be_done() -> None:
+    """It was a bare mismatch of shapes."""
+    one, two = grown(12), grown(20)
+    with pytest.raises(ValueError, match=r"repeated or selected; caches cannot be joined: read"):
+        forward(one, 1, batch=2)
+    assert (one.get_seq_length(), two.get_seq_length()) == (12, 20)
+
+
 def test_a_reset_cache_takes_another_batch() -> None:
     cache = grown(12, batch=2)
     cache.reset()

@@ -25,7 +25,7 @@ def admitting(
     given = None if start is None else padding(start)
     if old is not None and old.length:
         if not old.memory.geometry.fits(rows):
-            raise ValueError(f"rows of {Geometry.of(rows)} for a layer of {old.memory.geometry}")
+            raise _unlike(Geometry.of(rows), old.memory.geometry)
         if given not in (None, old.memory.start):
             raise ValueError(f"start {given} for sequences that began at {old.memory.start}")
         return old
@@ -36,3 +36,14 @@ def admitting(
     if old is not None and (old.memory.geometry, old.memory.start) == (geometry, given):
         return old
     return Record.fresh(spec, geometry, tiles, tally, given)
+
+
+def _unlike(new: Geometry, old: Geometry) -> ValueError:
+    said = f"rows of {new} for a layer of {old}"
+    if new.batch != old.batch:
+        said += (
+            ": a cache keeps the sequences that it began with, which can be repeated or selected; "
+            "caches cannot be joined: read the prompts as one left-padded batch, or keep a cache "
+            "for each"
+        )
+    return ValueError(said)

@@ -168,12 +168,70 @@ def test_a_message_that_is_never_answered_was_not_sent() -> None:
     def interrupted(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    session.send([7, 8])
     with pytest.raises(KeyboardInterrupt):
         say(session, [9] * 9, progress=interrupted)
     assert session.tokens == tokens
     assert session.memory.length == len(tokens) - 1
     assert len(session.turns) == 1
+
+
+def used_by_sending(session: Session, folder: Path) -> Session:
+    say(session, [9, 4], 3)
+    session.rewind(session.turns[-2].end)
+    return session
+
+
+def used_by_saving(session: Session, folder: Path) -> Session:
+    session.save(folder / "a.kv")
+    return Session.load(folder / "a.kv", model_of("llama"), Numbers())
+
+
+USES = [
+    used_by_sending,
+    used_by_saving,
+    lambda session, folder: session.fork(),
+    lambda session, folder: session.stats() and session,
+]
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+@pytest.mark.parametrize("kept", [True, False], ids=["held", "dropped"])
+@pytest.mark.parametrize("use", USES, ids=["send", "save", "fork", "stats"])
+def test_a_reply_that_nobody_read_belongs_to_the_conversation(
+    use: Any, kept: bool, draft: str | None, tmp_path: Path
+) -> None:
+    """`session.send("Hello")` without a loop was forgotten by the next call, message and all."""
+    session, other = session_of("llama", draft=draft), session_of("llama", draft=draft)
+    for one in (session, other):
+        say(one, [5, 6, 5])
+    expected = say(other, [7, 8], 5)
+    stream = session.send([7, 8], max_new_tokens=5, ignore_end=True)
+    if not kept:
+        del stream
+    used = use(session, tmp_path)
+    assert (used.tokens, used.turns) == (other.tokens, other.turns)
+    assert not kept or [step.token for step in stream] == expected
+
+
+def test_an_unread_reply_that_is_closed_or_reset_is_never_computed() -> None:
+    session = session_of("llama")
+    say(session, [5, 6])
+    tokens, asked = session.tokens, session.stats()["tokens_asked"]
+    session.send([7]).close()
+    assert session.tokens == tokens and session.stats()["tokens_asked"] == asked
+    session.send([7])
+    session.reset()
+    assert session.tokens == [] and session.stats()["tokens_asked"] == asked
+
+
+def test_an_unread_reply_that_fails_says_so_where_it_is_computed() -> None:
+    session = session_of("llama", "raw,capacity=8")
+    say(session, [5, 6], 2)
+    tokens = session.tokens
+    session.send([7] * 9)
+    with pytest.raises(kvant.CapacityError):
+        session.fork()
+    assert session.tokens == tokens
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "qwen3_next", DEMO])

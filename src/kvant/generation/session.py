@@ -1,16 +1,17 @@
 """A conversation: what was said, and a memory that is never asked to read it twice.
 
 The tokens of the conversation are one list; the memory holds a beginning of it. A reply belongs to
-the conversation as far as it was taken from the stream: who stops early has said that much.
+the conversation as far as it was taken from the stream: who stops early has said that much. A
+reply of which nothing was taken is computed to its end before anything else is done with the
+session, so no message is lost.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
-from inspect import GEN_RUNNING, getgeneratorstate
 from reprlib import repr as short
 from typing import Any
 
@@ -24,6 +25,7 @@ from kvant.generation.reader import Progress, Reader, shared_prefix
 from kvant.generation.sampling import Sampling
 from kvant.generation.step import Step
 from kvant.generation.strategy import strategy_of
+from kvant.generation.stream import Stream
 from kvant.generation.transcript import Transcript, refusing
 from kvant.recipes import AnySpec
 
@@ -70,7 +72,8 @@ class Session:
         self._tokens: list[int] = []  # those of the last turn
         self._turns: list[Turn] = []
         self._drafts = self._drafts_accepted = 0
-        self._stream: weakref.ref[Generator[Step, None, None]] | None = None
+        self._unread: Stream | None = None  # a reply of which nothing was taken yet
+        self._begun: weakref.ref[Stream] | None = None  # who drops it has ended the reply
 
     @property
     def memory(self) -> Memory:
@@ -101,10 +104,12 @@ class Session:
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
         progress: Progress | None = None,
-    ) -> Iterator[Step]:
+    ) -> Stream:
         """Stream the reply to a message, or to tokens that stand behind all others as they are.
 
         What is wrong with the arguments is said here, before the first step, and changes nothing.
+        The reply is computed as its steps are taken; one that nobody took a step of is computed to
+        its end by the next call of any other method, and its steps can still be taken then.
         """
         self._settle()
         limits = replace(
@@ -122,8 +127,8 @@ class Session:
             prompt, message = [*self._tokens, *(int(token) for token in message)], ""
         limits.check_prompt(prompt)
         run = Run(self.reader, sampling, limits, self.tokenizer, self.drafter)
-        stream = self._reply(run, prompt, message, progress)
-        self._stream = weakref.ref(stream)  # who drops it has ended the reply
+        self._unread = stream = Stream(self._reply(run, prompt, message, progress))
+        self._begun = weakref.ref(stream)
         return stream
 
     def rewind(self, to: int) -> None:
@@ -135,7 +140,8 @@ class Session:
         self._turns, self._tokens = kept, tokens
 
     def reset(self) -> None:
-        """Begin a new conversation."""
+        """Begin a new conversation; of the old one not even an unread reply is computed."""
+        self._unread = None
         self._settle()
         self.reader.reset()
         self._turns, self._tokens = [], []
@@ -219,6 +225,7 @@ class Session:
     def _reply(
         self, run: Run, prompt: list[int], message: str, progress: Progress | None
     ) -> Generator[Step, None, None]:
+        self._unread = None
         steps, said = run.steps(prompt, progress), ""
         try:
             for step in steps:
@@ -241,8 +248,9 @@ class Session:
         self.memory.checkpoint()
 
     def _settle(self) -> None:
-        """A reply that nobody asks for any more ends here."""
-        stream = None if self._stream is None else self._stream()
-        if stream is not None and getgeneratorstate(stream) != GEN_RUNNING:  # or asked from within
-            stream.close()
-            self._stream = None
+        """A reply that nobody began is computed now; one that was begun ends where it is."""
+        if self._unread is not None:
+            self._unread.finish()
+        begun = None if self._begun is None else self._begun()
+        if begun is not None:
+            begun.close()

@@ -1,0 +1,29 @@
+"""The steps of a reply: computed as they are taken, or all at once for whoever takes them later."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from inspect import GEN_RUNNING, getgeneratorstate
+
+from kvant.generation.step import Step
+
+
+class Stream(Iterator[Step]):
+    """An iterator over steps. Who drops it, or closes it, has ended the reply."""
+
+    def __init__(self, steps: Generator[Step, None, None]) -> None:
+        self._steps = steps
+        self._ready: deque[Step] = deque()  # computed, and not taken yet
+
+    def __next__(self) -> Step:
+        return self._ready.popleft() if self._ready else next(self._steps)
+
+    def finish(self) -> None:
+        """Compute what is left; it can still be taken."""
+        self._ready.extend(self._steps)
+
+    def close(self) -> None:
+        """End the reply here, unless it is asked for this from within."""
+        if getgeneratorstate(self._steps) != GEN_RUNNING:
+            self._steps.close()

@@ -106,8 +106,8 @@ def fitted(layers: Sequence[Described], spec: AnySpec) -> CacheSpec:
     if isinstance(spec, CacheSpec) and len(spec.layers) == len(layers):
         given: dict[int, Recipe] = dict(enumerate(as_spec(spec, len(layers)).layers))
     else:
-        own = as_spec(spec, len(places)).layers if places else ()
-        given = dict(zip(places, own, strict=True))
+        own = as_spec(spec, max(1, len(places))).layers  # it may be wrong where none attends, too
+        given = dict(zip(places, own, strict=False))
     return CacheSpec(tuple(_recipe(layer, given.get(i)) for i, layer in enumerate(layers)))
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from hf.parity import PROMPT, TOKENS, Cell, Reads, Result
-from hf.zoo import FAMILIES
+from hf.zoo import FAMILIES, NO_ROWS
 
 Reading = Literal["fused", "materialized", "nothing"]
 
@@ -21,8 +21,6 @@ CHANGED_ROWS = ("diffllama", "jetmoe", "doge")
 EAGER = ("gemma2", "gpt_oss")
 # They unfold all latents at every step, unless `attach` folds the queries instead.
 LATENT = ("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
-# No layer of keys and values is ours: states, and layers that only the host understands.
-NO_ROWS = ("mamba", "falcon_mamba", "mamba2", "deepseek_v32")
 
 # A mask that the host makes for a chunk even of an attached model: falcon has its own attention, t5
 # adds numbers to scores, gemma4 lets the tokens of an image see each other.

@@ -6,6 +6,7 @@ import copy
 import logging
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 import kvant
-from hf.zoo import build
+from hf.zoo import NO_ROWS, build
 from kvant import SpecError
 from kvant.hf import HostCache, versions
 
@@ -139,6 +140,35 @@ def test_a_spec_that_does_not_fit_is_refused_before_anything_changes() -> None:
     assert model.__dict__ == before
     with pytest.raises(ValueError, match="not attached"):
         kvant.detach(model)
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+@pytest.mark.parametrize("spec", ["affine4", "raw,window=64", "f32"])
+def test_a_format_for_a_model_without_keys_is_refused(name: str, spec: str) -> None:
+    """`affine4` on a mamba was taken, and nothing was stored in 4 bits."""
+    model = build(name)
+    for take in (kvant.cache_for, kvant.attach):
+        with pytest.raises(SpecError, match=f"spec '{spec}' .* no layer of this model has any"):
+            take(model, spec)
+    with pytest.raises(ValueError, match="not attached"):
+        kvant.detach(model)
+    assert kvant.plan(model, "affine4").nbytes == kvant.plan(model, "raw").nbytes
+
+
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_a_model_without_keys_takes_raw_and_any_recipes(name: str) -> None:
+    model = build(name)
+    recipes = kvant.cache_for(model, "raw").spec
+    assert kvant.cache_for(model, recipes).spec == recipes
+    kvant.attach(model)
+    kvant.detach(model)
+
+
+@pytest.mark.parametrize("take", [kvant.cache_for, kvant.plan])
+def test_a_wrong_word_is_refused_where_no_layer_attends(take: Any) -> None:
+    """It was not even read there."""
+    with pytest.raises(SpecError, match="nearest: affine8"):
+        take(build("mamba"), "affine9")
 
 
 def test_what_has_no_cache_is_refused() -> None:

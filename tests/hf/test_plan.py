@@ -10,7 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import test_configurations
-from hf.zoo import FAMILIES, build, names
+from hf.zoo import FAMILIES, build, names, worded
 from kvant import cache_for, plan
 from kvant.configurations import layer_shapes
 
@@ -59,7 +59,8 @@ def check(model: PreTrainedModel, name: str, spec: str, context: int, sequences:
 @pytest.mark.parametrize("name", names())
 def test_a_plan_is_what_the_cache_of_a_model_takes(name: str) -> None:
     """In bfloat16, where a recurrent state stays wider than the rows."""
-    check(build(name).to(torch.bfloat16), name, "affine4,step=64,tail=0,slack=3", 150, 2)
+    spec = worded(name, "affine4,step=64,tail=0,slack=3")
+    check(build(name).to(torch.bfloat16), name, spec, 150, 2)
 
 
 @pytest.mark.parametrize("name", DIFFERENT)

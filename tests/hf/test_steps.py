@@ -16,7 +16,7 @@ from transformers import CompileConfig
 import kvant
 from attention.kernels import GPU, needed
 from hf.graphs import traced
-from hf.zoo import FAMILIES, build, names
+from hf.zoo import FAMILIES, build, names, worded
 from kvant.generation.decoder import HostDecoder
 
 pytestmark = [
@@ -38,7 +38,9 @@ REFUSED = {  # why single tokens of these families come from ordinary forwards
 }
 SHOWN = ("llama", "gemma3", "gpt_oss", "llama4", "gemma3n", *REFUSED)
 CELLS = [
-    pytest.param(family, spec, prompt, marks=[] if family in shown else pytest.mark.laws)
+    pytest.param(
+        family, worded(family, spec), prompt, marks=[] if family in shown else pytest.mark.laws
+    )
     for spec, prompt, shown in (
         ("raw,capacity=80", 20, SHOWN),
         ("affine4,tail=3,capacity=160", PROMPT, ("llama",)),

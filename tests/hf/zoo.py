@@ -110,6 +110,15 @@ def _randomize(name: str, parameter: Tensor) -> None:
 FAMILIES: dict[str, Family] = {}
 
 
+# No layer of keys and values is ours: states, and layers that only the host understands.
+NO_ROWS = ("mamba", "falcon_mamba", "mamba2", "deepseek_v32")
+
+
+def worded(name: str, spec: str) -> str:
+    """The spec as it may be given for a family: a format is refused where no layer has rows."""
+    return "raw" if name in NO_ROWS else spec
+
+
 def build(name: str, **changes: Any) -> PreTrainedModel:
     return FAMILIES[name].build(**changes)
 

@@ -110,14 +110,17 @@ def with_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "why"),
+    ("name", "spec", "text", "why"),
     [
-        ("t5", pieces(20), "encoder-decoder"),
-        ("mamba", pieces(20), "no layer of MambaForCausalLM attends"),
-        ("llama", [], "no tokens"),
-        ("llama", pieces(1), "no tokens"),
+        ("t5", "affine4", pieces(20), "encoder-decoder"),
+        ("mamba", "raw", pieces(20), "no layer of MambaForCausalLM attends"),
+        ("mamba", "affine4", pieces(20), "no layer of this model has any"),
+        ("llama", "affine4", [], "no tokens"),
+        ("llama", "affine4", pieces(1), "no tokens"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(name: str, text: list[Tensor], why: str) -> None:
+def test_what_cannot_be_compared_is_refused(
+    name: str, spec: str, text: list[Tensor], why: str
+) -> None:
     with pytest.raises(ValueError, match=why):
-        damage(zoo.build(name), text, "affine4")
+        damage(zoo.build(name), text, spec)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 from kvant.errors import SpecError
 from kvant.recipes import AnySpec, CacheSpec, LayerSpec
 from kvant.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, fitted
+from kvant.spec import parse
 
 # Their forwards of several tokens begin anew, whatever state there is (seen in 5.23, where the
 # host's own cache gives the same wrong logits): behind other tokens they take one at a time.
@@ -95,7 +97,20 @@ def unfolding(model: PreTrainedModel) -> Iterator[Any]:
 
 def recipes(layers: tuple[HostLayer, ...], spec: AnySpec) -> CacheSpec:
     """One recipe a layer: the spec's for those that attend, as a plan has them too."""
-    return fitted(layers, spec)
+    full = fitted(layers, spec)
+    if isinstance(spec, str) and not any(layer.attends for layer in layers):
+        _check_asks_nothing(spec, layers)
+    return full
+
+
+def _check_asks_nothing(spec: str, layers: tuple[HostLayer, ...]) -> None:
+    """Who asks in words for a format, and would get none of it, is told so."""
+    if parse(spec, 1) != parse("raw", 1):
+        kinds = ", ".join(sorted({layer.type for layer in layers}))
+        raise SpecError(
+            f"spec {short(spec)} says how keys and values are stored, and no layer of this model "
+            f"has any ({kinds}): its states stay as they are; allowed: raw; nearest: raw"
+        )
 
 
 def narrows(layer: HostLayer, recipe: LayerSpec) -> bool:

@@ -1,27 +1,78 @@
-"""Models by name: the one inside the package, a folder, or a name on the hub."""
+"""Models by name: the one inside the package, a folder, or a name on the hub.
+
+What a folder lacks is said before anything of it is loaded, and by its own name: a host that finds
+no tokenizer makes an empty one, and weights that are not there become random ones.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from kvant import demo
+from kvant.devices import AUTO, named_device, named_dtype
+
+CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+WEIGHTS = "*.safetensors"
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken.json")  # any of them may be all there is
+POINTER = b"version https://git-lfs"  # what Git leaves where a large file was not fetched
 
 
-def load(name: str | None, *, flag: str = "--model", trust_code: bool = False) -> tuple[Any, Any]:
-    """A model and its tokenizer: safetensors only, and none of its own code unless asked."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def load(
+    name: str | None,
+    *,
+    flag: str = "--model",
+    trust_code: bool = False,
+    device: str | None = None,
+    dtype: str = AUTO,
+) -> tuple[Any, Any]:
+    """A model and its tokenizer: safetensors only, and none of its own code unless asked.
 
+    Without a device a GPU is taken if there is one; `auto` is the dtype of the checkpoint.
+    """
+    from transformers import AutoTokenizer
+
+    check(name, flag=flag)
     where = _where(name, flag)
+    model = load_model(name, flag=flag, trust_code=trust_code, device=device, dtype=dtype)
     with _loading(where, flag):
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            where, dtype="auto", use_safetensors=True, trust_remote_code=trust_code
+    return model, tokenizer
+
+
+def load_model(
+    name: str | None,
+    *,
+    flag: str = "--model",
+    trust_code: bool = False,
+    device: str | None = None,
+    dtype: str = AUTO,
+) -> Any:
+    """The model alone."""
+    from transformers import AutoModelForCausalLM
+
+    place, numbers = named_device(device), named_dtype(dtype)
+    check(name, flag=flag, tokenizer=False)
+    where = _where(name, flag)
+    with _loading(where, flag):
+        model, found = AutoModelForCausalLM.from_pretrained(
+            where,
+            dtype=numbers,
+            use_safetensors=True,
+            trust_remote_code=trust_code,
+            output_loading_info=True,
         )
-    return model.eval(), tokenizer
+        if found["missing_keys"]:
+            raise ValueError(
+                f"it has no weights for {', '.join(sorted(found['missing_keys'])[:3])}"
+            )
+    return model.eval().to(place)
 
 
 def configuration(name: str | None) -> Any:
@@ -33,15 +84,86 @@ def configuration(name: str | None) -> Any:
         return AutoConfig.from_pretrained(where)
 
 
+def config_file(name: str | None) -> Path | None:
+    """Where a folder says what its model is; None of a name on the hub."""
+    folder = Path(_where(name, "--model"))
+    return folder / CONFIG if folder.is_dir() else None
+
+
+def check(name: str | None, *, flag: str = "--model", tokenizer: bool = True) -> None:
+    """Is all there that loading this folder takes? A name on the hub is not looked up."""
+    folder = Path(_where(name, flag))
+    if not folder.is_dir():
+        return
+    if tokenizer and not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
+        raise ValueError(f"{flag} {folder}: there is no tokenizer in it (tokenizer.json)")
+    for file in _weights(folder, flag):
+        _check_weights(file, flag)
+
+
 def _where(name: str | None, flag: str) -> str:
+    """The folder of that name with a configuration in it, or a name on the hub."""
     if name is None:
         return str(demo.PATH)
     folder = Path(name).expanduser()
+    if folder.suffix == ".gguf" or (folder.is_dir() and _gguf_alone(folder)):
+        raise ValueError(
+            f"{flag} {name}: GGUF is not read: name the folder of safetensors that it was made "
+            "from, or its name on the hub"
+        )
     if folder.is_dir():
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"{flag} {name}: there is no {CONFIG} in this folder")
         return str(folder)
+    if folder.exists():
+        raise ValueError(f"{flag} {name}: a file; the folder with {CONFIG} and weights is needed")
     if name.startswith((".", "/", "~")):
         raise ValueError(f"{flag} {name}: there is no such folder")
     return name
+
+
+def _gguf_alone(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS))
+
+
+def _weights(folder: Path, flag: str) -> list[Path]:
+    """The files of weights, all of which are there."""
+    index, there = folder / INDEX, sorted(folder.glob(WEIGHTS))
+    if not there:
+        kept = "pickled weights alone" if any(folder.glob("*.bin")) else "no weights"
+        raise ValueError(f"{flag} {folder}: there are {kept} in it: {WEIGHTS} is needed")
+    if not index.is_file():
+        if (
+            not any("-of-" in file.name for file in there)
+            or (folder / "model.safetensors").exists()
+        ):
+            return there
+        raise ValueError(f"{flag} {folder}: its weights are in parts, and {INDEX} is not there")
+    try:
+        parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{flag} {folder}: {INDEX} is damaged: {error}") from error
+    missing = [part for part in parts if not (folder / part).is_file()]
+    if missing:
+        raise ValueError(
+            f"{flag} {folder}: {len(missing)} of its {len(parts)} parts are not there: "
+            f"{', '.join(missing[:3])}{' ...' if len(missing) > 3 else ''}"
+        )
+    return [folder / part for part in parts]
+
+
+def _check_weights(file: Path, flag: str) -> None:
+    """Its header is read, which tells how long it has to be."""
+    with file.open("rb") as opened:
+        if opened.read(len(POINTER)) == POINTER:
+            raise ValueError(
+                f"{flag} {file}: a pointer of Git LFS: fetch the weights (git lfs pull)"
+            )
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{flag} {file} is damaged or not whole: {error}") from error
 
 
 @contextmanager
@@ -56,6 +178,8 @@ def _loading(where: str, flag: str) -> Iterator[None]:
         yield
     except Exception as error:  # a broken checkpoint makes its readers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if not Path(where).is_dir():
+            reason = f"it is no folder, and as a name on the hub: {reason}"
         raise ValueError(f"{flag} {where} cannot be loaded: {reason}") from error
 
 

@@ -122,7 +122,7 @@ def test_a_capacity_shortens_what_is_planned(call: Any) -> None:
         (("--config", "empty.json"), "num_hidden_layers"),
         (("--config", "a", "--model", "b"), "give one of them"),
         (("--model", "./nowhere"), "there is no such folder"),
-        (("--model", "."), "cannot be loaded"),
+        (("--model", "."), "there is no config.json in this folder"),
         (("--kv-cache", "raw,capacity=100", "--context", "101"), "capacity=100"),
     ],
     ids=str,

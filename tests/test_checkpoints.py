@@ -1,0 +1,145 @@
+"""Checkpoints by name: what one lacks is said by its own name, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvant import checkpoints, demo
+
+INDEX = checkpoints.INDEX
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint in parts."""
+    folder = tmp_path_factory.mktemp("whole")
+    model = AutoModelForCausalLM.from_pretrained(demo.PATH)
+    model.save_pretrained(folder, max_shard_size="3MB")
+    AutoTokenizer.from_pretrained(demo.PATH).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(whole: Path, tmp_path: Path) -> Path:
+    """One to break."""
+    return Path(shutil.copytree(whole, tmp_path / "model"))
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("model-*.safetensors"))
+
+
+def no_tokenizer(folder: Path) -> None:
+    """The host made an empty one, and the model continued nothing."""
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def no_weights(folder: Path) -> None:
+    for file in parts(folder):
+        file.unlink()
+
+
+def pickled(folder: Path) -> None:
+    no_weights(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+
+
+def gguf(folder: Path) -> None:
+    no_weights(folder)
+    (folder / "q8.gguf").write_bytes(b"GGUF")
+
+
+def a_pointer(folder: Path) -> None:
+    parts(folder)[0].write_text("version https://git-lfs.github.com/spec/v1\nsize 1\n")
+
+
+def cut_short(folder: Path) -> None:
+    parts(folder)[0].write_bytes(parts(folder)[0].read_bytes()[:-1])
+
+
+def a_weight_less(folder: Path) -> None:
+    """Weights that are not there were random ones, and nothing was said."""
+    file = parts(folder)[0]
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    index = json.loads((folder / INDEX).read_text())
+    del index["weight_map"][name]
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (no_tokenizer, "there is no tokenizer in it"),
+        (no_weights, "there are no weights in it"),
+        (pickled, "there are pickled weights alone in it"),
+        (gguf, "GGUF is not read: name the folder of safetensors"),
+        (a_pointer, "a pointer of Git LFS"),
+        (cut_short, "-00001-of-00005.safetensors is damaged or not whole"),
+        (a_weight_less, "cannot be loaded: it has no weights for "),
+        (lambda folder: (folder / "config.json").unlink(), "there is no config.json"),
+        (lambda folder: (folder / INDEX).unlink(), f"in parts, and {INDEX} is not there"),
+        (lambda folder: (folder / INDEX).write_text("{}"), f"{INDEX} is damaged"),
+        (lambda folder: parts(folder)[1].unlink(), "1 of its 5 parts are not there: model-00002"),
+        (lambda folder: (folder / "config.json").write_text("{"), "not a valid JSON file"),
+    ],
+    ids=range(12),
+)
+def test_what_a_folder_lacks_is_named(
+    spoil: Callable[[Path], object], told: str, folder: Path
+) -> None:
+    spoil(folder)
+    with pytest.raises(ValueError, match=r"^--model \S+/model") as error:
+        checkpoints.load(str(folder), device="cpu")
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_whole_one_is_loaded(folder: Path) -> None:
+    model, tokenizer = checkpoints.load(str(folder), device="cpu")
+    assert not model.training and tokenizer.encode("import os")
+
+
+def test_a_draft_needs_no_tokenizer(folder: Path) -> None:
+    no_tokenizer(folder)
+    assert checkpoints.load_model(str(folder), flag="--draft", device="cpu").num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a.gguf", "GGUF is not read"),
+        ("a.txt", "a file; the folder with config.json and weights is needed"),
+        ("./nowhere", "there is no such folder"),
+    ],
+)
+def test_what_is_no_folder_is_named(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("")
+    with pytest.raises(ValueError, match=f"^--model {name}: {told}"):
+        checkpoints.load(name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_dtype_can_be_told(dtype: str) -> None:
+    model, _ = checkpoints.load(None, device="cpu", dtype=dtype)
+    assert model.dtype == getattr(torch, dtype)
+    assert checkpoints.load(None)[0].dtype == torch.bfloat16
+
+
+def test_a_model_is_loaded_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There may be no GPU here: `meta` stands for one."""
+    monkeypatch.setattr(checkpoints, "named_device", lambda name: torch.device("meta"))
+    assert checkpoints.load(None, device="cuda")[0].device.type == "meta"

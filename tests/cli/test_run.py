@@ -15,7 +15,9 @@ import pytest
 import kvant
 from generation.speakers import Numbers
 from hf.zoo import build
-from kvant import demo
+from kvant import checkpoints, demo
+from kvant.cli.run import PROMPT
+from kvant.generation import HostDecoder
 
 KVANT = str(Path(sys.executable).with_name("kvant"))
 SHORT = ("run", "--prompt", "import os\n", "--max-new-tokens", "6")
@@ -48,6 +50,36 @@ def test_statistics_go_to_standard_error(call: Any, tmp_path: Path) -> None:
 def test_a_prompt_can_be_piped(words: tuple[str, ...], call: Any) -> None:
     code, out, error = call("run", *words, "--max-new-tokens", "3", typed="class A:\n")
     assert (code, out[:9], error) == (0, "class A:\n", "")
+
+
+def test_what_is_piped_in_is_the_prompt(call: Any) -> None:
+    """`echo 'class A:' | kvant run` continued a prompt of our own."""
+    code, out, error = call("run", "--max-new-tokens", "3", typed="class A:\n")
+    assert (code, out[:9], error) == (0, "class A:\n", "")
+    plain = call("run", "--max-new-tokens", "3", typed="")
+    assert plain[0] == 0 and plain[1].startswith(PROMPT)
+    assert call(*SHORT, typed="class A:\n") == call(*SHORT)
+
+
+def test_what_is_piped_in_goes_on_behind_a_file(call: Any, tmp_path: Path) -> None:
+    file, few = str(tmp_path / "a.kv"), ("--max-new-tokens", "3")
+    call(*SHORT, "--save", file)
+    told = call("run", "--load", file, *few, "--prompt", "class A")
+    assert call("run", "--load", file, *few, typed="class A") == told
+    assert told[1].startswith("class A") and told[0] == 0
+
+
+@pytest.mark.parametrize("stdin", ["</dev/null", "<&-", "<noise"])
+def test_no_standard_input_is_no_prompt(stdin: str, tmp_path: Path) -> None:
+    (tmp_path / "noise").write_bytes(b"\xff\xfe")
+    line = f'exec "$@" {stdin}'
+    words = ["sh", "-c", line, "sh", KVANT, "run", "--max-new-tokens", "1"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, check=False)
+    if stdin == "<noise":
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "error: the prompt is no text in UTF-8\n"
+    else:
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +146,8 @@ def test_a_text_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
         (("--file", "noise.bin"), "it is no text"),
         (("--file", "a", "--prompt", "b"), "give one of them"),
         (("--model", "./nowhere"), "there is no such folder"),
-        (("--model", "."), "cannot be loaded"),
-        (("--model", "broken"), "cannot be loaded"),
+        (("--model", "."), "there is no config.json in this folder"),
+        (("--model", "broken"), "broken/model.safetensors is damaged or not whole"),
         (("--prompt", "word " * 3000), "for a context of 2048"),
         (("--top-p", "7"), "top_p=7"),
         (("--strategy", "often"), "allowed are always, disabled, long, adaptive"),
@@ -123,13 +155,17 @@ def test_a_text_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
         (("--strategy", "adaptive", "--budget", "5 apples"), "5 apples"),
         (("--load", "nowhere.kv"), "there is no such file"),
         (("--load", "noise.bin"), "noise.bin: not a kvant cache"),
-        (("--load", "other.kv"), "another model"),
+        (("--load", "other.kv"), "holds 4 layers of 2 heads of 16, and --model has 6 layers of"),
         (("--load", "plain.kv"), "no conversation"),
         (("--load", "altered.kv"), "checksum"),
         (("--load", "other.kv", "--kv-cache", "raw"), "the file says how it is kept"),
         (("--save", "nowhere/a.kv"), "in a folder that exists"),
         (("--max-new-tokens", "0"), "--max-new-tokens"),
         (("--temperature", "warm"), "--temperature"),
+        (("--kv-cache", "auto:many"), "size 'many'"),
+        (("--prefill-chunk", "0"), "--prefill-chunk"),
+        (("--device", "tpu"), "known are cpu, cuda, cuda:N, mps; here there is cpu"),
+        (("--dtype", "int8"), "known are auto, float32, bfloat16, float16"),
         (("--kv_cache", "raw"), "--kv-cache"),
     ],
     ids=lambda words: " ".join(words)[:30] if isinstance(words, tuple) else None,
@@ -142,6 +178,71 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     code, out, error = call("run", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--kv-cache", "affine9"),
+        ("--kv-cache", "auto:"),
+        ("--top-p", "7"),
+        ("--min-p", "-1"),
+        ("--strategy", "often"),
+        ("--strategy", "adaptive", "--budget", "5 apples"),
+        ("--device", "tpu"),
+        ("--dtype", "int8"),
+        ("--draft", "broken"),
+        ("--model", "broken"),
+        ("--load", "noise.bin"),
+        ("--load", "plain.kv"),
+        ("--load", "other.kv"),
+        ("--load", "altered.kv"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_found_before_a_model_is_loaded(
+    command: str, words: tuple[str, ...], call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def load(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(checkpoints, "load", load)
+    monkeypatch.chdir(tmp_path)
+    _write_wrong_files(tmp_path)
+    code, out, error = call(command, *words)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+
+
+def test_a_file_of_the_same_shape_is_refused_by_its_weights(call: Any, tmp_path: Path) -> None:
+    file = str(tmp_path / "a.kv")
+    call(*SHORT, "--save", file)
+    code, out, error = call("run", "--load", file, "--dtype", "float32")
+    assert (code, out) == (2, "") and "with this one in another dtype" in error
+
+
+def test_a_dtype_and_a_device_can_be_told(call: Any) -> None:
+    told = json.loads(call(*SHORT, "--json")[1])
+    wide = json.loads(call(*SHORT, "--json", "--dtype", "float32", "--device", "cpu")[1])
+    assert wide["cache"]["nbytes"] == 2 * told["cache"]["nbytes"]
+
+
+def test_a_prompt_is_read_in_chunks_of_a_size(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    logits = HostDecoder.logits
+
+    def counted(self: Any, ids: list[int], *args: Any, **kwargs: Any) -> Any:
+        read.append(len(ids))
+        return logits(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(HostDecoder, "logits", counted)
+    whole = call("run", "--prompt", "a b c d e f g", "--max-new-tokens", "2")
+    assert (
+        call("run", "--prompt", "a b c d e f g", "--max-new-tokens", "2", "--prefill-chunk", "3")
+        == whole
+    )
+    count = read.index(1)
+    assert read[count + 1 : -1] == [3] * (read[0] // 3) + ([read[0] % 3] if read[0] % 3 else [])
 
 
 def test_an_unknown_command_is_one_line(call: Any) -> None:
@@ -191,3 +292,5 @@ def test_a_memory_under_a_budget_tells_its_steps_down(call: Any) -> None:
     assert cache["nbytes"] <= 700 * 1024 and step["nbytes_after"] < step["nbytes_before"]
     _, _, error = call(*words, "--stats")
     assert f"at {step['length']} tokens: raw to affine8, 768 KiB to " in error
+    assert error.splitlines()[-1].partition("; ")[2].startswith("affine8: ")
+    assert json.loads(call(*words, "--json")[1])["kv_cache"] == "affine8"

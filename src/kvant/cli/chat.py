@@ -15,8 +15,9 @@ from typer import Option
 
 from kvant.bench.endings import complain
 from kvant.cli import options
-from kvant.cli.opening import Wanted, checked_text
-from kvant.cli.reply import Reading, Reply, show
+from kvant.cli.checks import checked_text
+from kvant.cli.opening import Named, Wanted
+from kvant.cli.reply import Reading, Reply, show, story
 from kvant.cli.verbs import HELP, Branches, told
 from kvant.errors import CacheError
 
@@ -38,21 +39,25 @@ def chat(
     strategy: options.Strategy = "always",
     threshold: options.Threshold = 512,
     budget: options.Budget = None,
+    prefill_chunk: options.PrefillChunk = 512,
     draft: options.Draft = None,
     guard: options.Guard = True,
     load: options.Load = None,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
     stats: options.Stats = False,
     json: options.Json = False,
 ) -> None:
     """Talk with a model; /help says what else there is."""
-    cache = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    wanted = Wanted(model, *cache, draft, load, guard=guard, trust_remote_code=trust_remote_code)
+    kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
+    placed = (guard, trust_remote_code, device, dtype, prefill_chunk)
+    wanted = Wanted(model, *kept, draft, load, *placed)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
     if system is not None and load is not None:
         raise ValueError("--system beside --load: the file says what the model was told first")
-    session = wanted.session(template=True, system=system)
-    talk = Talk(Branches(session), asked, wanted.spec, stats=stats, quiet=json)
+    session = wanted.session(asked, template=True, system=system)
+    talk = Talk(Branches(session), asked, Named.of(wanted, session), stats=stats, quiet=json)
     talk.until_end()
     if json:
         turns = [{"message": turn.message, "reply": turn.reply} for turn in talk.session.turns]
@@ -65,7 +70,7 @@ class Talk:
 
     branches: Branches
     asked: dict[str, Any]
-    spec: str
+    named: Named
     stats: bool
     quiet: bool
 
@@ -93,7 +98,7 @@ class Talk:
             complain(str(error))
 
     def _say(self, line: str) -> None:
-        reply = Reply()
+        reply, before = Reply(), len(self.session.stats()["recoded"])
         with Reading(quiet=self.quiet) as reading:
             try:
                 steps = self.session.send(line, **self.asked, progress=reading.show)
@@ -104,7 +109,10 @@ class Talk:
                 complain(str(error))
                 return
         if self.stats:
-            show(reply.line(self.spec, self.session.stats()))
+            cache = self.session.stats()
+            named = self.named.now(self.session)
+            for line in [*story(cache["recoded"][before:]), reply.line(named, cache)]:
+                show(line)
 
 
 def _line(asking: bool) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv as csv_text
 import json as json_text
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,11 +13,11 @@ from typer import Option
 from kvant.bench.picture import check_plot
 from kvant.checkpoints import load
 from kvant.cli import options
-from kvant.cli.opening import check_writable, read_text
+from kvant.cli.checks import check_writable, read_text
 from kvant.cli.reply import Reading
 from kvant.cli.tables import blank
 from kvant.sizes import format_size
-from kvant.spec import split
+from kvant.spec import parse, split
 
 FORMATS = "affine8,affine4,turbo4v4,turbo4v2"
 
@@ -34,10 +34,13 @@ def evaluation(
     prompts: Annotated[
         int, Option(min=1, help="Pieces to continue, and pieces to hide and find things in.")
     ] = 8,
-    float32: Annotated[
-        bool,
-        Option("--float32", help="Compute without the rounding of 16 bits, a KL of its own."),
-    ] = False,
+    device: options.Device = None,
+    dtype: Annotated[
+        str,
+        Option(
+            help="auto, bfloat16, ...; float32 is without the rounding of 16 bits, a KL of its own."
+        ),
+    ] = "auto",
     csv: Annotated[Path | None, Option(help="Also write a table of CSV.")] = None,
     plot: Annotated[Path | None, Option(help="Also draw damage against bytes: F.png")] = None,
     save: Annotated[
@@ -47,18 +50,16 @@ def evaluation(
 ) -> None:
     """What each format does to a model's predictions, beside the raw cache, and what it takes."""
     check_plot(plot)
-    for flag, file in (("--csv", csv), ("--plot", plot), ("--save", save)):
-        if file is not None:
-            check_writable(file, flag)
-    specs = {spec: spec for spec in split(formats)}
+    _check_files({"--csv": csv, "--plot": plot, "--save": save})
+    specs = {spec: spec for spec in split(formats) if parse(spec, 1)}
     told = None if text is None else read_text(text, "--text")
-    loaded, tokenizer = load(model, trust_code=trust_remote_code)
+    loaded, tokenizer = load(model, trust_code=trust_remote_code, device=device, dtype=dtype)
     from kvant.eval import Settings, evaluate
     from kvant.eval.picture import Point, draw
     from kvant.eval.result import flat
     from kvant.hf import attach
 
-    attach(loaded.float() if float32 else loaded)  # some attention reads stored rows only so
+    attach(loaded)  # some attention reads stored rows only so
     settings = Settings(tokens=tokens, context=context, prompts=prompts)
     with Reading("measuring", quiet=json) as reading:
         results = evaluate(
@@ -80,6 +81,12 @@ def evaluation(
         print(json_text.dumps(facts | {"formats": [one.as_json() for one in results]}))
     else:
         _show(title, results)
+
+
+def _check_files(files: Mapping[str, Path | None]) -> None:
+    for flag, file in files.items():
+        if file is not None:
+            check_writable(file, flag)
 
 
 def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:

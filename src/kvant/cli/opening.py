@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvant.checkpoints import load
+from kvant import checkpoints
+from kvant.cli.checks import check_drawing, check_saved, check_spec
 from kvant.cli.options import spec_of
 from kvant.cli.reply import show
+from kvant.devices import named_device, named_dtype
 from kvant.sizes import parse_size
 from kvant.spec import words
 
@@ -29,32 +32,49 @@ class Wanted:
     load: Path | None
     guard: bool
     trust_remote_code: bool
+    device: str | None
+    dtype: str
+    prefill_chunk: int
 
     @property
     def spec(self) -> str:
-        """What the cache is called: a spec, or the file that says what it is."""
-        if self.load is not None:
-            return str(self.load)
         return spec_of(self.kv_cache, self.window_size, self.window_keep)
 
-    def told(self, session: Any) -> str:
-        """The same, or what `auto` was found to be."""
-        return words(session.memory.spec) if self.spec.startswith("auto") else self.spec
+    @property
+    def bytes(self) -> int | None:
+        return None if self.budget is None else parse_size(self.budget)
 
-    def check(self) -> None:
-        """Before anything is loaded: what is said twice, and files that are not there."""
+    def check(self, asked: Mapping[str, Any]) -> None:
+        """Before anything is loaded: what is said twice or wrong, and files that are not there."""
+        from kvant.generation.strategy import strategy_of
+
+        drawn = dict(asked)
+        most = drawn.pop("max_new_tokens")
+        check_drawing(drawn, max_new_tokens=most, max_context=self.max_context)
+        strategy_of(self.strategy, self.threshold, self.bytes)
+        check_spec(self.spec)
+        named_device(self.device)
+        named_dtype(self.dtype)
+        checkpoints.check(self.model)
+        if self.draft not in (None, "ngram"):
+            checkpoints.check(self.draft, flag="--draft", tokenizer=False)
+        if self.load is not None:
+            self._check_file(self.load)
+
+    def _check_file(self, file: Path) -> None:
         told = {"--kv-cache": self.kv_cache, "--kv-window-size": self.window_size}
         told["--kv-window-keep"] = self.window_keep
-        if self.load is not None:
-            for flag, value in told.items():
-                if value is not None:
-                    raise ValueError(f"{flag} {value} beside --load: the file says how it is kept")
-            check_readable(self.load, "--load")
+        for flag, value in told.items():
+            if value is not None:
+                raise ValueError(f"{flag} {value} beside --load: the file says how it is kept")
+        check_saved(file, self.model)
 
-    def session(self, *, template: bool, system: str | None = None) -> Any:
-        """Load the model, and begin or go on."""
-        self.check()
-        model, tokenizer = load(self.model, trust_code=self.trust_remote_code)
+    def session(
+        self, asked: Mapping[str, Any], *, template: bool, system: str | None = None
+    ) -> Any:
+        """Load the model, and begin or go on; `asked` is what `send` will be told."""
+        self.check(asked)
+        model, tokenizer = checkpoints.load(self.model, **self._placed)
         from kvant.generation import Session
 
         spec = self._attached(model, tokenizer)
@@ -65,9 +85,10 @@ class Wanted:
             system=system,
             template=template,
             max_context=self.max_context,
+            prefill_chunk=self.prefill_chunk,
             strategy=self.strategy,
             threshold=self.threshold,
-            budget=None if self.budget is None else parse_size(self.budget),
+            budget=self.bytes,
             draft=self._drafter(),
         )
         if self.load is not None:
@@ -89,33 +110,38 @@ class Wanted:
     def _drafter(self) -> Any:
         if self.draft in (None, "ngram"):
             return self.draft
-        return load(self.draft, flag="--draft", trust_code=self.trust_remote_code)[0]
+        return checkpoints.load_model(self.draft, flag="--draft", **self._placed)
+
+    @property
+    def _placed(self) -> dict[str, Any]:
+        """How models are loaded, a draft like the one that it drafts for."""
+        return {
+            "trust_code": self.trust_remote_code,
+            "device": self.device,
+            "dtype": self.dtype,
+        }
 
 
-def check_readable(path: Path, flag: str) -> None:
-    if not path.is_file():
-        raise ValueError(f"{flag} {path}: there is no such file")
+@dataclass(frozen=True)
+class Named:
+    """What a cache is called: as it was asked for, for as long as it is stored so."""
+
+    asked: str
+    begun: str
+
+    @classmethod
+    def of(cls, wanted: Wanted, session: Any) -> Named:
+        """Of a session that begins, or goes on from a file."""
+        from kvant.probing import is_auto
+
+        begun = _present(session)
+        found = wanted.load is not None or is_auto(wanted.spec)
+        return cls(begun if found else wanted.spec, begun)
+
+    def now(self, session: Any) -> str:
+        present = _present(session)
+        return self.asked if present == self.begun else present
 
 
-def check_writable(path: Path, flag: str) -> None:
-    """Said before the work, and not after it."""
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"{flag} {path}: the name of a file in a folder that exists is needed")
-
-
-def read_text(path: Path, flag: str) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ValueError(f"{flag} {path} cannot be read: it is no text in UTF-8") from None
-    except OSError as error:
-        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
-
-
-def checked_text(text: str, where: str) -> str:
-    """Bytes that are no text come as lone surrogates, and no tokenizer takes them."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{where} is no text in UTF-8") from None
-    return text
+def _present(session: Any) -> str:
+    return words(session.memory.spec) or "raw"  # where no layer has rows

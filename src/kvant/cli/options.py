@@ -22,9 +22,14 @@ MaxContext = Annotated[int | None, Option(min=2)]
 Strategy = Annotated[str, Option(help="always, disabled, long or adaptive.")]
 Threshold = Annotated[int, Option(help="Tokens from which on `long` keeps anything.")]
 Budget = Annotated[str | None, Option(help="Bytes that `adaptive` may take: 64MiB.")]
+PrefillChunk = Annotated[int, Option(min=1, help="Tokens of a prompt that are read at once.")]
 Draft = Annotated[str | None, Option(help="Guess ahead: ngram, or a smaller model.")]
 Guard = Annotated[bool, Option(help="Warn where the format does the model harm.")]
 Load = Annotated[Path | None, Option(help="Go on from a saved conversation.")]
+Device = Annotated[
+    str | None, Option(help="cpu, cuda, cuda:1, mps; else a CUDA GPU if it is there.")
+]
+DType = Annotated[str, Option(help="float32, bfloat16, float16; auto: as in the checkpoint.")]
 Stats = Annotated[bool, Option(help="Say what it took.")]
 Json = Annotated[bool, Option(help="Print one JSON object and nothing else.")]
 

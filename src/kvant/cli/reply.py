@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +86,12 @@ class Reply:
         )
 
 
-def story(cache: dict[str, Any]) -> list[str]:
+def story(recoded: Sequence[dict[str, Any]]) -> list[str]:
     """For people: how what is stored became smaller, a line a step."""
     return [
         f"at {step['length']} tokens: {step['from']} to {step['to']}, "
         f"{format_size(step['nbytes_before'])} to {format_size(step['nbytes_after'])}"
-        for step in cache["recoded"]
+        for step in recoded
     ]
 
 

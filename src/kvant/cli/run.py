@@ -1,16 +1,20 @@
-"""`kvant run`: continue a prompt, and show the text as it comes."""
+"""`kvant run`: continue a prompt, and show the text as it comes.
+
+A prompt is what an option names; else what is piped in, if anything is; else one of our own.
+"""
 
 from __future__ import annotations
 
 import json as json_text
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
 from kvant.cli import options
-from kvant.cli.opening import Wanted, check_writable, checked_text, read_text
+from kvant.cli.checks import check_writable, checked_text, read_text
+from kvant.cli.opening import Named, Wanted
 from kvant.cli.reply import Reading, Reply, show, story
 
 PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
@@ -20,7 +24,9 @@ def run(
     source: Annotated[str | None, Argument(metavar="[-]", help="- reads the prompt.")] = None,
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
-    prompt: Annotated[str | None, Option(help="The text to continue; - reads it.")] = None,
+    prompt: Annotated[
+        str | None, Option(help="The text to continue; - reads it. Else what is piped in, if any.")
+    ] = None,
     file: Annotated[Path | None, Option(help="Read the prompt from a file.")] = None,
     kv_cache: options.KVCache = None,
     kv_window_size: options.WindowSize = None,
@@ -35,10 +41,13 @@ def run(
     strategy: options.Strategy = "always",
     threshold: options.Threshold = 512,
     budget: options.Budget = None,
+    prefill_chunk: options.PrefillChunk = 512,
     draft: options.Draft = None,
     guard: options.Guard = True,
     save: Annotated[Path | None, Option(help="Write text and cache to a file, to go on.")] = None,
     load: options.Load = None,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
     stats: options.Stats = False,
     json: options.Json = False,
 ) -> None:
@@ -47,31 +56,30 @@ def run(
     if save is not None:
         check_writable(save, "--save")
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    wanted = Wanted(model, *kept, draft, load, guard=guard, trust_remote_code=trust_remote_code)
-    session = wanted.session(template=False)
-    reply = Reply()
-    with Reading(quiet=json) as reading:
-        steps = session.send(
-            text,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
-            min_p=min_p,
-            seed=seed,
-            progress=reading.show,
-        )
-        reply.take(steps, reading, before=text, quiet=json)
+    placed = (guard, trust_remote_code, device, dtype, prefill_chunk)
+    wanted = Wanted(model, *kept, draft, load, *placed)
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
+    session = wanted.session(asked, template=False)
+    named = Named.of(wanted, session)
+    reply = _continued(session, text, asked, quiet=json)
     if save is not None:
         session.save(save)
-    stored = wanted.told(session)
+    cache, stored = session.stats(), named.now(session)
     if json:
         said = {"prompt": text, "text": reply.text, "kv_cache": stored}
-        print(json_text.dumps(said | reply.figures() | {"cache": session.stats()}))
+        print(json_text.dumps(said | reply.figures() | {"cache": cache}))
     elif stats:
-        cache = session.stats()
-        for line in [*story(cache), reply.line(stored, cache)]:
+        for line in [*story(cache["recoded"]), reply.line(stored, cache)]:
             show(line)
+
+
+def _continued(session: Any, text: str, asked: dict[str, Any], *, quiet: bool) -> Reply:
+    reply = Reply()
+    with Reading(quiet=quiet) as reading:
+        steps = session.send(text, **asked, progress=reading.show)
+        reply.take(steps, reading, before=text, quiet=quiet)
+    return reply
 
 
 def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Path | None) -> str:
@@ -82,10 +90,10 @@ def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Pat
         raise ValueError(f"{source!r} is no option: a prompt is given with --prompt")
     if file is not None:
         text = read_text(file, "--file")
-    elif "-" in given:
-        text = "" if sys.stdin is None else sys.stdin.read()
-    elif prompt is None:
-        text = PROMPT if load is None else ""
+    elif "-" in given or prompt is None:
+        text = _piped(wait="-" in given)
+        if not given and not text and load is None:
+            text = PROMPT
     else:
         text = prompt
     checked_text(text, "the prompt")
@@ -94,3 +102,13 @@ def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Pat
             "the prompt is empty: give --prompt TEXT, --file F, or --prompt - to read it"
         )
     return text
+
+
+def _piped(*, wait: bool) -> str:
+    """All of standard input; of a terminal only where it is waited for."""
+    if sys.stdin is None or (sys.stdin.isatty() and not wait):
+        return ""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError:
+        raise ValueError("the prompt is no text in UTF-8") from None

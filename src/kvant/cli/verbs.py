@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from kvant.cli.opening import check_readable, check_writable
+from kvant.cli.checks import check_readable, check_writable
 from kvant.cli.reply import story
 from kvant.sizes import format_size
 
@@ -43,7 +43,7 @@ def _stats(branches: Branches, rest: str) -> str:
         f"held in {format_size(stats['nbytes'])}; {stats['tokens_reused']} of "
         f"{stats['tokens_asked']} asked were re-used ({stats['hit_rate']:.0%})"
     )
-    return "\n".join([*story(stats), said])
+    return "\n".join([*story(stats["recoded"]), said])
 
 
 def _rewind(branches: Branches, rest: str) -> str:

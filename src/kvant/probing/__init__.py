@@ -1,6 +1,6 @@
 """What a spec does to a model, before it answers with it."""
 
-from kvant.probing.finding import Probe, is_auto, probe, resolved
+from kvant.probing.finding import Probe, auto_size, is_auto, probe, resolved
 from kvant.probing.guard import attach, attached, harm
 from kvant.probing.predictions import Damage, damage
 from kvant.probing.text import MAX_KL, trial
@@ -11,6 +11,7 @@ __all__ = [
     "Probe",
     "attach",
     "attached",
+    "auto_size",
     "damage",
     "harm",
     "is_auto",

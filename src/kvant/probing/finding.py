@@ -20,6 +20,7 @@ from kvant.probing.predictions import Damage, damage, unbounded
 from kvant.probing.screen import Screen
 from kvant.probing.text import MAX_KL, Trial, trial
 from kvant.recipes import AnySpec
+from kvant.sizes import parse_size
 
 AUTO = "auto"
 
@@ -77,16 +78,25 @@ def resolved(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> AnySpec:
     """The spec, or what `auto` and `auto:SIZE` stand for with this model."""
     if not is_auto(spec):
         return spec
-    _, colon, size = str(spec).partition(":")
-    if colon and not size:
-        raise SpecError(f"{spec!r}: a size is needed behind the colon; nearest: auto:1GiB")
+    size = auto_size(str(spec))
     screen = Screen.of(model, tried.ids)
 
     def judge(one: str) -> bool:
         return screen.damage(one).mean_kl <= tried.max_kl and _does_little(model, one, tried)
 
     context = max_context(model.config) or 8192
-    return smallest(judge, layer_shapes(model), context, size or None)
+    return smallest(judge, layer_shapes(model), context, size)
+
+
+def auto_size(spec: str) -> str | None:
+    """What `auto:SIZE` may take, if it says so."""
+    _, colon, size = spec.partition(":")
+    if colon and not size:
+        raise SpecError(f"{spec!r}: a size is needed behind the colon; nearest: auto:1GiB")
+    if not colon:
+        return None
+    parse_size(size)
+    return size
 
 
 def is_auto(spec: object) -> bool:

@@ -10,6 +10,7 @@ that codecs are made from, and neither retention nor layers.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
@@ -34,6 +35,27 @@ FORMATS = (
     "raw, affine2|3|4|5|6|8, fp8, turbo2|3|4, two widths (affine8v4), two sides (fp8/turbo3),"
     " q8_0, q4_0, bf16, f16, f32"
 )
+# What other caches call it: llama.cpp and Ollama, mlx-lm, FFAI, OminiX-MLX, transformers, vLLM.
+ELSEWHERE = {
+    **dict.fromkeys(("q8", "q8_1"), "q8_0"),
+    **dict.fromkeys(("q4", "q4_1", "iq4_nl"), "q4_0"),
+    **dict.fromkeys(("q5_0", "q5_1", "q5"), "affine5"),
+    **{f"{word}{bits}": f"affine{bits}" for word in ("int", "kv", "k") for bits in (2, 3, 4, 6, 8)},
+    **{
+        f"{bits}{word}": f"affine{bits}" for word in ("bit", "bits", "") for bits in (2, 3, 4, 6, 8)
+    },
+    **dict.fromkeys(("fp8_e4m3", "fp8_e5m2", "f8_e4m3", "f8", "mxfp8", "float8"), "fp8"),
+    **dict.fromkeys(
+        ("mxfp4", "nvfp4", "fp4", "quanto", "hqq", "quantized", "affinequantized"), "affine4"
+    ),
+    **dict.fromkeys(("turboquant", "turbo", "tq4", "tq4_0"), "turbo4"),
+    **dict.fromkeys(("tq3", "tq3_0"), "turbo3"),
+    **dict.fromkeys(("tq2", "tq2_0"), "turbo2"),
+    **dict.fromkeys(("none", "default", "dynamic", "concat", "dense", "standard"), "raw"),
+    **dict.fromkeys(("fp16", "float16", "half"), "f16"),
+    **dict.fromkeys(("bfloat16",), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "f32"),
+}
 NEEDS_MODEL = {
     "auto": "is found by trying formats on a model: it stands alone, and generate, Session,"
     " attach, run and chat take it; nearest: affine8",
@@ -142,12 +164,28 @@ def one_side(name: str, word: str) -> Side:
     refuse_without_model(name.partition(":")[0])
     if name == word:
         allowed = ", ".join([FORMATS, *plain_codecs()])
-        near = nearest(name, [*sides, *TWO_WIDTHS])
+        near = meant(name) or nearest(name, [*sides, *TWO_WIDTHS])
         raise SpecError(f"format {short(name)} is not known; allowed: {allowed}; nearest: {near}")
+    known = meant(name)
+    near = known if known in sides else nearest(name, sides)
     raise SpecError(
         f"format {short(name)} on one side of {short(word)} is not known;"
-        f" allowed: {', '.join(sides)}; nearest: {nearest(name, sides)}"
+        f" allowed: {', '.join(sides)}; nearest: {near}"
     )
+
+
+def meant(name: str) -> str | None:
+    """What a name of another cache is called here; rotated 8 bits are no better than affine8."""
+    if name.lower() in ELSEWHERE:
+        return ELSEWHERE[name.lower()]
+    found = re.fullmatch("(turbo|aura)([2348])(?:v([2348]))?|k([23468])v([23468])", name.lower())
+    if found is None:
+        return None
+    family, keys, values, *affine = found.groups()
+    if family is None:
+        return f"affine{affine[0]}v{affine[1]}"
+    sides = (f"{'affine' if bits == '8' else family}{bits}" for bits in (keys, values or keys))
+    return "/".join(dict.fromkeys(sides))
 
 
 def both(word: str, keys: Side, values: Side) -> Format:

@@ -237,7 +237,17 @@ def test_a_configuration_with_nonsense_is_refused(heads: object) -> None:
 
 def test_a_plan_in_words() -> None:
     text = str(plan(QWEN3_1_7B, "raw,step=1", context=40960))
-    assert text == "4.38 GiB for 1 x 40960 tokens, 114688 bytes a token"
+    assert text.startswith("4.38 GiB for 1 x 40960 tokens, 114688 bytes a token")
+
+
+def test_a_plan_says_in_what_its_rows_come() -> None:
+    """A shape without a dtype was planned in bfloat16, and nothing said so."""
+    ending = "bytes a token, of rows that come in "
+    assert str(plan(Shape(2, 2, 64, 64), "affine8")).endswith(f"{ending}bfloat16")
+    wide = plan(Shape(2, 2, 64, 64, torch.float32), "raw")
+    assert str(wide).endswith(f"{ending}float32") and wide.dtypes == (torch.float32,)
+    assert plan(Shape(2, 2, 64, 64, torch.float32), "f16").dtypes == (torch.float16,)
+    assert plan(Shape(3, 2, 64, 64), "f32,edge=1:raw").dtypes == (torch.bfloat16, torch.float32)
 
 
 def test_a_window_that_grew_by_a_long_chunk_takes_what_was_planned() -> None:

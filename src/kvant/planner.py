@@ -53,6 +53,15 @@ class Plan:
         return sum(_token(recipe, layer) for recipe, layer in self._pairs)
 
     @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What dense rows are in: bfloat16 where neither the spec nor the model says so."""
+        found = ((recipe, layer) for recipe, layer in self._pairs if layer.attends)
+        kinds = (
+            one.dtype or layer.dtype for recipe, layer in found for one in attention_in(recipe)
+        )
+        return tuple(dict.fromkeys(kinds))
+
+    @property
     def uncounted(self) -> tuple[int, ...]:
         """The layers whose state is of a size that nobody told."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.state_nbytes is None)
@@ -73,10 +82,11 @@ class Plan:
         return sum(_nbytes(*pair, self.sequences, context) for pair in self._pairs)
 
     def __str__(self) -> str:
-        missing = self.uncounted
+        missing, kinds = self.uncounted, [str(one).removeprefix("torch.") for one in self.dtypes]
         return (
             f"{format_size(self.nbytes)} for {self.sequences} x {self.context} tokens, "
             f"{self.nbytes_per_token:.0f} bytes a token"
+            + (f", of rows that come in {' and '.join(kinds)}" if kinds else "")
             + (f", {len(missing)} layers not counted" if missing else "")
         )
 

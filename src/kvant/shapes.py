@@ -62,7 +62,7 @@ class LayerShape:
     num_heads: int = 0  # of keys and values
     key_dim: int = 0
     value_dim: int = 0
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16  # of its rows: assumed, where nobody says
     kind: str = FULL
     window: int | None = None
     latent: int | None = None
@@ -89,7 +89,7 @@ class Shape:
     num_heads: int  # of keys and values
     key_dim: int
     value_dim: int
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16  # assumed, where nobody says; a plan tells it
 
     @property
     def layers(self) -> tuple[LayerShape, ...]:

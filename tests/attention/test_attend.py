@@ -384,6 +384,7 @@ def test_the_customary_way_opens_all_and_only_where_it_is_asked_for(
 
 
 BAD_QUERIES = {
+    "one sequence": ((4, 1, 32), r"one sequence they are q\[None\]"),
     "three dimensions": ((2, 1, 16), r"\[2, 1, 16\].*\[2, 2, \., 16\]"),
     "another batch": ((1, 2, 1, 16), r"\[1, 2, 1, 16\].*\[2, 2, \., 16\]"),
     "heads that are no multiple": ((2, 3, 1, 16), r"\[2, 3, 1, 16\].*\[2, 2, \., 16\]"),

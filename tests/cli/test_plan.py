@@ -39,6 +39,15 @@ def written(folder: Path, config: Any) -> str:
     return str(path)
 
 
+def test_a_dtype_that_nobody_told_is_said(call: Any, tmp_path: Path) -> None:
+    untold = {name: value for name, value in QWEN3_1_7B.items() if name != "torch_dtype"}
+    note = "assumed: rows come in bfloat16, for the configuration names no dtype"
+    for config, notes in ((QWEN3_1_7B, []), (untold, [note])):
+        told = json.loads(call("plan", "--config", written(tmp_path, config), "--json")[1])
+        assert (told["dtype"], told["notes"]) == ("bfloat16", notes)
+    assert call("plan", "--config", written(tmp_path, untold))[1].endswith(f"{note}\n")
+
+
 def test_a_table_over_formats(call: Any, tmp_path: Path) -> None:
     words = ("--config", written(tmp_path, QWEN3_1_7B), "--context", "40960", "--budget", "8GiB")
     code, out, error = call("plan", *words)

@@ -307,6 +307,7 @@ def test_capacity_is_exact_and_refuses_without_a_trace(text: str) -> None:
 
 BAD_ROWS = {
     "three dimensions": (torch.zeros(1, 1, 8), torch.zeros(1, 1, 8), "needs 4 dimensions"),
+    "one sequence": (torch.zeros(1, 2, 8), torch.zeros(1, 2, 8), r"one sequence is keys\[None\]"),
     "more sequences": (torch.zeros(2, 1, 1, 8), torch.zeros(2, 1, 1, 8), "batch 2.*batch 1"),
     "more heads": (torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), "2 heads.*1 heads"),
     "wider keys": (torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1, 8), "16 wide.*8 wide"),

@@ -153,9 +153,10 @@ def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | No
     batch, heads, _, dim = view.keys.room.shape
     fits = q.ndim == 4 and (q.shape[0], q.shape[3]) == (batch, dim)
     if not fits or q.shape[1] % heads or q.shape[1] == 0:
+        single = "; of one sequence they are q[None]" if q.ndim == 3 else ""
         raise ValueError(
             f"queries of shape {list(q.shape)} do not fit keys of [{batch}, {heads}, ., {dim}]: "
-            f"[B, heads, T, D] is needed, heads a multiple of {heads}"
+            f"[B, heads, T, D] is needed, heads a multiple of {heads}{single}"
         )
     if q.shape[2] > view.columns:
         raise ValueError(f"{q.shape[2]} queries, but the view has {view.columns} tokens")

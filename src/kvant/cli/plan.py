@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from typer import Option
 
 from kvant import demo
 from kvant.checkpoints import configuration
 from kvant.cli import options
 from kvant.cli.tables import blank
-from kvant.configurations import Entries, layer_shapes, max_context
+from kvant.configurations import Entries, layer_shapes, max_context, says_dtype
 from kvant.planner import Plan
 from kvant.planner import plan as planned
 from kvant.shapes import LayerShape
@@ -52,7 +53,12 @@ def plan(
     notes = _notes(raw, longest, told) + refused
     if json:
         figures = {"model": name, "context": raw.context, "sequences": sequences}
-        figures |= {"max_context": longest, "budget": limit, "layers": len(layers)}
+        figures |= {
+            "dtype": _name(layers[0].dtype),
+            "max_context": longest,
+            "budget": limit,
+            "layers": len(layers),
+        }
         figures |= {"uncounted": raw.uncounted, "notes": notes, "formats": rows}
         print(json_text.dumps(figures))
     else:
@@ -117,12 +123,20 @@ def _layers(layers: Sequence[LayerShape]) -> str:
     ]
     first, *others = told
     words = ", ".join([first.replace(" of ", " layers of ", 1), *others])
-    return f"{words}; {str(layers[0].dtype).removeprefix('torch.')}"
+    return f"{words}; {_name(layers[0].dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _notes(one: Plan, longest: int | None, told: Any) -> list[str]:
     """What the numbers do not say."""
     notes = []
+    if one.dtypes and not says_dtype(told):
+        notes.append(
+            f"assumed: rows come in {_name(one.dtypes[0])}, for the configuration names no dtype"
+        )
     if longest is not None and one.context > longest:
         notes.append(f"{one.context} tokens are more than the {longest} this model was made for")
     if one.uncounted:

@@ -19,7 +19,7 @@ from kvant.configurations.states import state_nbytes
 from kvant.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, WINDOWED, LayerShape
 from kvant.spec.formats import MAX_LAYERS
 
-__all__ = ["Entries", "layer_shapes", "max_context"]
+__all__ = ["Entries", "layer_shapes", "max_context", "says_dtype"]
 
 
 ATTENTIONS = {"longcat_flash": 2}  # how many stand in what a file calls a layer
@@ -45,6 +45,11 @@ def _count(entries: Entries) -> int:
     return count
 
 
+def says_dtype(model: Any) -> bool:
+    """Does it tell what its rows come in? Else bfloat16 is assumed, as most are stored."""
+    return _told_dtype(model, Entries.of(model)) is not None
+
+
 def max_context(model: Any) -> int | None:
     """The longest text that the model was made for, where its configuration tells."""
     value = Entries.of(model).anywhere(*NAMES["context"])
@@ -66,6 +71,10 @@ def _shape(entries: Entries, kind: str, index: int, dtype: torch.dtype) -> Layer
 
 
 def _dtype(model: Any, entries: Entries) -> torch.dtype:
+    return dtype_of(_told_dtype(model, entries))
+
+
+def _told_dtype(model: Any, entries: Entries) -> Any:
     """A model knows best what its rows come in; a configuration only says what it was made in."""
     own = getattr(model, "dtype", None) if hasattr(model, "config") else None
-    return own if isinstance(own, torch.dtype) else dtype_of(entries.anywhere(*NAMES["dtype"]))
+    return own if isinstance(own, torch.dtype) else entries.anywhere(*NAMES["dtype"])

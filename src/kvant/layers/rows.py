@@ -88,7 +88,10 @@ def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _check(name: str, tensor: Tensor, order: Order) -> None:
     if tensor.ndim != 4:
-        raise ValueError(f"{name} of shape {list(tensor.shape)}: {order} needs 4 dimensions")
+        single = f": one sequence is {name}[None]" if tensor.ndim == 3 else ""
+        raise ValueError(
+            f"{name} of shape {list(tensor.shape)}: {order} needs 4 dimensions{single}"
+        )
     heads = tensor.shape[1 if order == "BHTD" else 2]
     if 0 in (tensor.shape[0], heads, tensor.shape[3]):
         raise ValueError(f"{name} of shape {list(tensor.shape)}: only T may be 0")

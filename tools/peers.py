@@ -60,7 +60,7 @@ def figures(model: Any, pieces: tuple[Tensor, ...], name: str) -> dict[str, Any]
 
 def steps(tokenizer: Any) -> list[dict[str, Any]]:
     """Milliseconds for one more token and bytes of the cache, all in turn, in bf16."""
-    model, _ = load(None)
+    model, _ = load(None, device="cpu")
     makes: dict[str, Make] = {HOST: dynamic(model)}
     for name in THEIRS:
         try:

@@ -65,7 +65,7 @@ TOKENS, CONTEXT, SEED = 8192, 2048, 0
 
 
 def main() -> None:
-    plain, tokenizer = load(None)
+    plain, tokenizer = load(None, device="cpu")
     inside = plain.float()
     models: dict[str, Any] = {
         "plain": inside,

@@ -33,6 +33,17 @@ def test_a_device_is_named_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) ->
         chosen_device("gpu")
 
 
+def test_one_of_several_gpus_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert chosen_device("cuda:1").name == "cuda"
+    assert current == [torch.device("cuda:1")]
+    with pytest.raises(ValueError, match="--device cuda:2: here there is cpu, cuda:0, cuda:1"):
+        chosen_device("cuda:2")
+
+
 def test_a_plain_pass_moves_so_many_bytes() -> None:
     read = CPU.stream(4096)
     assert float(read()) == 4096 // 4  # float32 ones, added up

@@ -34,6 +34,16 @@ def test_the_last_line_is_json() -> None:
     assert json.loads(out.splitlines()[-1])["bench"] == "append"
 
 
+def test_a_model_is_measured_in_the_dtype_that_is_told(call: Any) -> None:
+    words = ("--prompt", "8", "--chunks", "8", "--repeats", "1", "--formats", "raw", "--json")
+    told = [
+        json.loads(call("bench", "prefill", *words, "--dtype", dtype)[1])
+        for dtype in ("auto", "float32")
+    ]
+    assert [one["dtype"] for one in told] == ["bfloat16", "float32"]
+    assert told[1]["rows"][0]["nbytes"] == 2 * told[0]["rows"][0]["nbytes"]
+
+
 def test_a_peer_that_cannot_run_is_skipped_in_a_line() -> None:
     code, out, error = called(KVANT, "bench", *DECODE, "--against", "transformers,llama-cpp")
     told = json.loads(out.splitlines()[-1])
@@ -58,6 +68,9 @@ def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
         (("decode", "--formats", "affine9"), "nearest: affine8"),
         (("decode", "--contexts", "8", "--lengths", "8"), "without --contexts"),
         (("decode", "--model", "./nowhere"), "there is no such folder"),
+        (("decode", "--dtype", "int8"), "--dtype int8: known are auto, float32"),
+        (("decode", "--contexts", "8", "--dtype", "auto"), "without --contexts"),
+        (("prefill", "--dtype", "int8"), "--dtype int8: known are auto, float32"),
     ],
     ids=str,
 )
@@ -70,7 +83,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    "words", [("attend",), ("decode",), ("decode", "--contexts", "8")], ids=str
+    "words", [("attend",), ("decode",), ("decode", "--contexts", "8"), ("prefill",)], ids=str
 )
 def test_a_gpu_that_is_not_there_is_one_line_and_exit_code_2(
     words: tuple[str, ...], call: Any, monkeypatch: pytest.MonkeyPatch

@@ -31,6 +31,7 @@ from kvant.bench.picture import check_plot, draw
 from kvant.bench.report import Json, check_files, numbers, progress, run, show, table, tell
 from kvant.bench.stream import streams
 from kvant.checkpoints import load
+from kvant.devices import AUTO, named_dtype
 from kvant.native import part_teams
 from kvant.spec import split
 
@@ -49,9 +50,11 @@ class Settings:
     tokens: int = 512
     runs: int = 3
     repeats: int = 15
+    dtype: str = AUTO
 
     def __post_init__(self) -> None:
         check_names(self.peers)
+        named_dtype(self.dtype)
         check_lengths(self.points, self.repeats)
         if self.tokens < 2:
             raise ValueError(f"--tokens {self.tokens}: 2 or more have a speed")
@@ -86,8 +89,7 @@ def real(
 ) -> None:
     """A model that generates: two tables, a picture and a JSON line."""
     progress("loading the model")
-    model, tokenizer = load(name)
-    model = model.to(device.name)
+    model, tokenizer = load(name, device=device.name, dtype=settings.dtype)
     text = source(model, tokenizer, settings.longest)
     makes = ours(model, split(settings.formats))
     theirs, skipped = present(settings.peers, model, name or str(demo.PATH))
@@ -166,6 +168,7 @@ def main(
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="of the model; auto: as it was saved")] = None,
     plot: Annotated[Path | None, typer.Option(help="also draw the latency: F.png")] = None,
     json: Json = False,
 ) -> None:
@@ -177,7 +180,7 @@ def main(
         torch.set_num_threads(threads)
     both = {"formats": formats, "repeats": repeats}
     generating = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
-    generating["runs"] = runs
+    generating |= {"runs": runs, "dtype": dtype}
     contesting = {"shape": shape, "layers": layers, "baseline": baseline}
     contesting |= {"compiled": compiled, "peaks": peaks, "apart": apart}
     if contexts is None:

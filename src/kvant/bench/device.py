@@ -19,6 +19,7 @@ from torch import Tensor
 from kvant.bench.clock import Call, Clock, Events, Wall
 from kvant.bench.memory import resident_peak
 from kvant.bench.ways import Way, gpu_ways, running, torch_ways
+from kvant.devices import named_device
 
 DYNAMIC, STATIC = "dynamic", "static"  # caches of the host's
 
@@ -115,14 +116,13 @@ DEVICES: dict[str, Device] = {"cpu": CPU, "cuda": Cuda()}
 
 def chosen_device(name: str) -> Device:
     """What `--device` names, if it is there."""
-    if name not in DEVICES:
+    kind = name.partition(":")[0]
+    if kind not in DEVICES:
         raise ValueError(f"--device {name}: known are {', '.join(DEVICES)}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"--device cuda: torch {torch.__version__} finds no GPU here; "
-            "install a torch built for it, or leave --device out"
-        )
-    return DEVICES[name]
+    place = named_device(name)
+    if place.index is not None:
+        torch.cuda.set_device(place)
+    return DEVICES[kind]
 
 
 def _driver() -> str | None:

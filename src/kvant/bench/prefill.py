@@ -17,8 +17,10 @@ import typer
 
 from kvant.bench.candidates import Make, dynamic, ours
 from kvant.bench.decode import source
+from kvant.bench.device import chosen_device
 from kvant.bench.report import Json, numbers, progress, run, show
 from kvant.checkpoints import load
+from kvant.devices import AUTO
 from kvant.spec import split
 
 BASELINE = "transformers"
@@ -64,18 +66,21 @@ def main(
     formats: Annotated[str, typer.Option(help="of the spec language")] = "raw,affine8,affine4",
     prompt: Annotated[int, typer.Option(min=1, help="its tokens")] = 2000,
     chunks: Annotated[str, typer.Option(help="tokens that go into a forward")] = "128,512,2000",
+    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="of the model; auto: as it was saved")] = AUTO,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="prompts a figure")] = 5,
     json: Json = False,
 ) -> None:
     """Reading a prompt, batch 1."""
+    where = chosen_device(device)
     points = numbers("chunks", chunks)
     if min(points) < 1:
         raise ValueError(f"--chunks {chunks}: 1 token or more")
     if threads is not None:
         torch.set_num_threads(threads)
     progress("loading the model")
-    loaded, tokenizer = load(model)
+    loaded, tokenizer = load(model, device=where.name, dtype=dtype)
     text = source(loaded, tokenizer, prompt)
     specs = [f"{spec},prefill={mode}" for spec in split(formats) for mode in MODES]
     makes = {BASELINE: dynamic(loaded), **ours(loaded, specs)}
@@ -88,7 +93,7 @@ def main(
         "repeats": repeats,
         "transformers": version("transformers"),
     }
-    show("prefill", rows, facts, quiet=json)
+    show("prefill", rows, facts, quiet=json, device=where)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_what_is_piped_in_goes_on_behind_a_file(call: Any, tmp_path: Path) -> No
     assert told[1].startswith("class A") and told[0] == 0
 
 
-@pytest.mark.parametrize("stdin", ["</dev/null", "<&-", "<noise"])
+@pytest.mark.parametrize("stdin", ["</dev/null", "0>/dev/null", "<&-", "<noise"])
 def test_no_standard_input_is_no_prompt(stdin: str, tmp_path: Path) -> None:
     (tmp_path / "noise").write_bytes(b"\xff\xfe")
     line = f'exec "$@" {stdin}'

@@ -112,3 +112,7 @@ def _piped(*, wait: bool) -> str:
         return sys.stdin.read()
     except UnicodeDecodeError:
         raise ValueError("the prompt is no text in UTF-8") from None
+    except OSError:  # nohup leaves a standard input that cannot be read
+        if wait:
+            raise
+        return ""

@@ -179,7 +179,9 @@ def main(
         str | None, typer.Option(help="that reads the pages, or several; the preferred one")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="calls a figure")] = 25,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="also draw the medians: F.png")] = None,
     json: Json = False,
 ) -> None:

@@ -167,7 +167,9 @@ def main(
         typer.Option("--apart", help="with --contexts: kernels on threads of their own"),
     ] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one")
+    ] = None,
     dtype: Annotated[str | None, typer.Option(help="of the model; auto: as it was saved")] = None,
     plot: Annotated[Path | None, typer.Option(help="also draw the latency: F.png")] = None,
     json: Json = False,

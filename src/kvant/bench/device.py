@@ -114,15 +114,14 @@ CPU = Cpu()
 DEVICES: dict[str, Device] = {"cpu": CPU, "cuda": Cuda()}
 
 
-def chosen_device(name: str) -> Device:
-    """What `--device` names, if it is there."""
-    kind = name.partition(":")[0]
-    if kind not in DEVICES:
+def chosen_device(name: str | None) -> Device:
+    """What `--device` names, if it is there; unnamed, a GPU where there is one."""
+    if name is not None and name.partition(":")[0] not in DEVICES:
         raise ValueError(f"--device {name}: known are {', '.join(DEVICES)}")
     place = named_device(name)
     if place.index is not None:
         torch.cuda.set_device(place)
-    return DEVICES[kind]
+    return DEVICES[place.type]
 
 
 def _driver() -> str | None:

@@ -66,7 +66,9 @@ def main(
     formats: Annotated[str, typer.Option(help="of the spec language")] = "raw,affine8,affine4",
     prompt: Annotated[int, typer.Option(min=1, help="its tokens")] = 2000,
     chunks: Annotated[str, typer.Option(help="tokens that go into a forward")] = "128,512,2000",
-    device: Annotated[str, typer.Option(help="cpu, or cuda for a GPU")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one")
+    ] = None,
     dtype: Annotated[str, typer.Option(help="of the model; auto: as it was saved")] = AUTO,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="prompts a figure")] = 5,

@@ -32,6 +32,7 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 LINEAR, CONV = "linear_attention", "conv"
 HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"  # attention beside a recurrence, in one layer
 EMPTY = "dummy"  # no memory of its own
+CROSS = "cross_attention"  # rows of an image among the layers of a text: once, and not one a token
 ATTENDING = (FULL, SLIDING, CHUNKED, HYBRID, HYBRID_SLIDING)
 RECURRING = (LINEAR, CONV, HYBRID, HYBRID_SLIDING)
 WINDOWED = (SLIDING, HYBRID_SLIDING)

@@ -169,6 +169,9 @@ decoder("diffllama", "DiffLlamaForCausalLM")
 decoder("doge", "DogeForCausalLM")
 decoder("jetmoe", "JetMoeForCausalLM", num_local_experts=4)
 
+# One layer would read an image: of a text it has no rows at all.
+decoder("mllama", "MllamaForCausalLM", cross_attention_layers=[1], pad_token_id=0)
+
 # Windows and chunks.
 decoder("mistral", "MistralForCausalLM", sliding_window=WINDOW)
 decoder("starcoder2", "Starcoder2ForCausalLM", sliding_window=WINDOW)

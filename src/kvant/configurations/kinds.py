@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvant.configurations.entries import Entries
-from kvant.shapes import CHUNKED, CONV, EMPTY, FULL, HYBRID, LINEAR, SLIDING
+from kvant.shapes import CHUNKED, CONV, CROSS, EMPTY, FULL, HYBRID, LINEAR, SLIDING
 
 INDEXED = "indexed_attention"  # its rows are picked by an index that transformers keeps
 
@@ -61,6 +61,14 @@ def told(entries: Entries, count: int) -> Sequence[str] | None:
 def spelled(entries: Entries, count: int) -> Sequence[str] | None:
     pattern = entries.get("hybrid_override_pattern")
     return list(pattern) if isinstance(pattern, str) and pattern else None
+
+
+def crossing(entries: Entries, count: int) -> Sequence[str] | None:
+    """Mllama: some layers read an image."""
+    crossed = entries.get("cross_attention_layers")
+    if not isinstance(crossed, Sequence):
+        return None
+    return [CROSS if index in crossed else FULL for index in range(count)]
 
 
 def everywhere(entries: Entries, count: int) -> Sequence[str] | None:
@@ -131,6 +139,7 @@ RULES: tuple[Rule, ...] = (
     told,
     spelled,
     listed,
+    crossing,
     everywhere,
     repeated,
     periodic,

@@ -9,12 +9,14 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, LinearAttention
 
 from kvant.contracts import LayerState
 from kvant.hf.context import Context
+from kvant.hf.crossing import CrossLayer
 from kvant.hf.detect import HostLayer
 from kvant.hf.hybrid import HybridLayer
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.recurrence import Recurrence
 from kvant.layers import Group, build
 from kvant.recipes import CacheSpec, GroupSpec, RecurrentSpec
+from kvant.shapes import CROSS
 
 
 def memories(layers: Sequence[HostLayer], spec: CacheSpec) -> dict[int, LayerState]:
@@ -42,4 +44,6 @@ def layer_for(context: Context, index: int, layer: HostLayer, own: Any) -> Any:
         state = context.states[index]
         assert isinstance(state, Recurrence)
         return state.layer
+    if layer.type == CROSS:
+        return own or CrossLayer(context, index)
     return own or DYNAMIC_LAYER_TYPE_MAPPING[layer.type](**layer.options)

@@ -189,7 +189,9 @@ class HostCache(Verbs, TransformersCache):
         states = self.states.fork()
         context = replace(self.context, states=states, notes=notes, replays=replays)
         twin = HostCache.__new__(HostCache)
-        twin._hold(self.described, context, copy.deepcopy(self._foreign()))
+        twin._hold(
+            self.described, context, copy.deepcopy(self._foreign(), {id(self.context): context})
+        )
         for old, new in zip(self._attending(), twin._attending(), strict=True):
             new.like(old)
         return twin

@@ -16,7 +16,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types
 
 from kvant.errors import SpecError
 from kvant.recipes import AnySpec, CacheSpec, LayerSpec
-from kvant.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, fitted
+from kvant.shapes import ATTENDING, CHUNKED, CROSS, EMPTY, RECURRING, fitted
 from kvant.spec import parse
 
 # Their forwards of several tokens begin anew, whatever state there is (seen in 5.23, where the
@@ -67,6 +67,8 @@ def host_layers(model: PreTrainedModel) -> tuple[HostLayer, ...]:
     unknown = sorted(set(types) - set(DYNAMIC_LAYER_TYPE_MAPPING))
     if unknown:
         raise SpecError(f"layers of {', '.join(unknown)}: this transformers cannot cache them")
+    crossed = getattr(config, "cross_attention_layers", None) or ()
+    types = [CROSS if index in crossed else kind for index, kind in enumerate(types)]
     latents = {module.layer_idx: module.kv_lora_rank for module in unfolding(model)}
     packs = any(getattr(module, "num_key_value_groups", 1) > 1 for module in model.modules())
     layers = [

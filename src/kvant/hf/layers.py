@@ -56,17 +56,17 @@ class AttentionLayer(CacheLayerMixin):
         return self.state.spec
 
     @property
-    def keys(self) -> Handle | None:
-        """What cross-attention reads, step after step."""
-        return None if self.state.length == 0 else self._pair(self._again())[0]
+    def keys(self) -> Tensor | None:
+        """What cross-attention reads, step after step; the host asks whether it is empty, too."""
+        return self._pair(self._again())[0] if self.state.length else self._nothing()
 
     @keys.setter
     def keys(self, value: None) -> None:
         """The host's constructor clears it."""
 
     @property
-    def values(self) -> Handle | None:
-        return None if self.state.length == 0 else self._pair(self._again())[1]
+    def values(self) -> Tensor | None:
+        return self._pair(self._again())[1] if self.state.length else self._nothing()
 
     @values.setter
     def values(self, value: None) -> None: ...
@@ -173,6 +173,10 @@ class AttentionLayer(CacheLayerMixin):
         """The rows as the newest token sees them, for one query."""
         reading = None if self._reading is None else self._reading()
         return reading or self._read(self.state.view(), 1, stored=False)
+
+    def _nothing(self) -> Tensor | None:
+        """The rows of a layer that has forgotten what it had, as the host's own has them."""
+        return torch.empty(0, dtype=self.dtype, device=self.device) if self.is_initialized else None
 
     def _pair(self, source: Source) -> tuple[Handle, Handle]:
         return pair(source, self.dtype, self.device)

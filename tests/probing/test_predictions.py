@@ -112,7 +112,7 @@ def with_reference(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "spec", "text", "why"),
     [
-        ("t5", "affine4", pieces(20), "encoder-decoder"),
+        ("t5", "affine4", pieces(20), "reads an encoder"),
         ("mamba", "raw", pieces(20), "no layer of MambaForCausalLM attends"),
         ("mamba", "affine4", pieces(20), "no layer of this model has any"),
         ("llama", "affine4", [], "no tokens"),

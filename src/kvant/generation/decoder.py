@@ -132,7 +132,7 @@ class HostDecoder:
         cache = cache_for(self.model, spec)
         if not isinstance(cache, HostCache):
             raise CacheError(
-                f"{type(self.model).__name__} is an encoder-decoder: the loop continues text, it "
+                f"{type(self.model).__name__} reads an encoder: the loop continues text, it "
                 "does not translate; use its own generate with kvant.cache_for"
             )
         return cache

@@ -4,7 +4,7 @@ from kvant.attention import explain
 from kvant.hf.attach import attach, attached_with, detach
 from kvant.hf.build import cache_for
 from kvant.hf.cache import HostCache
-from kvant.hf.detect import continues
+from kvant.hf.detect import continues, crosses
 from kvant.hf.encoder_decoder import PairedCache
 from kvant.hf.graph import Capture, captured, capturing
 from kvant.hf.identity import identity
@@ -27,6 +27,7 @@ __all__ = [
     "check_continues",
     "continues",
     "continuing",
+    "crosses",
     "detach",
     "host_model",
     "identity",

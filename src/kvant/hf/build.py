@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from kvant.hf.attention import switchable
 from kvant.hf.cache import HostCache
-from kvant.hf.detect import check_unwindowed, host_layers, recipes
+from kvant.hf.detect import check_crossing, crosses, host_layers, recipes
 from kvant.hf.encoder_decoder import PairedCache
 from kvant.hf.inside import host_model
 from kvant.hf.padding import left_padding
@@ -31,14 +31,13 @@ def cache_for(
     layers = host_layers(inside)
     full = smooth(inside, recipes(layers, spec))
     attachable = bool(switchable(inside))
-    if not inside.config.is_encoder_decoder:
-        padding = None if attention_mask is None else _padding(attention_mask)
-        return HostCache(layers, full, padding=padding, attachable=attachable)
-    check_unwindowed(full)
-    return PairedCache(
-        HostCache(layers, full, attachable=attachable),
-        HostCache(layers, full, cross=True, attachable=attachable),
-    )
+    told = None if inside.config.is_encoder_decoder else attention_mask  # else it is the encoder's
+    padding = None if told is None else _padding(told)
+    own = HostCache(layers, full, padding=padding, attachable=attachable)
+    if not crosses(inside):
+        return own
+    check_crossing(inside, full)
+    return PairedCache(own, HostCache(layers, full, cross=True, attachable=attachable))
 
 
 def _padding(mask: Tensor) -> list[int] | None:

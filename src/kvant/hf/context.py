@@ -42,6 +42,15 @@ class Context:
             )
         return tuple(p for p in self.padding for _ in range(times))
 
+    def check_once(self, index: int) -> None:
+        """A forward that comes to a layer again, but not to the first one, is no new one."""
+        if self.states.reached(index) and index != min(self.states.layers):
+            raise CacheError(
+                f"layer {index} got rows twice in one forward: if the second ones are of an "
+                "encoder, they need a cache of their own; say add_cross_attention=True in the "
+                "configuration of this model"
+            )
+
     def check_begun(self, held: int, count: int) -> None:
         """A layer that is never appended to would undo every forward of the others.
 

@@ -23,6 +23,11 @@ from kvant.spec import parse
 # host's own cache gives the same wrong logits): behind other tokens they take one at a time.
 BEGINNING_ANEW = ("mamba", "falcon_mamba", "jamba", "zamba")
 
+# Decoders whose layers read an encoder by themselves, and whose configuration does not say so.
+CROSSING = ("blip_text_model", "whisper")
+# Theirs takes rows of its own for those of the encoder, in the host's cache as well.
+CONFUSING = ("big_bird",)
+
 
 @dataclass(frozen=True)
 class HostLayer:
@@ -80,11 +85,16 @@ def host_layers(model: PreTrainedModel) -> tuple[HostLayer, ...]:
 
 
 def _decoder_layers(config: Any, count: int) -> int:
-    """Layers of the decoder; of some encoder-decoders `count` is what the encoder has."""
-    if not config.is_encoder_decoder:
-        return count
+    """Layers of the decoder; where there was an encoder, `count` may be what that has."""
     told = (getattr(config, name, None) for name in ("num_decoder_layers", "decoder_layers"))
     return next((number for number in told if number is not None), count)
+
+
+def crosses(model: PreTrainedModel) -> bool:
+    """Do its layers read rows of an encoder, too?"""
+    config = model.config
+    told = config.is_encoder_decoder or getattr(config, "add_cross_attention", False)
+    return told or config.model_type in CROSSING
 
 
 def continues(model: PreTrainedModel) -> bool:
@@ -121,12 +131,17 @@ def narrows(layer: HostLayer, recipe: LayerSpec) -> bool:
     return window is not None and (layer.window is None or window < layer.window)
 
 
-def check_unwindowed(spec: CacheSpec) -> None:
-    """An encoder-decoder's cross-attention needs every row of the encoder."""
+def check_crossing(model: PreTrainedModel, spec: CacheSpec) -> None:
+    """Cross-attention needs every row of the encoder, and rows that lie apart."""
+    if model.config.model_type in CONFUSING:
+        raise SpecError(
+            f"{type(model).__name__} with add_cross_attention takes cached rows of its own for "
+            "those of the encoder, in any cache: generate with use_cache=False"
+        )
     for index, recipe in enumerate(spec.layers):
         window = recipe.retention.window if isinstance(recipe, LayerSpec) else None
         if window is not None:
             raise SpecError(
-                f"layer {index}: window={window} on an encoder-decoder, whose cross-attention "
-                "needs every row of the encoder; leave the window out"
+                f"layer {index}: window={window} on a model that reads an encoder, of which its "
+                "cross-attention needs every row; leave the window out"
             )

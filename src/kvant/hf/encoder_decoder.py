@@ -1,4 +1,4 @@
-"""The two caches of an encoder-decoder: its own rows, and the encoder's."""
+"""The two caches of a model that reads an encoder: its own rows, and the encoder's."""
 
 from __future__ import annotations
 

@@ -84,6 +84,7 @@ class AttentionLayer(CacheLayerMixin):
         if key_states.requires_grad:
             _warn_of_gradients()
         count, state = key_states.shape[2], self.state
+        self.context.check_once(self.index)
         self.context.check_begun(state.length, count)
         speculated = state.ledger.speculating or (self.context.recording and state.length > 0)
         stored = count > 1 and (speculated or self.recipe.prefill == "stored")

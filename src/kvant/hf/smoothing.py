@@ -26,7 +26,7 @@ from kvant.errors import SpecError
 from kvant.frames import Diagonal, Identity, fitted, waits
 from kvant.hf.attention import switched
 from kvant.hf.cache import HostCache
-from kvant.hf.detect import host_layers, recipes
+from kvant.hf.detect import crosses, host_layers, recipes
 from kvant.hf.inside import continuing
 from kvant.recipes import CacheSpec, LayerSpec, attention_in
 from kvant.retention import All
@@ -115,7 +115,7 @@ def _with_scale(codec: Any, scale: Frame) -> Codec:
 @torch.no_grad()
 def _scales(model: PreTrainedModel) -> list[Scales]:
     """One for each layer that attends."""
-    if model.config.is_encoder_decoder:
+    if crosses(model):
         raise SpecError("smooth is fitted to models that only decode; leave it out")
     layers = host_layers(model)
     watched = [(Watched(), Watched()) for layer in layers if layer.attends]

@@ -74,7 +74,7 @@ def _attached(
 
 def harm(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> str | None:
     """What is to be said of a spec that changes what this model predicts, or nothing."""
-    if model.config.is_encoder_decoder:
+    if hf.crosses(model):
         return None  # it continues no text
     try:
         found = damage(model, [tried.ids], unbounded(model, spec))

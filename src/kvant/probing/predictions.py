@@ -117,7 +117,7 @@ def empty_cache(model: PreTrainedModel, spec: AnySpec) -> HostCache:
     cache = cache_for(model, spec)
     if not isinstance(cache, HostCache):
         raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: damage is that of a model that "
+            f"{type(model).__name__} reads an encoder: damage is that of a model that "
             "continues text"
         )
     if not any(layer.attends for layer in cache.described):

@@ -26,6 +26,7 @@ from kvant.hf.reading import Question
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
 EAGER = "eager_attention_forward"
 UNKNOWN = ("indices", "block_indices")  # of sparse attention: leaving them out would be wrong
+FOREIGN = ("sinks",)  # a logit of each query that leads nowhere: only the host's own adds it
 
 
 def eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -56,7 +57,9 @@ def over(host: Forward) -> Forward:
                     "and give generate a cache from kvant.cache_for"
                 )
         source = source_of(key, value)
-        if source is not None and not dropout and not kwargs.get("output_attentions"):
+        ours = not dropout and not kwargs.get("output_attentions")
+        ours = ours and all(kwargs.get(name) is None for name in FOREIGN)
+        if source is not None and ours:
             question = Question(
                 _biased(attention_mask, kwargs.get("position_bias")),
                 scaling,

@@ -16,7 +16,7 @@ from kvant import CacheError, RewindError, SnapshotMismatch
 from kvant.contracts import Snapshot
 from kvant.hf import HostCache
 
-HYBRIDS = ("falcon_h1", "qwen3_next", "jamba", "nemotron_h")
+HYBRIDS = ("falcon_h1", "zaya", "qwen3_next", "jamba", "nemotron_h")
 STATEFUL = (*HYBRIDS, "mamba2", "mamba")
 
 
@@ -116,6 +116,63 @@ def test_a_reset_cache_begins_anew(name: str) -> None:
     cache.reset()
     assert cache.get_seq_length() == 0
     assert torch.equal(step(name, model, cache, tokens(5, seed=3)), expected)
+
+
+@pytest.mark.parametrize("name", ["zaya", "falcon_h1", "mamba2"])
+def test_states_alone_are_reordered_and_forgotten(name: str) -> None:
+    """After a reset they were gone, where the host's own cache has zeros."""
+    cache = kvant.cache_for(build(name))
+    conv, state = torch.randn(2, 6, 3), torch.randn(2, 4)
+    cache.update_conv_state(conv, 0)
+    cache.update_recurrent_state(state, 0)
+    assert cache.has_previous_state(0)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert torch.equal(cache.layers[0].conv_states[0], conv[[1, 0]])
+    assert torch.equal(cache.layers[0].recurrent_states[0], state[[1, 0]])
+    cache.reset()
+    assert not cache.has_previous_state(0)
+    assert cache.layers[0].conv_states[0].abs().sum() == 0
+    assert cache.layers[0].recurrent_states[0].abs().sum() == 0
+    cache.update_conv_state(conv[:1], 0)  # another batch is welcome
+    assert torch.equal(cache.get_conv_state(0), conv[:1])
+
+
+@pytest.mark.parametrize("first", [0, 4], ids=["empty", "held"])
+@torch.no_grad()
+def test_a_part_of_a_model_that_runs_alone_is_refused(first: int) -> None:
+    """A state without rows was taken for what a dead forward left, and silently begun anew."""
+    model = build("zaya")
+    cache = kvant.cache_for(model)
+    if first:
+        step("zaya", model, cache, tokens(first))
+    part, hidden = model.model.layers[0].self_attn.qkv_proj, torch.randn(1, 7, 64)
+    part(hidden[:, :3], cache, None)
+    with pytest.raises(CacheError, match=r"no rows came.*reset the|abandoned.*reset"):
+        part(hidden[:, 3:], cache, None)
+    cache.reset()
+    expected = step("zaya", model, kvant.cache_for(model), tokens(5))
+    assert torch.equal(step("zaya", model, cache, tokens(5)), expected)
+
+
+def test_generation_goes_on_from_a_cache_that_generation_left() -> None:
+    """From tokens and from embeddings, in parts of several tokens."""
+    model, ids = build("zaya"), tokens(8)
+    told = {"do_sample": False, "return_dict_in_generate": True}
+    expected = model.generate(ids, max_new_tokens=9, **told).sequences
+    for mask in (False, True):
+        cache, out = kvant.cache_for(model), ids
+        for _ in range(3):
+            given = {"attention_mask": torch.ones_like(out)} if mask else {}
+            said = model.generate(out, past_key_values=cache, max_new_tokens=3, **given, **told)
+            cache, out = said.past_key_values, said.sequences
+        assert torch.equal(out, expected)
+    embed, said_so_far = model.get_input_embeddings(), ids[:, :0]
+    cache = kvant.cache_for(model)
+    for _ in range(3):
+        whole = embed(torch.cat([ids, said_so_far], 1))
+        said = model.generate(inputs_embeds=whole, past_key_values=cache, max_new_tokens=3, **told)
+        said_so_far = torch.cat([said_so_far, said.sequences], 1)
+    assert torch.equal(said_so_far, expected[:, 8:])
 
 
 @pytest.mark.parametrize("place", ["first", "last"])

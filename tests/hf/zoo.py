@@ -308,6 +308,16 @@ hybrid(
     **experts,
     **delta,
 )
+# A state of each layer goes into its own keys and values.
+hybrid(
+    "zaya",
+    "ZayaForCausalLM",
+    layer_types=["hybrid", "hybrid_sliding"] * 2,
+    sliding_window=WINDOW,
+    num_experts=4,
+    moe_intermediate_size=32,
+    router_hidden_size=16,
+)
 hybrid("qwen3_5", "Qwen3_5ForCausalLM", **delta)
 hybrid("lfm2", "Lfm2ForCausalLM", layer_types=["conv", "full_attention"] * 2)
 

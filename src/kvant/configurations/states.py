@@ -24,6 +24,7 @@ FIRST = (
     ("mamba_expand", "mamba_d_state", "mamba_d_conv"),
     ("expand", "state_size", "conv_kernel"),
 )
+MIXED = ("num_attention_heads", "num_key_value_heads", "head_dim", "cca_time0", "cca_time1")
 DELTA = (  # a gated delta net: heads and channels of keys and values, convolution
     "linear_num_key_heads",
     "linear_key_head_dim",
@@ -38,7 +39,18 @@ def state_nbytes(entries: Entries, kind: str, itemsize: int) -> int | None:
     if kind == CONV:
         told = entries.numbers(("hidden_size", "conv_L_cache"))
         return None if told is None else told[0] * told[1] * itemsize
-    return _delta(entries, itemsize) or _second(entries, itemsize) or _first(entries, itemsize)
+    own = _mixed(entries, itemsize) or _delta(entries, itemsize)
+    return own or _second(entries, itemsize) or _first(entries, itemsize)
+
+
+def _mixed(entries: Entries, itemsize: int) -> int | None:
+    """Zaya: two convolutions over queries and keys, and half of the values of one token."""
+    told = entries.numbers(MIXED)
+    if told is None:
+        return None
+    heads, kv_heads, dim, first, second = told
+    columns = (heads + kv_heads) * dim * (first + second - 2)
+    return (columns + kv_heads * dim // 2) * itemsize
 
 
 def _delta(entries: Entries, itemsize: int) -> int | None:

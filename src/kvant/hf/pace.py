@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvant.errors import CacheError
 from kvant.hf.detect import HostLayer
 from kvant.hf.recurrence import Recurrence
 
@@ -23,11 +24,22 @@ class Pace:
         self._first = (recurring[0], 0) if recurring else None
         self._counts = not attending
         self._watches = bool(attending and recurring) and recurring[0] < attending[-1]
+        self._beside = bool(recurring) and recurring[0] in attending
 
-    def asked(self, layer: int, state: int) -> None:
-        """The host asks for a state: a forward of one token, unless `passed` says more."""
+    def asked(self, layer: int, state: int, rows: bool) -> None:
+        """The host asks for a state: a forward of one token, unless `passed` says more.
+
+        `rows` says whether any came since the last commit. Where attention is in the same layer and
+        none ever did, a dead forward and a part of the model that runs alone look the same.
+        """
         if (layer, state) != self._first:
             return
+        empty = [one for one in self.recurrences if one.touched and one.length == 0]
+        if self._beside and empty and not rows:
+            raise CacheError(
+                f"the state of layer {layer} is asked for again, and no rows came in between: if "
+                "a forward died, reset the cache; a part of a model alone cannot be cached"
+            )
         if self._counts:
             self._count(1)
         elif self._watches:

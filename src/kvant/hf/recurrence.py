@@ -161,7 +161,10 @@ class Recurrence(Recurrent):
             held, begun = getattr(layer, attribute), getattr(layer, f"is_{attribute}_initialized")
             for index, old in list(held.items()):
                 new = state.get(f"{kind}{index}")
-                held[index] = new if new is None or old is None else new.to(old.dtype)
+                if new is not None:
+                    held[index] = new if old is None else new.to(old.dtype)
+                elif old is not None:  # the host's own reset leaves zeros, too
+                    held[index] = torch.zeros_like(old)
                 begun[index] = new is not None
                 if kind == "conv":
                     layer.has_previous_state[index] = False

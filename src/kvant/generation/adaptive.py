@@ -1,11 +1,12 @@
 """A memory that stays under a budget: before it would pass it, it is stored smaller.
 
-First in 8 bits, then in 4, then in one of these with a window that is halved for as long as it
-takes; the first tokens stay, since attention leans on them. What a step would take is known before
-it is made, the tokens that come next included: so the nearest one that fits is made, and none that
+First in 8 bits, then in 4, then in one of these within the widest window that the budget has room
+for; the first tokens stay, since attention leans on them. What a step would take is known before it
+is made, the tokens that come next included: so the nearest one that fits is made, and none that
 does not make it smaller (in 4 bits the last 128 rows stay dense, which a short text does not earn
-back). Of each recipe a step changes the codecs and the window only; a tail is never cut, for in few
-bits it is most of what keeps quality. Every step is said in the log and counted by the memory.
+back). Pages are sealed whole: what is left of the budget behind a window is less than a page of all
+layers. Of each recipe a step changes the codecs and the window only; a tail is never cut, for in
+few bits it is most of what keeps quality. Every step is said in the log and counted by the memory.
 
 Before the first forward nobody knows how large rows are: so a token goes first, by itself, which
 takes one growth of memory (`step` rows a layer) whatever the budget. While a step is made there are
@@ -15,8 +16,11 @@ old and new rows, since it is made of all layers or of none.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any, TypeVar
 
 from kvant.codecs import Affine, Codebook, Fp8
@@ -29,6 +33,7 @@ from kvant.sizes import format_size
 from kvant.spec import words
 
 T = TypeVar("T")
+Sizes = Callable[[CacheSpec], float]  # bytes by a spec; infinite where the rows cannot have it
 log = logging.getLogger("kvant")
 
 LADDER = (Affine(8, group=64), Affine(4, group=32))  # what affine8 and affine4 mean in a spec
@@ -69,17 +74,31 @@ class Adaptive:
 
     def _step(self, memory: Memory, coming: int, need: int) -> CacheSpec | None:
         """The nearest that fits; where none does, the smallest, if it is smaller at all."""
-        smallest = None
-        for spec in steps_down(memory.spec, memory.held):
+
+        def nbytes(spec: CacheSpec) -> float:
             try:
-                nbytes = memory.nbytes_after(coming, spec)
+                return memory.nbytes_after(coming, spec)
             except (CacheError, ValueError):  # a format that these rows cannot have
-                continue
-            if nbytes < need:
-                smallest, need = spec, nbytes
-            if nbytes <= self.budget:
-                break
-        return smallest
+                return math.inf
+
+        whole = formats_below(memory.spec)
+        for spec in whole:
+            if nbytes(spec) <= self.budget:
+                return spec
+        forms, top = [*whole, memory.spec], _top(memory.spec, memory.held + coming)
+        widest = [(self._widest(form, top, nbytes), form) for form in forms]
+        window, form = max(widest, key=itemgetter(0))  # of equal windows, the one with more bits
+        if window:
+            return narrowed(form, window)
+        narrowest = [narrowed(form, NARROWEST) for form in forms if top > NARROWEST]
+        smallest = min([*whole, *narrowest], key=nbytes, default=None)
+        return smallest if smallest is not None and nbytes(smallest) < need else None
+
+    def _widest(self, form: CacheSpec, top: int, nbytes: Sizes) -> int:
+        """The window below `top` that leaves least of the budget; 0 where none fits."""
+        windows = range(NARROWEST, top)
+        fitting = bisect_right(windows, float(self.budget), key=lambda w: nbytes(narrowed(form, w)))
+        return windows[fitting - 1] if fitting else 0
 
     def _take(self, memory: Memory, step: CacheSpec) -> None:
         before = memory.nbytes
@@ -101,23 +120,18 @@ class Adaptive:
         self._told = True
 
 
-def steps_down(spec: CacheSpec, held: int) -> Iterator[CacheSpec]:
-    """What may be smaller than a spec, the nearest first."""
-    lowered = [_lowered(spec, step) for step in LADDER]
-    yield from (form for form in _distinct(lowered) if form != spec)
-    for window in _windows(spec, held):
-        narrowed = (_narrowed(form, window) for form in [*lowered, spec])
-        yield from (form for form in _distinct(narrowed) if form != spec)
+def formats_below(spec: CacheSpec) -> list[CacheSpec]:
+    """What has fewer bits than a spec and keeps all that it keeps, the nearest first."""
+    return [form for form in _distinct(_lowered(spec, step) for step in LADDER) if form != spec]
 
 
-def _windows(spec: CacheSpec, held: int) -> Iterator[int]:
-    """Narrower than the widest layer: halves of what is held."""
+def _top(spec: CacheSpec, coming: int) -> int:
+    """What a window has to be below: the widest of a layer, and the rows that there will be.
+
+    The narrowest is one of few rows too, since memory is taken for more of them than there are.
+    """
     widest = max((layer.width for layer in attention_in(*spec.layers)), default=0)
-    window = int(min(widest, held))
-    while (window := window // 2) > NARROWEST:
-        yield window
-    if widest > NARROWEST:
-        yield NARROWEST
+    return int(min(widest, max(coming, NARROWEST + 1)))
 
 
 def _lowered(spec: CacheSpec, step: Affine) -> CacheSpec:
@@ -140,7 +154,7 @@ def _bits(codec: Codec) -> int:
     return RAW if codec.exact else 0
 
 
-def _narrowed(spec: CacheSpec, window: int) -> CacheSpec:
+def narrowed(spec: CacheSpec, window: int) -> CacheSpec:
     """Each attention layer within a window.
 
     One that is there keeps its sinks: others are gone, or the model does not see them.

@@ -48,10 +48,11 @@ def checked_text(text: str, where: str) -> str:
 
 def check_spec(spec: str) -> None:
     """A spec of any number of layers; what `auto` is, only a model tells."""
-    from kvant.probing import auto_size, is_auto
+    from kvant.probing import Tolerance, auto_size, auto_tolerance, is_auto
 
     if is_auto(spec):
         auto_size(spec)
+        auto_tolerance(spec, Tolerance())
     else:
         parse(spec, 1)
 

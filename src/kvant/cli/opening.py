@@ -10,7 +10,7 @@ from typing import Any
 from kvant import checkpoints
 from kvant.cli.checks import check_drawing, check_saved, check_spec
 from kvant.cli.options import spec_of
-from kvant.cli.reply import show
+from kvant.cli.reply import Reading, show
 from kvant.devices import named_device, named_dtype
 from kvant.sizes import parse_size
 from kvant.spec import words
@@ -100,7 +100,8 @@ class Wanted:
         from kvant.probing import attached
 
         asked = "raw" if self.load is not None else self.spec
-        spec, told = attached(model, asked, tokenizer, guard=self.guard)
+        with Reading("trying formats") as tried:
+            spec, told = attached(model, asked, tokenizer, guard=self.guard, progress=tried.show)
         if spec != asked:
             show(f"{asked}: {spec}")
         if told is not None:

@@ -12,9 +12,9 @@ import torch
 
 from kvant.errors import CapacityError
 from kvant.eval.bootstrap import Interval, mean_interval
-from kvant.eval.recall import Shares
 from kvant.planner import plan
 from kvant.probing.predictions import Damage
+from kvant.probing.recall import Shares
 from kvant.recipes import AnySpec
 
 LENGTHS = {"2k": 2048, "32k": 32768}  # tokens at which the bytes of a whole cache are told

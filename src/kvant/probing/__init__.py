@@ -1,17 +1,20 @@
 """What a spec does to a model, before it answers with it."""
 
-from kvant.probing.finding import Probe, auto_size, is_auto, probe, resolved
+from kvant.probing.finding import Probe, auto_size, auto_tolerance, is_auto, probe, resolved
 from kvant.probing.guard import attach, attached, harm
 from kvant.probing.predictions import Damage, damage
-from kvant.probing.text import MAX_KL, trial
+from kvant.probing.text import MAX_KL, MAX_LOST, Tolerance, trial
 
 __all__ = [
     "MAX_KL",
+    "MAX_LOST",
     "Damage",
     "Probe",
+    "Tolerance",
     "attach",
     "attached",
     "auto_size",
+    "auto_tolerance",
     "damage",
     "harm",
     "is_auto",

@@ -1,12 +1,14 @@
 """`kvant.probe`: what a spec does to a model, layer by layer, and what would do less.
 
-A text of a thousand tokens, in seconds: enough to see a format that breaks a model, and no
-measurement of its quality; that is `kvant eval`.
+A text of a thousand tokens, in seconds: enough to see a format that breaks a model or its memory,
+and no measurement of its quality; that is `kvant eval`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 from torch import nn
@@ -15,14 +17,19 @@ from transformers import PreTrainedModel
 from kvant.configurations import layer_shapes, max_context
 from kvant.errors import SpecError
 from kvant.hf import continuing, host_model
-from kvant.probing.choice import promoted, smallest
-from kvant.probing.predictions import Damage, damage, unbounded
-from kvant.probing.screen import Screen
-from kvant.probing.text import MAX_KL, Trial, trial
+from kvant.probing.choice import CHOICES, promoted, smallest
+from kvant.probing.judgement import Judgement
+from kvant.probing.predictions import Damage, unbounded
+from kvant.probing.text import MAX_KL, MAX_LOST, Tolerance, Trial, trial
 from kvant.recipes import AnySpec
 from kvant.sizes import parse_size
 
 AUTO = "auto"
+Progress = Callable[[int, int], None]  # formats that were tried, and all that there are
+
+
+def silent(done: int, total: int) -> None:
+    """Nobody looks."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,16 @@ class Probe:
     spec: AnySpec
     damage: Damage
     layers: tuple[float, ...]  # mean divergence where one layer alone is stored so, nats
-    max_kl: float  # what is tolerated in the mean
+    recalled: float  # the chance of an answer with the raw cache,
+    lost: float  # and by how much it is less with the spec
+    max_kl: float  # what is tolerated in the mean,
+    max_lost: float  # and of what is lost
     recommended: AnySpec
     why: str
 
     @property
     def harmless(self) -> bool:
-        return self.damage.mean_kl <= self.max_kl
+        return self.damage.mean_kl <= self.max_kl and self.lost <= self.max_lost
 
     def __str__(self) -> str:
         worst = max(range(len(self.layers)), key=self.layers.__getitem__)
@@ -46,6 +56,8 @@ class Probe:
             f"{_word(self.spec)}: {self.damage.mean_kl:.2g} nats in the mean, "
             f"{self.damage.quantile(0.999):.2g} in 1 of 1000 positions, the likeliest token stays "
             f"in {self.damage.top1:.1%}; at most {self.max_kl:.2g} in the mean is tolerated\n"
+            f"what it read it gives back with a chance of {self.recalled - self.lost:.2f}, and of "
+            f"{self.recalled:.2f} from raw; at most {self.max_lost:.2g} less is tolerated\n"
             f"layer {worst} alone: {self.layers[worst]:.2g} nats, the most of all\n"
             f"recommended: {_word(self.recommended)} ({self.why})"
         )
@@ -58,39 +70,53 @@ def probe(
     *,
     text: str | None = None,
     max_kl: float = MAX_KL,
+    max_lost: float = MAX_LOST,
 ) -> Probe:
     """What the formats of a spec do to a model, on a text of yours or one of the standard library.
 
-    What a window lets go is not counted: a query sees less by it whatever the format.
+    Tolerated are `max_kl` nats in the mean, and `max_lost` of the chance that the model gives back
+    what was planted in the text. What a window lets go is not counted: a query sees less by it
+    whatever the format.
     """
     model = continuing(host_model(model))
-    tried = trial(model, tokenizer, text, max_kl)
-    asked = resolved(model, spec, tried)
-    formats, screen = unbounded(model, asked), Screen.of(model, tried.ids)
-    found = damage(model, [tried.ids], formats)
+    tried = trial(model, tokenizer, text, Tolerance(max_kl, max_lost))
+    asked, judgement = resolved(model, spec, tried), Judgement(model, tried)
+    found, lost = judgement.damage(asked), judgement.lost(asked)
     recommended, why = asked, "it does little enough"
-    if found.mean_kl > tried.max_kl:
-        recommended, why = _better(model, asked, tried)
-    return Probe(asked, found, screen.by_layer(formats), tried.max_kl, recommended, why)
+    if found.mean_kl > tried.max_kl or lost > tried.max_lost:
+        recommended, why = _better(judgement, asked)
+    layers = judgement.screen.by_layer(unbounded(model, asked))
+    measured = (found, layers, judgement.recall.chance, lost)
+    return Probe(asked, *measured, tried.max_kl, tried.max_lost, recommended, why)
 
 
-def resolved(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> AnySpec:
-    """The spec, or what `auto` and `auto:SIZE` stand for with this model."""
+def resolved(
+    model: PreTrainedModel, spec: AnySpec, tried: Trial, progress: Progress = silent
+) -> AnySpec:
+    """The spec, or what `auto` and `auto:SIZE` stand for with this model.
+
+    What is tolerated is of the trial, or what the spec says: `auto,max_kl=0.01,max_lost=0.1`.
+    """
     if not is_auto(spec):
         return spec
-    size = auto_size(str(spec))
-    screen = Screen.of(model, tried.ids)
+    size, tolerated = auto_size(str(spec)), auto_tolerance(str(spec), tried.tolerated)
+    judgement, done = Judgement(model, replace(tried, tolerated=tolerated)), count()
 
     def judge(one: str) -> bool:
-        return screen.damage(one).mean_kl <= tried.max_kl and _does_little(model, one, tried)
+        progress(next(done), len(CHOICES))
+        return judgement.spares(one)
 
     context = max_context(model.config) or 8192
     return smallest(judge, layer_shapes(model), context, size)
 
 
+def is_auto(spec: object) -> bool:
+    return isinstance(spec, str) and _parts(spec)[0].partition(":")[0].strip() == AUTO
+
+
 def auto_size(spec: str) -> str | None:
     """What `auto:SIZE` may take, if it says so."""
-    _, colon, size = spec.partition(":")
+    _, colon, size = _parts(spec)[0].partition(":")
     if colon and not size:
         raise SpecError(f"{spec!r}: a size is needed behind the colon; nearest: auto:1GiB")
     if not colon:
@@ -99,18 +125,28 @@ def auto_size(spec: str) -> str | None:
     return size
 
 
-def is_auto(spec: object) -> bool:
-    return isinstance(spec, str) and spec.partition(":")[0].strip() == AUTO
+def auto_tolerance(spec: str, usual: Tolerance) -> Tolerance:
+    """What `auto,max_kl=NATS,max_lost=SHARE` may do to a model, where it says so."""
+    told: dict[str, float] = {}
+    for part in _parts(spec)[1:]:
+        name, _, number = part.partition("=")
+        if name not in ("max_kl", "max_lost") or name in told:
+            raise SpecError(f"{spec!r}: auto takes max_kl=NATS and max_lost=SHARE, each once")
+        try:
+            told[name] = float(number)
+        except ValueError:
+            raise SpecError(f"{spec!r}: {name} needs a number; nearest: {name}=0.01") from None
+    return replace(usual, **told)
 
 
-def _better(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> tuple[AnySpec, str]:
+def _parts(spec: str) -> list[str]:
+    return [part.strip() for part in spec.split(",")]
+
+
+def _better(judgement: Judgement, spec: AnySpec) -> tuple[AnySpec, str]:
     if not isinstance(spec, str):
         return "raw", "recipes of your own are not changed"
-    return next((one, why) for one, why in promoted(spec) if _does_little(model, one, tried))
-
-
-def _does_little(model: PreTrainedModel, spec: str, tried: Trial) -> bool:
-    return damage(model, [tried.ids], unbounded(model, spec)).mean_kl <= tried.max_kl
+    return next((one, why) for one, why in promoted(spec) if judgement.spares(one))
 
 
 def _word(spec: AnySpec) -> str:

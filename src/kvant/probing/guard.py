@@ -12,23 +12,32 @@ from transformers import PreTrainedModel
 from kvant import hf
 from kvant.errors import UnsupportedView
 from kvant.hf.detect import host_layers, recipes
-from kvant.probing.finding import is_auto, resolved
+from kvant.probing.finding import Progress, is_auto, resolved, silent
 from kvant.probing.predictions import damage, unbounded
 from kvant.probing.text import Trial, trial
 from kvant.recipes import AnySpec, attention_in
 
 log = logging.getLogger("kvant")
+UNASKED = (
+    "auto was chosen by predictions alone, which change little where a model forgets: give "
+    "tokenizer=, and a model of 512 tokens or more, for what it recalls to be asked too"
+)
 
 
 def attach(
-    model: nn.Module, spec: AnySpec = "raw", *, tokenizer: Any = None, guard: bool = True
+    model: nn.Module,
+    spec: AnySpec = "raw",
+    *,
+    tokenizer: Any = None,
+    guard: bool = True,
 ) -> None:
     """Let `model.generate(...)` use a cache with this spec, until `detach`.
 
     A format is tried on the model first, on a thousand tokens of a text if there is a tokenizer,
-    and one that does harm is said in a warning; `guard=False` leaves that out. `auto` takes the
-    smallest that does none. A model inside a wrapper (torch.compile, peft) is attached itself, and
-    with it the parts that it hands over to; a copy is attached by itself, also a pickled one.
+    and one that changes its predictions too much is said in a warning; `guard=False` leaves that
+    out. `auto` takes the smallest that does not, and that leaves the model what it recalls. A model
+    inside a wrapper (torch.compile, peft) is attached itself, and with it the parts that it hands
+    over to; a copy is attached by itself, also a pickled one.
     """
     told = attached(model, spec, tokenizer, guard=guard)[1]
     if told is not None:
@@ -36,7 +45,12 @@ def attach(
 
 
 def attached(
-    model: nn.Module, spec: AnySpec, tokenizer: Any, *, guard: bool
+    model: nn.Module,
+    spec: AnySpec,
+    tokenizer: Any,
+    *,
+    guard: bool,
+    progress: Progress = silent,
 ) -> tuple[AnySpec, str | None]:
     """The spec that the model is attached with now, and what is to be said of it.
 
@@ -45,7 +59,9 @@ def attached(
     model = hf.host_model(model)
     before = hf.attached_with(model)
     try:
-        return _attached(model, spec, tokenizer, guard)
+        if is_auto(spec):
+            return _chosen(model, spec, tokenizer, progress)
+        return spec, _attached(model, spec, tokenizer, guard)
     except BaseException:
         if hf.attached_with(model) is not before:
             hf.detach(model)
@@ -54,22 +70,27 @@ def attached(
         raise
 
 
-def _attached(
-    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, guard: bool
+def _chosen(
+    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, progress: Progress
 ) -> tuple[AnySpec, str | None]:
-    if is_auto(spec):
-        hf.attach(model, "raw")
-        reading = hf.continuing(model)
-        spec = resolved(reading, spec, trial(reading, tokenizer))
-        guard = False  # that it does no harm was just found out
+    """Attached with what `auto` stands for; that it does no harm is just found out."""
+    hf.attach(model, "raw")
+    reading = hf.continuing(model)
+    tried = trial(reading, tokenizer)
+    found = resolved(reading, spec, tried, progress)
+    hf.attach(model, found)
+    return found, None if tried.exams() else UNASKED
+
+
+def _attached(model: PreTrainedModel, spec: AnySpec, tokenizer: Any, guard: bool) -> str | None:
     hf.attach(model, spec)
     seals = any(one.seals for one in attention_in(*recipes(host_layers(model), spec).layers))
     reader = hf.reader(model) if guard and seals else None
     if reader is None:
         if guard and seals:
             log.info("the format was not tried on the model: tokens are not enough for it")
-        return spec, None
-    return spec, harm(reader, spec, trial(reader, tokenizer))
+        return None
+    return harm(reader, spec, trial(reader, tokenizer))
 
 
 def harm(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> str | None:

@@ -5,7 +5,7 @@ again, and the number is the answer. A copy is a string of random tokens; the fi
 again, and the rest is the answer. Both stand behind the marker that the model inside was trained
 with. All of a text are planted at once, and each is asked for by itself, on a fork of the cache.
 An answer counts where greedy decoding gives all of it: where each of its tokens is the likeliest
-after the ones before.
+after the ones before. The chance that it is drawn says the same of few answers with less noise.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from kvant.hf import HostCache
 from kvant.probing.predictions import empty_cache, forward, read, stored
-from kvant.recipes import AnySpec
+from kvant.recipes import AnySpec, CacheSpec
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75)  # of the text that is before
 KINDS = ("needle", "copy")
@@ -50,6 +51,12 @@ class Exam:
     planted: tuple[Planted, ...]
 
 
+@dataclass(frozen=True)
+class Answer:
+    right: bool  # is it what greedy decoding gives?
+    chance: float  # that it is drawn
+
+
 def exams(tokenizer: Any, pieces: Sequence[Tensor], count: int, seed: int) -> list[Exam]:
     """Of the pieces in turn; each keeps its length, and the longest question has room behind it."""
     rng = random.Random(seed)
@@ -61,20 +68,63 @@ def recall(model: PreTrainedModel, asked: Iterable[Exam], spec: AnySpec) -> Shar
     full = stored(model, spec)
     right: dict[tuple[str, float], list[bool]] = {}
     for exam in asked:
-        cache = empty_cache(model, full)
-        read(model, torch.tensor([exam.prompt]), cache)
+        cache = _read(model, exam, full)
         for one in exam.planted:
-            right.setdefault((one.kind, one.depth), []).append(_answers(model, one, cache.fork()))
+            found = right.setdefault((one.kind, one.depth), [])
+            found.append(_answer(model, one, cache).right)
     return {
         kind: {str(d): sum(found) / len(found) for (k, d), found in right.items() if k == kind}
         for kind in KINDS
     }
 
 
-def _answers(model: PreTrainedModel, one: Planted, cache: HostCache) -> bool:
+@dataclass(frozen=True)
+class Recall:
+    """Exams that were read once, into raw caches; what each spec leaves of the answers.
+
+    A spec is put on them by a recode, as in `Screen`; on the model inside the chance of an answer
+    is then within 0.02 of what it is where the model has read them through the spec.
+    """
+
+    model: PreTrainedModel
+    read: tuple[tuple[Exam, HostCache], ...]
+    chance: float  # of the raw cache, in the mean of all answers
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, asked: Iterable[Exam]) -> Recall:
+        raw = stored(model, "raw")
+        pairs = tuple((exam, _read(model, exam, raw)) for exam in asked)
+        return cls(model, pairs, _chance(model, pairs))
+
+    def lost(self, spec: AnySpec) -> float:
+        """By how much the chance of an answer is less than with the raw cache: 0.03 is 3 in 100."""
+        full = empty_cache(self.model, stored(self.model, spec)).spec
+        return self.chance - _chance(self.model, [(e, _recoded(c, full)) for e, c in self.read])
+
+
+def _recoded(cache: HostCache, spec: CacheSpec) -> HostCache:
+    twin = cache.fork()
+    twin.recode(spec)
+    return twin
+
+
+def _chance(model: PreTrainedModel, read: Iterable[tuple[Exam, HostCache]]) -> float:
+    found = [_answer(model, one, cache).chance for exam, cache in read for one in exam.planted]
+    return fmean(found) if found else 0.0
+
+
+def _read(model: PreTrainedModel, exam: Exam, spec: CacheSpec) -> HostCache:
+    cache = empty_cache(model, spec)
+    read(model, torch.tensor([exam.prompt]), cache)
+    return cache
+
+
+def _answer(model: PreTrainedModel, one: Planted, cache: HostCache) -> Answer:
     ids = torch.tensor([one.question + one.answer[:-1]], device=model.device)
-    likeliest: list[int] = forward(model, ids, cache).argmax(-1).tolist()
-    return likeliest[len(one.question) - 1 :] == one.answer
+    logits = forward(model, ids, cache.fork())[len(one.question) - 1 :].float()
+    told = torch.tensor(one.answer, device=logits.device)
+    chance = logits.log_softmax(-1).gather(-1, told[:, None]).sum().exp().nan_to_num(0.0)
+    return Answer(bool((logits.argmax(-1) == told).all()), float(chance))
 
 
 def _exam(tokenizer: Any, text: list[int], rng: random.Random) -> Exam:

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvant.checkpoints import load
-from kvant.eval import recall as module
-from kvant.eval.recall import DEPTHS, KINDS, exams, recall
+from kvant.probing import recall as module
+from kvant.probing.recall import DEPTHS, KINDS, exams, recall
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from os import PathLike
+from typing import TYPE_CHECKING, Any, overload
 
-from kvant import functional
+from torch import device as Device
+
+from kvant import files, functional
 from kvant.attention import attend, explain
 from kvant.cache import Cache
-from kvant.contracts import Mask
+from kvant.contracts import Mask, Tiles
 from kvant.errors import (
     CacheError,
     CacheFileError,
@@ -20,7 +23,7 @@ from kvant.errors import (
     UnknownSequence,
     UnsupportedView,
 )
-from kvant.files import load, save
+from kvant.files import save
 from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.sequences import Sequences
@@ -28,8 +31,10 @@ from kvant.shapes import Shape
 from kvant.spec import parse
 
 if TYPE_CHECKING:
+    from torch.nn import Module
+
     from kvant.generation import Session, Step, generate
-    from kvant.hf import cache_for, detach
+    from kvant.hf import HostCache, cache_for, detach
     from kvant.probing import Probe, attach, probe
 
 __version__ = "0.1.0"
@@ -76,6 +81,35 @@ __all__ = [
 LATER = dict.fromkeys(("cache_for", "detach"), "kvant.hf")
 LATER |= dict.fromkeys(("Probe", "attach", "probe"), "kvant.probing")
 LATER |= dict.fromkeys(("Session", "Step", "generate"), "kvant.generation")
+
+
+@overload
+def load(
+    path: str | PathLike[str], *, device: str | Device = "cpu", tiles: Tiles | None = None
+) -> Cache: ...
+@overload
+def load(
+    path: str | PathLike[str], model: Module, *, device: str | Device | None = None
+) -> HostCache: ...
+def load(
+    path: str | PathLike[str],
+    model: Any = None,
+    *,
+    device: str | Device | None = None,
+    tiles: Tiles | None = None,
+) -> Any:
+    """The cache in a file, in memory of its own; with a model, as `cache_for` gives it."""
+    if model is None:
+        return files.load(path, device=device or "cpu", tiles=tiles)
+    if tiles is not None:
+        raise ValueError("tiles beside a model: its cache lies as the model's backends like it")
+    from kvant.hf import loaded
+
+    return loaded(path, model, device)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

@@ -18,10 +18,11 @@ from kvant.contracts import Follower, LayerState, Snapshot, Tiles
 from kvant.errors import CacheError, RewindError
 from kvant.layers import Group, Together, attending, build, check_reach, succeeding, within
 from kvant.recipes import AnySpec, CacheSpec, EmptySpec, SharedSpec
+from kvant.refusals import Refusals
 from kvant.spec import as_spec, check_fitted, words
 
 
-class Cache:
+class Cache(Refusals):
     """Keys and values, or whatever its layers remember, of one batch of sequences."""
 
     def __init__(

@@ -10,7 +10,8 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -109,12 +110,19 @@ def load(
 ) -> Cache:
     """The cache in a file, in memory of its own."""
     saved = read(path, device=device)
-    try:
+    with restoring(path):
         cache = Cache(None, saved.spec, tiles=tiles)
         cache.restore(saved.snapshot)
+    return cache
+
+
+@contextmanager
+def restoring(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What does not fit within is the file's fault, and said of it."""
+    try:
+        yield
     except (CacheError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{path}: not a cache that can be restored: {error}") from error
-    return cache
 
 
 def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") -> Saved:

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvant.generation.decoder import Memory
 from kvant.generation.drafts import Drafter
+from kvant.generation.prompts import Prompt, tokens_of_prompt
 from kvant.generation.reader import Progress
 from kvant.generation.session import Session
 from kvant.generation.step import Step
@@ -16,7 +17,7 @@ from kvant.recipes import AnySpec
 def generate(
     model: Any,
     tokenizer: Any,
-    prompt: str | Sequence[int],
+    prompt: Prompt,
     *,
     kv_cache: AnySpec | Memory = "raw",
     max_new_tokens: int = 256,
@@ -32,19 +33,19 @@ def generate(
     prefill_chunk: int = 512,
     strategy: str = "always",
     threshold: int = 512,
-    budget: int | None = None,
+    budget: int | str | None = None,
     draft: Any | Drafter | None = None,
     max_drafts: int = 8,
     progress: Progress | None = None,
 ) -> Iterator[Step]:
     """Stream the continuation of a prompt, a `Step` for each token.
 
-    `model` is a model of transformers, or any callable `model(ids, cache) -> logits`. `kv_cache` is
-    a spec, or an empty cache to use, from which the caller may read what there was. `strategy` is
-    always, disabled (compute everything anew), long (keep only what passes `threshold` tokens) or
-    adaptive (stay under `budget` bytes). `draft` guesses tokens that are verified together:
-    "ngram", or a smaller model with the same tokenizer. What is wrong with the arguments is said
-    here, before the first step.
+    `model` is a model of transformers, or any callable `model(ids, cache) -> logits`. The prompt is
+    text, token ids, or messages with roles. `kv_cache` is a spec, or an empty cache to use, from
+    which the caller may read what there was. `strategy` is always, disabled (compute everything
+    anew), long (keep only what passes `threshold` tokens) or adaptive (stay under `budget` bytes,
+    "64MiB" too). `draft` guesses tokens that are verified together: "ngram", or a smaller model
+    with the same tokenizer. What is wrong with the arguments is said here, before the first step.
     """
     session = Session(
         model,
@@ -60,7 +61,7 @@ def generate(
         max_drafts=max_drafts,
     )
     return session.send(
-        prompt,
+        tokens_of_prompt(tokenizer, prompt),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,

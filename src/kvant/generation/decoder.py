@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from reprlib import repr as short
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -86,8 +87,8 @@ class Decoder(Protocol):
     def identity(self) -> str | None:
         """Tells one model from another, where that can be known."""
 
-    def memory(self, spec: AnySpec, tokenizer: Any = None) -> Memory:
-        """An empty one; what `auto` is, is found out on a text."""
+    def memory(self, kv_cache: AnySpec | Memory, tokenizer: Any = None) -> Memory:
+        """A new one by a spec, or the one that is given; what `auto` is, a text tells."""
 
     def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
         """[last, vocabulary] in float32 for the newest of `ids`, which the memory now holds.
@@ -126,10 +127,17 @@ class HostDecoder:
     def identity(self) -> str:
         return identity(self.model)
 
-    def memory(self, spec: AnySpec, tokenizer: Any = None) -> HostCache:
-        if is_auto(spec):
-            spec = resolved(self.model, spec, trial(self.model, tokenizer))
-        cache = cache_for(self.model, spec)
+    def memory(self, kv_cache: AnySpec | Memory, tokenizer: Any = None) -> HostCache:
+        if isinstance(kv_cache, HostCache):
+            return kv_cache
+        if not isinstance(kv_cache, AnySpec):
+            raise TypeError(
+                f"kv_cache={short(kv_cache)}: a spec, or a cache of kvant's for this "
+                f"{type(self.model).__name__}, kvant.cache_for(model, spec), is needed"
+            )
+        if is_auto(kv_cache):
+            kv_cache = resolved(self.model, kv_cache, trial(self.model, tokenizer))
+        cache = cache_for(self.model, kv_cache)
         if not isinstance(cache, HostCache):
             raise CacheError(
                 f"{type(self.model).__name__} reads an encoder: the loop continues text, it "
@@ -193,11 +201,13 @@ class CallDecoder:
     def __init__(self, call: Call) -> None:
         self.call = call
 
-    def memory(self, spec: AnySpec, tokenizer: Any = None) -> Cache:
-        if isinstance(spec, CacheSpec):
-            return Cache(spec=spec)
+    def memory(self, kv_cache: AnySpec | Memory, tokenizer: Any = None) -> Memory:
+        if isinstance(kv_cache, CacheSpec):
+            return Cache(spec=kv_cache)
+        if isinstance(kv_cache, Memory):
+            return kv_cache
         raise TypeError(
-            f"kv_cache={spec!r} for a plain callable, whose layers nobody knows: "
+            f"kv_cache={short(kv_cache)} for a plain callable, whose layers nobody knows: "
             "give kv_cache=kvant.Cache(num_layers, spec)"
         )
 
@@ -208,4 +218,11 @@ class CallDecoder:
 
 def decoder_of(model: nn.Module | Call) -> Decoder:
     inside = unwrapped(model)
-    return CallDecoder(cast(Call, model)) if inside is None else HostDecoder(inside)
+    if inside is not None:
+        return HostDecoder(inside)
+    if not callable(model):
+        raise TypeError(
+            f"{short(model)} is no model: a loaded one of transformers is needed, or a callable "
+            "model(ids, cache) -> logits"
+        )
+    return CallDecoder(model)

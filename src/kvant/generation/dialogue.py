@@ -6,7 +6,7 @@ already is somebody else's business.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,19 +75,26 @@ class Template:
         self.system = system
 
     def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                self._messages(turns, message), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template is a program of the model's, and may raise anything
-            raise PromptError(f"the chat template of the model refuses this: {error}") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return templated(self.tokenizer, self._messages(turns, message))
 
     def _messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
         said = [] if self.system is None else [("system", self.system)]
         for turn in turns:
             said += [("user", turn.message), ("assistant", turn.reply)]
         return [{"role": role, "content": text} for role, text in (*said, ("user", message))]
+
+
+def templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The tokens before the reply to the last of these."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise PromptError("messages for a tokenizer without a chat template: give one text")
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=True
+        )
+    except Exception as error:  # a template is a program of the model's, and may raise anything
+        raise PromptError(f"the chat template of the model refuses this: {error}") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def dialogue_of(tokenizer: Any, system: str | None = None, template: bool = True) -> Dialogue:

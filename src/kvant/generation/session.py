@@ -12,7 +12,6 @@ import os
 import weakref
 from collections.abc import Generator, Sequence
 from dataclasses import replace
-from reprlib import repr as short
 from typing import Any
 
 from kvant import files
@@ -45,7 +44,7 @@ class Session:
         prefill_chunk: int = 512,
         strategy: str = "always",
         threshold: int = 512,
-        budget: int | None = None,
+        budget: int | str | None = None,
         draft: Any | Drafter | None = None,
         max_drafts: int = 8,
     ) -> None:
@@ -53,12 +52,15 @@ class Session:
 
         The other options are those of `kvant.generate`.
         """
+        if tokenizer is None:
+            raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
         decoder = decoder_of(model)
-        memory = decoder.memory(kv_cache, tokenizer) if isinstance(kv_cache, AnySpec) else kv_cache
-        if not isinstance(memory, Memory):
-            raise TypeError(f"kv_cache={short(kv_cache)}: a spec, or a cache of kvant's, is needed")
+        memory = decoder.memory(kv_cache, tokenizer)
         if memory.length:
-            raise ValueError(f"a cache of {memory.length} tokens: begin with an empty one")
+            raise ValueError(
+                f"a cache of {memory.length} tokens: begin with an empty one; kvant.Session keeps "
+                "one cache over many turns"
+            )
         chosen = strategy_of(strategy, threshold, budget)
         self.reader = Reader(decoder, memory, chosen, prefill_chunk)
         self.tokenizer = tokenizer

@@ -8,6 +8,7 @@ from typing import Protocol
 from kvant.errors import SpecError
 from kvant.generation.adaptive import Adaptive
 from kvant.generation.decoder import Memory
+from kvant.sizes import parse_size
 
 NAMES = ("always", "disabled", "long", "adaptive")
 
@@ -73,14 +74,14 @@ class Long:
 ALWAYS = Always()
 
 
-def strategy_of(name: str, threshold: int = 512, budget: int | None = None) -> Strategy:
-    """The strategy of that name; the numbers are those of `long` and of `adaptive`."""
+def strategy_of(name: str, threshold: int = 512, budget: int | str | None = None) -> Strategy:
+    """The strategy of that name; the numbers are those of `long` and of `adaptive`: 64MiB too."""
     if budget is not None and name != "adaptive":
         raise SpecError(f"budget={budget} with strategy={name!r}: only 'adaptive' has one")
     if name == "adaptive":
         if budget is None:
             raise SpecError("strategy='adaptive' needs budget=, the bytes that the cache may take")
-        return Adaptive(budget)
+        return Adaptive(parse_size(budget) if isinstance(budget, str) else budget)
     made: dict[str, Strategy] = {
         "always": ALWAYS,
         "disabled": Disabled(),

@@ -2,7 +2,7 @@
 
 from kvant.attention import explain
 from kvant.hf.attach import attach, attached_with, detach
-from kvant.hf.build import cache_for
+from kvant.hf.build import cache_for, loaded
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues, crosses
 from kvant.hf.encoder_decoder import PairedCache
@@ -31,6 +31,7 @@ __all__ = [
     "detach",
     "host_model",
     "identity",
+    "loaded",
     "reader",
     "unwrapped",
 ]

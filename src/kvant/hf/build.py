@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+import os
 
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvant import files
+from kvant.errors import CacheError
 from kvant.hf.attention import switchable
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import check_crossing, crosses, host_layers, recipes
@@ -38,6 +44,20 @@ def cache_for(
         return own
     check_crossing(inside, full)
     return PairedCache(own, HostCache(layers, full, cross=True, attachable=attachable))
+
+
+def loaded(
+    path: str | os.PathLike[str], model: PreTrainedModel, device: str | torch.device | None = None
+) -> HostCache:
+    """The cache in a file, as that model takes it."""
+    inside = host_model(model)
+    saved = files.read(path, device=inside.device if device is None else device)
+    with files.restoring(path):
+        cache = cache_for(inside, saved.spec)
+        if not isinstance(cache, HostCache):
+            raise CacheError(f"{type(inside).__name__} reads an encoder: it has no saved cache")
+        cache.restore(saved.snapshot)
+    return cache
 
 
 def _padding(mask: Tensor) -> list[int] | None:

@@ -7,6 +7,7 @@ made there. Knows no cache.
 from __future__ import annotations
 
 import inspect
+from reprlib import repr as short
 from typing import Any
 
 from torch import nn
@@ -28,11 +29,21 @@ def unwrapped(model: Any) -> PreTrainedModel | None:
 
 def host_model(model: Any) -> PreTrainedModel:
     """The model of the host's, or an error that says what is needed."""
+    if isinstance(model, str):
+        raise TypeError(
+            f"{short(model)} is the name of a model: the loaded one is needed, "
+            "AutoModelForCausalLM.from_pretrained(name)"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{type(model).__name__} is no model: a loaded one is needed; of a configuration "
+            "kvant.plan(config, spec) tells the bytes"
+        )
     found = unwrapped(model)
     if found is None:
         raise TypeError(
             f"{type(model).__name__} is no model of transformers, and none that torch.compile or "
-            "peft wraps: give the model inside"
+            "peft wraps: give the model inside; any other takes kvant.Cache(num_layers, spec)"
         )
     return found
 

@@ -56,6 +56,12 @@ def test_recipes_may_have_a_name(inside: Any, found: list[Result]) -> None:
     assert (four.row_nbytes, four.nbytes["32k"]) == (planned.nbytes_per_token, planned.nbytes)
 
 
+def test_a_format_whose_scales_are_fitted_can_be_measured(inside: Any) -> None:
+    """What `auto` takes on a model with outliers was refused: "Smooth has no name"."""
+    (smooth,) = evaluate(*inside, {"turbo4": "turbo4,smooth"}, settings=FEW)
+    assert 0 < smooth.mean_kl < 0.1 and smooth.row_nbytes < 0.3 * smooth.raw_row_nbytes
+
+
 def test_a_format_that_loses_rows_is_seen(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Affine.open
     monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * 0)

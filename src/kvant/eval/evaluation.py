@@ -136,7 +136,6 @@ def facts(model: PreTrainedModel, text: Text, settings: Settings) -> dict[str, A
 
 def _checked(model: PreTrainedModel, spec: AnySpec) -> str:
     """A short name for the recipes of a format; what the model cannot have is refused."""
-    full = stored(model, spec)
-    empty_cache(model, full)
+    full = empty_cache(model, stored(model, spec)).spec  # with scales that are fitted
     size(model, spec)
     return hashlib.sha256(to_json(full).encode()).hexdigest()[:16]

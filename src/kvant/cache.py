@@ -7,8 +7,10 @@ another is the same state, listed twice.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,6 +137,11 @@ class Cache(Refusals):
         """Has no forward reached some of the layers and not the others?"""
         return self._ledger.whole
 
+    @property
+    def interrupted(self) -> bool:
+        """Is a verb to be brought to its end, which the next append or verb does?"""
+        return self._ledger.unfinished is not None
+
     def reached(self, layer: int) -> bool:
         """Has the forward under way this layer's rows? One more append begins a new forward."""
         return any(id(leaf) in self._ledger.forward.arrived for leaf in self[layer].leaves())
@@ -149,12 +156,12 @@ class Cache(Refusals):
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`; every layer, or an error and none."""
-        states = self._settled()
+        states, to = self._settled(), operator.index(to)
         if not 0 <= to <= self.length or states.reachable(to) != to:
             for index, state in self.layers.items():
                 check_reach(state, to, f"layer {index}: ")
             raise RewindError(f"length {to}: {states.reachable(to)} is the longest all can reach")
-        self._ledger.perform(lambda: states.rewind(to))
+        self._ledger.each("rewind", lambda state: state.rewind(to), length=to)
 
     def trim(self, count: int) -> int:
         """Drop the newest `count` tokens, or all there are; how many that was."""
@@ -167,7 +174,7 @@ class Cache(Refusals):
 
     def checkpoint(self) -> None:
         """Make the present length one that recurrent layers can come back to."""
-        self._ledger.perform(self._states.checkpoint)
+        self._settled().checkpoint()
 
     def snapshot(self) -> Snapshot:
         """A copy of all that is remembered, to `restore` from."""
@@ -179,7 +186,7 @@ class Cache(Refusals):
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become what the snapshot holds; every layer, or an error and none."""
-        with self._ledger.staged():
+        with self._ledger.staged("restore"):
             self._states.restore(snapshot)
 
     def fork(self) -> Cache:
@@ -194,7 +201,7 @@ class Cache(Refusals):
 
     def select(self, index: Sequence[int] | Tensor) -> None:
         """Keep these sequences of the batch, in this order, with repeats if there are any."""
-        states = self._settled()
+        self._settled()
         chosen, batch = torch.as_tensor(index).cpu(), self.batch
         fits = chosen.ndim == 1 and not (chosen.is_floating_point() or chosen.is_complex())
         fits = fits and chosen.dtype != torch.bool and all(0 <= i < batch for i in chosen.tolist())
@@ -202,7 +209,7 @@ class Cache(Refusals):
             said = f"sequences {chosen.tolist()} of a batch of {batch}"
             raise ValueError(f"{said}: numbers from 0 to {batch - 1} are needed")
         chosen = chosen.long()  # of 8 bits, they would be taken for a mask
-        self._ledger.replace("select", lambda: states.select(chosen))
+        self._ledger.once("select", lambda state: state.select(chosen))
 
     def repeat(self, count: int) -> None:
         """Every sequence `count` times, one after the other."""
@@ -218,7 +225,7 @@ class Cache(Refusals):
 
     def move(self, device: torch.device | str) -> None:
         """Lie in the memory of another device, the same otherwise."""
-        self._ledger.perform(lambda: self._states.move(torch.device(device)))
+        self._settled().move(torch.empty(0, device=device).device)
 
     @contextmanager
     def speculating(self) -> Iterator[None]:
@@ -231,8 +238,10 @@ class Cache(Refusals):
 
     def widen(self, slack: int) -> None:
         """From now on, let rewinds of so many tokens be exact."""
-        self._ledger.perform(lambda: self._states.widen(slack))
-        self.spec = self.spec.widened(slack)
+        spec = self.spec.widened(slack)
+        self._ledger.each(
+            "widen", lambda state: state.widen(slack), then=partial(setattr, self, "spec", spec)
+        )
 
     def recode(self, spec: AnySpec) -> None:
         """Store the same tokens by another spec; every layer, or an error and none.
@@ -245,22 +254,21 @@ class Cache(Refusals):
         told = {"length": self.length, "from": words(self.spec), "nbytes_before": self.nbytes}
         # All of the new memory is there before any of the old one goes, or an error halfway could
         # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
-        with self._ledger.staged():
+        with self._ledger.staged("recode", partial(setattr, self, "spec", full)):
             for name, state in states.parts.items():
                 try:
                     state.recode(full.layers[int(name)])
                 except (CacheError, ValueError) as error:
                     raise type(error)(f"layer {name}: {error}") from error
-        self.spec = full
         self._recoded.append(told | {"to": words(full), "nbytes_after": self.nbytes})
 
     def reset(self) -> None:
         """Forget the tokens, keep the memory."""
-        self._ledger.begin_anew(self._states.reset)
+        self._ledger.anew("reset", lambda state: state.reset())
 
     def clear(self) -> None:
         """Forget the tokens and free the memory."""
-        self._ledger.begin_anew(self._states.clear)
+        self._ledger.anew("clear", lambda state: state.clear())
 
     def stats(self) -> dict[str, Any]:
         """What there is and what happened, in numbers."""

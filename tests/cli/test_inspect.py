@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf.zoo import FAMILIES
 from kvant import Cache, CacheFileError, CacheSpec, GroupSpec, RecurrentSpec, SharedSpec, save
+from kvant.contracts import Snapshot
 from kvant.files import header
 from layers.tagged import layer
 
@@ -157,3 +160,18 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     code, out, error = call("inspect", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(3.0), torch.zeros(2)], ids=["number", "row"])
+@pytest.mark.parametrize("name", ["0/start", "0/keys.dense"])
+def test_a_tensor_of_fewer_dimensions_than_rows_have_ends_in_no_traceback(
+    name: str, tensor: Tensor, call: Any, tmp_path: Path
+) -> None:
+    """Anybody can write such a file; loading it is refused."""
+    cache = Cache(1, "raw")
+    cache[0].append(*torch.randn(2, 1, 1, 3, 8))
+    exposed = cache.exposed()
+    other = Snapshot({**exposed.tensors, name: tensor}, exposed.numbers)
+    save(SimpleNamespace(spec=cache.spec, exposed=lambda: other), tmp_path / "forged.kv")
+    code, _, error = call("inspect", str(tmp_path / "forged.kv"))
+    assert (code, error) == (0, "")

@@ -195,6 +195,24 @@ def test_an_error_leaves_a_model_attached_as_it_was(
         assert cache.spec.layers[0].retention.window == 64
 
 
+def test_an_error_leaves_the_parts_of_a_model_attached_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The model inside lost what it had when the one around it was attached in vain."""
+    model, given = blip2(opt())
+    kvant.attach(model.language_model, "affine8,window=64", guard=False)
+
+    def died(*args: Any, **kwargs: Any) -> None:
+        raise TypeError("a forward that died")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(model.language_model, "forward", died)
+        with pytest.raises(TypeError, match="died"):
+            kvant.attach(model, "affine4")
+    assert "_kvant_attachment" not in model.__dict__
+    assert made(model, **given).spec.layers[0].retention.window == 64
+
+
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gpt_oss"])
 def test_an_attached_model_that_was_stored_is_attached(name: str) -> None:
     """It could not be read again; one that attends folded could not be either."""

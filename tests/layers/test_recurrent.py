@@ -247,3 +247,13 @@ def test_checkpoints_of_other_shapes_than_the_state_are_refused() -> None:
     tensors = {"now.h": torch.zeros(1, 3), "at0.h": torch.zeros(2, 3)}
     with pytest.raises(SnapshotMismatch, match="other shapes"):
         Recurrent(RecurrentSpec()).restore(Snapshot(tensors, {"now": 2, "at0": 1}))
+
+
+@pytest.mark.parametrize("shapes", [((0, 3),), ((1, 3), (5, 3))], ids=["none", "several"])
+def test_a_snapshot_of_no_batch_or_of_several_is_refused(
+    shapes: tuple[tuple[int, int], ...],
+) -> None:
+    """A select of such a state failed halfway through the layers."""
+    tensors = {f"now.s{i}": torch.zeros(shape) for i, shape in enumerate(shapes)}
+    with pytest.raises(SnapshotMismatch, match="sequences"):
+        Recurrent(RecurrentSpec()).restore(Snapshot(tensors, {"now": 3}))

@@ -63,7 +63,8 @@ def _of_file(path: Path) -> tuple[dict[str, Any], list[Line]]:
         size = path.stat().st_size
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    batches = (one.shape[0] for name, one in head.tensors.items() if name.endswith("/start"))
+    starts = (one.shape for name, one in head.tensors.items() if name.endswith("/start"))
+    batches = (shape[0] for shape in starts if len(shape) == 1)
     told = {
         "file": str(path),
         "version": head.version,
@@ -84,7 +85,8 @@ def _tokens(numbers: Mapping[str, int]) -> int:
 
 def _saved(head: Header, index: int, recipe: Recipe) -> Line:
     own = {n: t for n, t in head.tensors.items() if n.startswith(f"{index}/")}
-    dense = [t for n, t in own.items() if n.endswith(("keys.dense", "values.dense"))]
+    sides = [t for n, t in own.items() if n.endswith(("keys.dense", "values.dense"))]
+    dense = [one for one in sides if len(one.shape) == 4]
     nbytes = sum(tensor.nbytes for tensor in own.values())
     return Line(_kind(recipe), _dense_rows(dense), _recipe(recipe), nbytes)
 

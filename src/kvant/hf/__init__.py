@@ -1,7 +1,7 @@
 """kvant in the hands of Hugging Face transformers."""
 
 from kvant.attention import explain
-from kvant.hf.attach import attach, attached_with, detach
+from kvant.hf.attach import attach, attachments, detach
 from kvant.hf.build import cache_for, loaded
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues, crosses
@@ -20,7 +20,7 @@ __all__ = [
     "PairedCache",
     "Replayer",
     "attach",
-    "attached_with",
+    "attachments",
     "cache_for",
     "captured",
     "capturing",

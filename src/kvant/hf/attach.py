@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 
 from kvant.hf.attention import switch, switch_back, switchable
@@ -57,22 +57,20 @@ def attach(model: nn.Module, spec: AnySpec = "raw") -> None:
 
 def detach(model: nn.Module) -> None:
     """Undo `attach`."""
-    model = host_model(model)
-    parts = [part for part in generating(model) if MARK in part.__dict__]
-    if not parts:
-        raise ValueError(f"{type(model).__name__} is not attached to kvant")
-    for part in parts:
-        attachment: Attachment = part.__dict__.pop(MARK)
-        del part.__dict__[PREPARE]
+    found = attachments(model)
+    if not found:
+        raise ValueError(f"{type(host_model(model)).__name__} is not attached to kvant")
+    for part, attachment in found.items():
+        del part.__dict__[MARK], part.__dict__[PREPARE]
         for module in attachment.folded:
             unfold(module)
         switch_back(attachment.implementations)
 
 
-def attached_with(model: nn.Module) -> AnySpec | None:
-    """The spec that a model is attached with now."""
-    attachment: Attachment | None = host_model(model).__dict__.get(MARK)
-    return None if attachment is None else attachment.spec
+def attachments(model: nn.Module) -> dict[PreTrainedModel, Attachment]:
+    """What is attached of a model now, by part; those of its own come first."""
+    parts = generating(host_model(model))
+    return {part: part.__dict__[MARK] for part in parts if MARK in part.__dict__}
 
 
 def _prepare(

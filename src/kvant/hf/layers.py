@@ -43,13 +43,17 @@ class AttentionLayer(CacheLayerMixin):
         self.state = _attention_of(context.states[index])
         self.is_sliding = described.window is not None
         self.notes = context.notes.setdefault(index, Notes())
-        self.narrow = narrows(described, self.recipe)
         self.kind: type[Reading] = CrossReading if context.cross else Reading
         if described.latent is not None:
             self.kind = LatentReading
         self.dtype = torch.float32
         self._reading: weakref.ref[Reading] | None = None  # whoever reads it keeps it
         super().__init__()
+
+    @property
+    def narrow(self) -> bool:
+        """Does the recipe let a query see less than the model would?"""
+        return narrows(self.described, self.recipe)
 
     @property
     def recipe(self) -> LayerSpec:

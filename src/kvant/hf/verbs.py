@@ -10,7 +10,7 @@ from kvant.cache import Cache
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
 from kvant.hf.context import Context
-from kvant.hf.detect import HostLayer, narrows, recipes
+from kvant.hf.detect import HostLayer, recipes
 from kvant.hf.explanation import Explanation
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.notes import Notes
@@ -89,8 +89,6 @@ class Verbs:
         full = self._recoded(spec)
         self._expire()
         self.states.recode(full)
-        for layer in self._attending():
-            layer.narrow = narrows(layer.described, layer.recipe)
 
     def speculating(self) -> AbstractContextManager[None]:
         """Within, a chunk may be drafts: it is read as one token after the other would be."""

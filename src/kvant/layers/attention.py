@@ -251,7 +251,7 @@ class Attention:
         self._record = self._committed if now is before else now and now.moved(device, self.tiles)
 
     def widen(self, slack: int) -> None:
-        if slack <= self.spec.slack:
+        if slack <= self._committed_spec.slack:
             return
         self.spec = replace(self.spec, slack=slack)
         self._settle(restored(self.spec, exposed(self._record), self.tiles, self.tally))

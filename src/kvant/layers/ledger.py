@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvant.contracts import Follower, LayerState
 from kvant.errors import CacheError
@@ -68,24 +69,36 @@ class Forward:
     opened: dict[int, LayerState] = field(default_factory=dict)  # by identity
     arrived: dict[int, LayerState] = field(default_factory=dict)
     before: int = 0  # the length of all of them when it began
-    verb: bool = False  # all states at once: nothing came that a follower could follow
+
+
+def nothing() -> None:
+    """All is done once the states are."""
+
+
+class Verb(NamedTuple):
+    """A verb on all states that has begun, and how it is brought to its end."""
+
+    name: str
+    length: int  # that the states have then
+    end: Callable[[LayerState], None] | None  # may be done again; None: there is no way
+    then: Callable[[], None] = nothing  # likewise
 
 
 class Together:
     """The ledger of a cache: appends are committed when every state has one.
 
-    An exception, Ctrl-C among them, may come between any two instructions; all states or none act
-    nevertheless. A forward is kept from the moment on at which its last state has arrived, which is
-    one assignment; whatever comes next first ends what was interrupted before it, by undoing it
-    where it was not kept yet, and by committing it (again) where it was. A verb that can be done
-    again is noted before it begins, and done again where it was interrupted.
+    An exception, Ctrl-C among them, may come between any two instructions; all states act
+    nevertheless, or none does. A forward is kept from the moment on at which its last state has
+    arrived, which is one assignment; a verb is noted, by one assignment too, before it changes the
+    first state. Whatever comes next first ends what was interrupted before it, and `length` is the
+    one that there will be then.
     """
 
     def __init__(self, states: Sequence[LayerState], followers: Sequence[Follower] = ()) -> None:
         self.states = tuple(states)
         self.followers = tuple(followers)
         self.forward = Forward()
-        self.unfinished: Callable[[], None] | None = None  # a verb, until it has ended
+        self.unfinished: Verb | None = None
         self.abandoned = 0
         self.changes = 0  # appends and verbs, by which memory may have changed
         self.speculating = False
@@ -97,10 +110,11 @@ class Together:
     @property
     def length(self) -> int:
         """Tokens that every state has, those of a forward under way not counted."""
-        forward = self.forward
-        if forward.opened and not self._complete:
-            return forward.before
-        return min((state.length for state in (*self.states, *self.followers)), default=0)
+        if self.unfinished is not None:
+            return self.unfinished.length
+        if self.forward.opened and not self._complete:
+            return self.forward.before
+        return self._reached()
 
     @property
     def whole(self) -> bool:
@@ -109,12 +123,14 @@ class Together:
 
     @property
     def _complete(self) -> bool:
-        return len(self.forward.arrived) >= len(self.states)
+        return len(self.forward.arrived) == len(self.states)
 
     def opening(self, state: LayerState) -> None:
         self.changes += 1
         if self.unfinished is not None or id(state) in self.forward.arrived:
             self.rollback()
+        elif id(state) in self.forward.opened:
+            state.rollback()  # its append died before it was counted
         if not self.forward.opened:
             self.forward.before = self.length
         self.forward.opened[id(state)] = state
@@ -138,13 +154,12 @@ class Together:
     def rollback(self) -> None:
         """Take back what a forward that never reached every layer has appended.
 
-        Every verb begins with it. A forward, or a verb, that was interrupted while it was kept is
-        brought to its end.
+        Every verb begins with it. A verb, or a forward that was kept, is brought to its end where
+        it was interrupted.
         """
         self.changes += 1
         if self.unfinished is not None:
-            self.unfinished()
-            self.unfinished = None
+            self._end(self.unfinished)
         if self.forward.arrived and self._complete:
             self._keep()
         elif self.forward.opened:
@@ -158,55 +173,77 @@ class Together:
                 self.abandoned += 1
             self._undo()
 
+    def each(
+        self,
+        name: str,
+        act: Callable[[LayerState], None],
+        *,
+        length: int | None = None,
+        then: Callable[[], None] = nothing,
+    ) -> None:
+        """A verb that may be done again to a state that it was done to."""
+        self.rollback()
+        self._act(act, Verb(name, self.length if length is None else length, act, then))
+
+    def anew(self, name: str, act: Callable[[LayerState], None]) -> None:
+        """The same of a verb behind which there are no tokens: nothing before it matters."""
+        self._act(act, Verb(name, 0, act))
+        self.rollback()
+
+    def once(self, name: str, act: Callable[[LayerState], None]) -> None:
+        """A verb that cannot be done again, and for which there is no memory to undo it."""
+        self.rollback()
+        self._act(act, Verb(name, self.length, None))
+
     @contextmanager
-    def staged(self) -> Iterator[None]:
+    def staged(self, name: str, then: Callable[[], None] = nothing) -> Iterator[None]:
         """Within, states change as an append changes them; all of it is kept, or none."""
         self.rollback()
-        everybody = {id(state): state for state in (*self.states, *self.followers)}
-        self.forward = Forward(everybody, before=self.length, verb=True)
+        self.unfinished = Verb(name, self.length, lambda state: state.rollback())
         try:
             yield
         except BaseException:
-            self._undo()
+            self._end(self.unfinished)
             raise
-        self.forward = Forward(everybody, everybody, verb=True)  # from here on it is kept
-        self._keep()
+        # From here on it is kept.
+        self.unfinished = Verb(name, self._reached(), lambda state: state.commit(), then)
+        self._end(self.unfinished)
 
-    def perform(self, verb: Callable[[], None]) -> None:
-        """A verb that can be done again: once begun, it is brought to its end."""
-        self.rollback()
-        self._run(verb, verb)
-
-    def begin_anew(self, verb: Callable[[], None]) -> None:
-        """The same of a verb before which nothing matters."""
-        self._run(verb, verb)
-        self.rollback()
-
-    def replace(self, name: str, verb: Callable[[], None]) -> None:
-        """A verb for which there is no memory to undo it, and that cannot be done again."""
-
-        def refuse() -> None:
-            raise CacheError(
-                f"{name} was interrupted, and some layers changed without the others: clear() or "
-                "reset() the cache"
-            )
-
-        self.rollback()
-        self._run(verb, refuse)
-
-    def _run(self, verb: Callable[[], None], again: Callable[[], None]) -> None:
-        self.unfinished = again
+    def _act(self, act: Callable[[LayerState], None], verb: Verb) -> None:
+        self.changes += 1
+        self.unfinished, done = verb, 0
         try:
-            verb()
-        except CacheError:  # a state refused, and said why
-            self.unfinished = None
+            for state in (*self.followers, *self.states):  # followers are those that refuse
+                act(state)
+                done += 1
+        except Exception:
+            if done == 0:  # it was refused before anything changed
+                self.unfinished = None
             raise
+        verb.then()
         self.unfinished = None
 
+    def _end(self, verb: Verb) -> None:
+        way_out = (
+            f"{verb.name} was interrupted, and some layers may have changed without the others"
+        )
+        if verb.end is None:
+            raise CacheError(f"{way_out}: reset() or clear() the cache")
+        try:
+            for state in (*self.followers, *self.states):
+                verb.end(state)
+        except CacheError as error:
+            raise CacheError(f"{way_out} ({error}): reset() or clear() the cache") from error
+        verb.then()
+        self.unfinished = None
+
+    def _reached(self) -> int:
+        return min((state.length for state in (*self.followers, *self.states)), default=0)
+
     def _keep(self) -> None:
-        for state in self.forward.arrived.values():
+        for state in self.states:
             state.commit()
-        if self.followers and not self.forward.verb:
+        if self.followers:
             length = min(state.length for state in self.states)
             for follower in self.followers:
                 follower.follow(length)

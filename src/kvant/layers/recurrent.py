@@ -125,6 +125,7 @@ class Recurrent:
     def rewind(self, to: int) -> None:
         check_reach(self, to)
         if to == self.length:
+            self._settle(self._past)  # a rewind that was interrupted may have come so far
             return
         kept = tuple(moment for moment in self._past.checkpoints if moment.length <= to)
         self._settle(Past(kept[-1].copied() if to else NOTHING, kept))
@@ -160,6 +161,10 @@ class Recurrent:
             if tensor.ndim == 0:
                 raise SnapshotMismatch(f"{key} is a single number: [batch, ...] is needed")
             states[moment][name] = _kept(tensor)
+        for moment, state in states.items():
+            batches = sorted({tensor.shape[0] for tensor in state.values()})
+            if len(batches) > 1 or 0 in batches:
+                raise SnapshotMismatch(f"{moment} has states of {batches} sequences")
         count = len(states) - 1
         order = ["now", *(f"at{i}" for i in range(count))]
         if set(order) != set(states) or count > self.spec.max_checkpoints:

@@ -57,16 +57,17 @@ def attached(
     After an error it is attached as it was before, or not at all.
     """
     model = hf.host_model(model)
-    before = hf.attached_with(model)
+    before = hf.attachments(model)
     try:
         if is_auto(spec):
             return _chosen(model, spec, tokenizer, progress)
         return spec, _attached(model, spec, tokenizer, guard)
     except BaseException:
-        if hf.attached_with(model) is not before:
-            hf.detach(model)
-            if before is not None:
-                hf.attach(model, before)
+        if (now := hf.attachments(model)) != before:
+            if now:
+                hf.detach(model)
+            for part, held in before.items():
+                hf.attach(part, held.spec)
         raise
 
 

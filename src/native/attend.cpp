@@ -149,15 +149,11 @@ private:
 // what they would get one by one. For so few, opening the rows once would save next to nothing.
 constexpr int64_t FEW = 16;
 
-int attend(const kvant_request &request) {
-    if (request.queries > FEW) {
-        AttendMany(request).run();
-        return 0;
-    }
+void attend(const kvant_request &request) {
+    if (request.queries > FEW) return AttendMany(request).run();
     Attend attend(request);
     attend.run();
     attend.merge();
-    return 0;
 }
 
 }  // namespace

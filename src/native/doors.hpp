@@ -6,8 +6,8 @@
 
 namespace kvant::KVANT_TARGET {
 
-template <class T> inline void read_as(const void *from, int64_t at, int64_t dim, float *to) {
-    for (int64_t d = 0; d < dim; d += 16) store(to + d, load((const T *)from + at + d));
+template <class T> inline void read_as(const void *from, int64_t dim, float *to) {
+    for (int64_t d = 0; d < dim; d += 16) store(to + d, load((const T *)from + d));
 }
 
 template <class T> inline void write_as(void *to, int64_t at, int64_t dim, const float *from) {
@@ -17,10 +17,11 @@ template <class T> inline void write_as(void *to, int64_t at, int64_t dim, const
 // One query in single precision.
 inline void read_query(const kvant_request &r, int64_t sequence, int64_t head, int64_t query,
                        float *to) {
-    const int64_t at = sequence * r.q_batch + head * r.q_head + query * r.q_row;
-    if (r.q_dtype == KVANT_F32) read_as<float>(r.q, at, r.keys.dim, to);
-    if (r.q_dtype == KVANT_F16) read_as<Half>(r.q, at, r.keys.dim, to);
-    if (r.q_dtype == KVANT_BF16) read_as<Bfloat>(r.q, at, r.keys.dim, to);
+    const char *at =
+        (const char *)r.q.data + sequence * r.q.batch + head * r.q.head + query * r.q.row;
+    if (r.q_dtype == KVANT_F32) read_as<float>(at, r.keys.dim, to);
+    if (r.q_dtype == KVANT_F16) read_as<Half>(at, r.keys.dim, to);
+    if (r.q_dtype == KVANT_BF16) read_as<Bfloat>(at, r.keys.dim, to);
 }
 
 // The outputs of one query, rounded once.

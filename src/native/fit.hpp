@@ -8,7 +8,6 @@
 
 namespace kvant::KVANT_TARGET {
 
-constexpr int MAX_GROUP_WIDTH = 128;
 constexpr float LIMIT = 65504.0f;
 
 inline float clamped(float x, float limit) { return std::min(std::max(x, -limit), limit); }

@@ -1,4 +1,4 @@
-// What one instruction set offers.
+// What one instruction set offers, for requests that were checked.
 #pragma once
 
 #include "kvant.h"
@@ -7,9 +7,9 @@ namespace kvant {
 
 struct Kernels {
     const char *name;
-    int (*attend)(const kvant_request &);
-    int (*seal)(const kvant_seal_request &);
-    int (*rotate)(const kvant_rotate_request &);
+    void (*attend)(const kvant_request &);
+    void (*seal)(const kvant_seal_request &);
+    void (*rotate)(const kvant_rotate_request &);
 };
 
 namespace avx512 {

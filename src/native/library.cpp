@@ -1,8 +1,10 @@
-// The entry points, and the choice among the instruction sets that were compiled.
+// The entry points, each of which checks its request first, and the choice among the instruction sets that were compiled.
 #include <cstdlib>
 #include <cstring>
 
+#include "checks.hpp"
 #include "kernels.hpp"
+#include "put.hpp"
 
 namespace {
 
@@ -36,14 +38,32 @@ extern "C" int kvant_abi(void) { return KVANT_ABI; }
 
 extern "C" const char *kvant_isa(void) { return kernels() ? kernels()->name : nullptr; }
 
-extern "C" int kvant_attend(const kvant_request *request) {
-    return kernels() ? kernels()->attend(*request) : -1;
+namespace {
+
+template <class Request>
+const char *run(const Request *request, void (*Kernels::*kernel)(const Request &)) {
+    if (!kernels()) return "all: KVANT_ISA names nothing that this processor has";
+    const char *refusal = kvant::refused(*request);
+    if (!refusal && !kvant::is_empty(*request)) (kernels()->*kernel)(*request);
+    return refusal;
 }
 
-extern "C" int kvant_seal(const kvant_seal_request *request) {
-    return kernels() ? kernels()->seal(*request) : -1;
+}  // namespace
+
+extern "C" const char *kvant_attend(const kvant_request *request) {
+    return run(request, &Kernels::attend);
 }
 
-extern "C" int kvant_rotate(const kvant_rotate_request *request) {
-    return kernels() ? kernels()->rotate(*request) : -1;
+extern "C" const char *kvant_seal(const kvant_seal_request *request) {
+    return run(request, &Kernels::seal);
+}
+
+extern "C" const char *kvant_rotate(const kvant_rotate_request *request) {
+    return run(request, &Kernels::rotate);
+}
+
+extern "C" const char *kvant_put(const kvant_put_request *request) {
+    const char *refusal = kvant::refused(*request);
+    if (!refusal && !kvant::is_empty(*request)) kvant::put(*request);
+    return refusal;
 }

@@ -97,10 +97,6 @@ private:
 
 }  // namespace
 
-int rotate(const kvant_rotate_request &request) {
-    if (request.dim % 16 || request.dim > MAX_DIM) return -1;
-    Rotating(request).run();
-    return 0;
-}
+void rotate(const kvant_rotate_request &request) { Rotating(request).run(); }
 
 }  // namespace kvant::KVANT_TARGET

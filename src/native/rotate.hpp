@@ -5,6 +5,6 @@
 
 namespace kvant::KVANT_TARGET {
 
-int rotate(const kvant_rotate_request &request);
+void rotate(const kvant_rotate_request &request);
 
 }  // namespace kvant::KVANT_TARGET

@@ -235,9 +235,6 @@ private:
 
 }  // namespace
 
-int seal(const kvant_seal_request &request) {
-    Sealing(request).run();
-    return 0;
-}
+void seal(const kvant_seal_request &request) { Sealing(request).run(); }
 
 }  // namespace kvant::KVANT_TARGET

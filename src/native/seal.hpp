@@ -5,6 +5,6 @@
 
 namespace kvant::KVANT_TARGET {
 
-int seal(const kvant_seal_request &request);
+void seal(const kvant_seal_request &request);
 
 }  // namespace kvant::KVANT_TARGET

@@ -66,8 +66,6 @@ private:
     }
 };
 
-inline int64_t size_of(int64_t dtype) { return dtype == KVANT_F32 ? 4 : 2; }
-
 // The rows of a span that is dense, or sealed as they came.
 inline RowBlock row_block(const kvant_side &side, const Span &span, int64_t sequence, int64_t head) {
     const int count = span.stop - span.first;

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvant.arenas.reserve import reserved
 from kvant.contracts import Fields
-from kvant.native import put
+from kvant.native import check_room, put
 
 GROWING = -1  # marks the axis along which units lie in a slab's shape
 
@@ -204,7 +204,9 @@ class Buffer:
             return
         for name, tensor in units.items():
             axis = self.slabs[name].axis
-            tensors[name].narrow(axis, slot, tensor.shape[axis]).copy_(tensor)
+            count = tensor.shape[axis]
+            check_room(slot, count, tensors[name].shape[axis])
+            tensors[name].narrow(axis, slot, count).copy_(tensor)
 
     def _reserve(self, slots: int) -> int:
         grows = self.growth.bound is None and self.growth.at_once is None and self.growth.step > 1

@@ -16,8 +16,9 @@ from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-ABI = 7
+ABI = 8
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)
@@ -57,13 +58,25 @@ def load(path: Path) -> Library:
         return Library(None, reason=f"{path} cannot be loaded: {error}")
     if functions.kvant_abi() != ABI:
         return Library(None, reason=f"{path} is of another version: reinstall kvant")
-    functions.kvant_isa.restype = ctypes.c_char_p
+    for name in ("kvant_isa", "kvant_attend", "kvant_seal", "kvant_rotate", "kvant_put"):
+        getattr(functions, name).restype = ctypes.c_char_p
     isa = functions.kvant_isa()
     if isa is None:
         wish = os.environ.get("KVANT_ISA")
         return Library(None, reason=f"KVANT_ISA={wish} is nothing that this processor has")
     _share_team(functions)
     return Library(functions, isa.decode())
+
+
+def behind(x: Tensor, size: int) -> int:
+    """Bytes of memory from the first number of a tensor on, each number of so many bytes."""
+    return x.untyped_storage().nbytes() - x.storage_offset() * size  # type: ignore[return-value]
+
+
+def done(refusal: bytes | None) -> None:
+    """Nothing where a function did what it was asked for; else what it refused as an error."""
+    if refusal is not None:
+        raise RuntimeError(f"the native library refuses what it was asked: {refusal.decode()}")
 
 
 def part_teams() -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from kvant.lasting import passing
-from kvant.native.library import DTYPES, library
+from kvant.native.library import DTYPES, behind, done, library
 
-RECORD = struct.Struct("@13q")  # kvant_rotate_request
+RECORD = struct.Struct("@16q")  # kvant_rotate_request
 DIMS = range(16, 256 + 1, 16)
 Signs = ctypes.Array[ctypes.c_float]  # one a channel: +-1 over the square root of its block
 
@@ -45,9 +45,9 @@ def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
     assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
     (batch, head, row, _), size = x.stride(), x.element_size()
     given = RECORD.pack(
-        *(x.data_ptr(), batch * size, head * size, row * size, DTYPES[x.dtype], *x.shape),
-        *(ctypes.addressof(signs), last, out.data_ptr(), torch.get_num_threads()),
+        *(x.data_ptr(), behind(x, size), batch * size, head * size, row * size),
+        *(DTYPES[x.dtype], *x.shape, ctypes.addressof(signs), ctypes.sizeof(signs), last),
+        *(out.data_ptr(), out.nbytes, torch.get_num_threads()),
     )
-    if functions.kvant_rotate(given):
-        raise RuntimeError("the native library refused what it is said to serve")
+    done(functions.kvant_rotate(given))
     return out

@@ -15,7 +15,7 @@ from kvant.attention.native.interface import FORMS, form, record
 from kvant.attention.native.lanes import Lanes
 from kvant.attention.native.sealing import sealed
 from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
-from kvant.native import DTYPES, library
+from kvant.native import DTYPES, done, library
 
 __all__ = ["Native", "arrangement"]
 
@@ -63,8 +63,7 @@ class Native:
         if request.sink_logits is not None:
             request = replace(request, sink_logits=request.sink_logits.float().contiguous())
         given = record(request, view, out, lse, torch.get_num_threads())
-        if functions.kvant_attend(given):
-            raise RuntimeError("the native library refused what it is said to serve")
+        done(functions.kvant_attend(given))
         return out, lse
 
 

@@ -14,9 +14,9 @@ from kvant.attention.native.lanes import Lanes
 from kvant.codecs import Affine, Codebook
 from kvant.codecs.levels import boundaries
 from kvant.contracts import Codec, Fields, Tiles
-from kvant.native import DTYPES
+from kvant.native import DTYPES, behind, done
 
-RECORD = struct.Struct("@21q")
+RECORD = struct.Struct("@27q")
 ARRANGEMENTS: dict[tuple[Tiles | None, str], int] = {
     (None, "keys"): 0,
     (None, "values"): 0,
@@ -36,7 +36,7 @@ def sealed(
     regular = strides[4] == 1 and strides[1] == page * strides[3]
     if arrangement is None or rows.dtype not in DTYPES or dim % 16 or dim > MAX_DIM:
         return None
-    kind, bits, group, table = form(codec, dim)
+    kind, bits, group, *levels = form(codec, dim)
     if kind == 0 or not regular or page % TILE or (bits in (3, 5) and dim % 32):
         return None
     out = {
@@ -45,23 +45,25 @@ def sealed(
         )
         for name, field in codec.fields(dim).items()
     }
-    bias = out.get("bias")
+    memory = {name: (field.data_ptr(), field.nbytes) for name, field in out.items()}
     given = RECORD.pack(
-        *(rows.data_ptr(), strides[0] * size, strides[2] * size, strides[3] * size),
+        *(rows.data_ptr(), behind(rows, size)),
+        *(strides[0] * size, strides[2] * size, strides[3] * size),
         *(DTYPES[rows.dtype], batch, pages, heads, page, dim, kind, bits, group),
         isinstance(codec, Affine | Codebook) and codec.corrected,
-        *_codebook(codec, dim, table),
-        *(arrangement, out["codes"].data_ptr(), out["scale"].data_ptr()),
-        0 if bias is None else bias.data_ptr(),
+        *(*levels, *_boundaries_of(codec, dim), arrangement),
+        *(*memory["codes"], *memory["scale"], *memory.get("bias", (0, 0))),
         torch.get_num_threads(),
     )
-    return None if functions.kvant_seal(given) else out
+    done(functions.kvant_seal(given))
+    return out
 
 
-def _codebook(codec: Codec, dim: int, table: int) -> tuple[int, int]:
+def _boundaries_of(codec: Codec, dim: int) -> tuple[int, int]:
     if not isinstance(codec, Codebook):
         return 0, 0
-    return table, ctypes.addressof(_boundaries(codec.bits, dim))
+    table = _boundaries(codec.bits, dim)
+    return ctypes.addressof(table), ctypes.sizeof(table)
 
 
 @lru_cache(maxsize=64)

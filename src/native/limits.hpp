@@ -1,0 +1,16 @@
+// What every kernel is made for, whatever it is compiled for.
+#pragma once
+
+#include "kvant.h"
+
+namespace kvant {
+
+constexpr int BLOCK = 64;             // rows that share one step of the softmax; pages are multiples
+constexpr int MAX_DIM = 256;          // channels of a row
+constexpr int MAX_GROUP = 16;         // queries that share a key head
+constexpr int MAX_GROUP_WIDTH = 128;  // channels that share an affine scale
+constexpr int MAX_THREADS = 4096;
+
+inline int64_t size_of(int64_t dtype) { return dtype == KVANT_F32 ? 4 : 2; }
+
+}  // namespace kvant

@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest
 
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 
-.PHONY: sanitize demo env check test laws format clean
+.PHONY: sanitize fuzz demo env check test laws format clean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -38,17 +38,34 @@ format: env
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-# What the sanitizers find in the kernels, every instruction set: sizes that end inside of tiles.
-sanitize: env
+SANITIZED := build/sanitize/libkvant.so
+SECONDS ?= 60
+SEED ?= 0
+FUZZ = PYTHONPATH=tests $(BIN)/python -m native.fuzz $(SANITIZED)
+
+# Every instruction set, as the shell variable `isa`, with the sanitizers loaded: $(call each,command).
+define each
+@for isa in avx512 avx2 plain; do \
+  echo "$$isa"; \
+  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 KVANT_ISA=$$isa $(1) || exit 1; \
+done
+endef
+
+.PHONY: $(SANITIZED)
+$(SANITIZED): env
 	@cmake -S . -B build/sanitize -DCMAKE_BUILD_TYPE=Debug -DKVANT_SANITIZE=ON > /dev/null
 	@cmake --build build/sanitize
-	@for isa in avx512 avx2 plain; do \
-	  echo "$$isa"; \
-	  LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 KVANT_ISA=$$isa \
-	  $(PYTEST) -q -p no:cacheprovider --library build/sanitize \
-	  tests/attention/test_native.py tests/frames/test_native.py || exit 1; \
-	done
+
+# What the sanitizers find in the kernels: sizes that end inside of tiles, and sizes that lie.
+sanitize: $(SANITIZED)
+	$(call each,$(FUZZ) --iterations 2000)
+	$(call each,$(PYTEST) -q -p no:cacheprovider --library build/sanitize \
+	  tests/attention/test_native.py tests/frames/test_native.py)
+
+# Sizes that lie, for so many seconds on each instruction set: make fuzz SECONDS=600 SEED=7.
+fuzz: $(SANITIZED)
+	$(call each,$(FUZZ) --seconds $(SECONDS) --seed $(SEED))
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

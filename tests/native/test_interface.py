@@ -5,9 +5,12 @@ from __future__ import annotations
 import ctypes
 import random
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -222,3 +225,9 @@ def test_no_sequence_has_nothing_to_attend_to(functions: ctypes.CDLL) -> None:
     case = Case("attend", random.Random(1), memory())
     case.request.batch = 0
     assert case.call(functions) is None
+
+
+def test_random_requests_touch_nothing_else(functions: ctypes.CDLL) -> None:
+    run = [sys.executable, "-m", "native.fuzz", functions._name, "--iterations", "400"]
+    done = subprocess.run(run, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

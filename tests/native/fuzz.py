@@ -1,0 +1,151 @@
+"""Requests of random shapes to the native library, half of them with sizes that lie.
+
+    PYTHONPATH=tests python -m native.fuzz LIBRARY --iterations 1000 --seed 1
+    make fuzz SECONDS=600    # the same under sanitizers, for each instruction set
+
+A request that tells the truth must be served. One that lies may be refused, and then nothing is
+written; served or not, nothing beyond the bytes that it states may be touched. Every request is
+made from the seed and its number, so `--first` goes back to one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import random
+import time
+from collections import Counter
+
+from native.cases import Case, nbytes_of
+from native.interface import ENTRIES, Place, Pointer, loaded
+from native.memory import memory
+
+ODD = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    15,
+    16,
+    17,
+    31,
+    32,
+    33,
+    63,
+    64,
+    65,
+    80,
+    127,
+    128,
+    129,
+    256,
+    272,
+    4096,
+)
+HUGE = tuple(
+    sign * (1 << power) + by
+    for power in (31, 32, 40, 61, 62)
+    for sign in (1, -1)
+    for by in (-1, 0, 1)
+)
+HUGE += ((1 << 63) - 1, -(1 << 63), -1, -2, -16)
+TABLES = ("page_table", "start")  # memory whose numbers say where other memory is
+ENDLESS = 10_000  # rows at one address: a lie about nothing, which takes for ever
+
+
+def lie(case: Case, rng: random.Random) -> None:
+    """Change one number of a request, or one of a table that it leads to."""
+    tables = [path for path in TABLES if case.contents.get(path)]
+    if tables and rng.random() < 0.1:
+        path = rng.choice(tables)
+        content = bytearray(case.contents[path])
+        at = 8 * rng.randrange(len(content) // 8)
+        content[at : at + 8] = ctypes.c_int64(rng.choice(ODD + HUGE))
+        case.hold(path, bytes(content))
+        return
+    place = rng.choice(list(case.places().values()))
+    if place.kind is Pointer:
+        place.set(0)
+    elif place.kind is ctypes.c_double:
+        place.set(rng.choice((0.0, -1.0, 1e300, float("inf"), float("nan"))))
+    elif place.name.endswith("nbytes"):
+        shorten(case, place, rng)
+    else:
+        was = place.value
+        near = (was - 1, was + 1, was - 16, was + 16, was // 2, 2 * was, 3 * was)
+        value = rng.choice(rng.choice((near, ODD, HUGE)))
+        place.set(min(max(value, -(1 << 63)), (1 << 63) - 1))
+
+
+def shorten(case: Case, place: Place, rng: random.Random) -> None:
+    """Fewer bytes than there were, and they are what is stated; or what no memory has."""
+    pointer = next(p for p in case.contents.keys() | {""} if not p or nbytes_of(p) == place.path)
+    if not pointer or rng.random() < 0.1:
+        place.set(-rng.choice((1, 8, 1 << 62)))
+        return
+    nbytes = max(0, place.value - rng.choice((1, 2, 4, 8, 16, 64, place.value // 2, place.value)))
+    content = case.contents[pointer][:nbytes]
+    written = pointer in case.written
+    case.hold(pointer, nbytes if written else content, written=written)
+
+
+def endless(case: Case) -> bool:
+    r = case.request
+    if case.entry != "attend":
+        return False
+    sides = (r.keys, r.values)
+    return any(
+        count > ENDLESS and 0 in [getattr(side, rows).row for side in sides]
+        for rows, count in (("dense", r.num_dense), ("sinks", r.num_sinks))
+    )
+
+
+def run(path: str, seed: int, first: int, iterations: int, seconds: float) -> Counter[str]:
+    functions, given, told = loaded(path), memory(), Counter[str]()
+    stop = time.monotonic() + seconds
+    for number in range(first, first + iterations):
+        if time.monotonic() > stop:
+            break
+        rng = random.Random(f"{seed}/{number}")
+        case = Case(rng.choice(list(ENTRIES)), rng, given)
+        lies = rng.choice((0, 1, 1, 2))
+        for _ in range(lies):
+            lie(case, rng)
+        if endless(case):
+            continue
+        try:
+            refusal = case.call(functions)
+            assert lies or refusal is None, f"refused, though it is true: {refusal}"
+        except AssertionError as error:
+            raise SystemExit(f"{case.entry}, --seed {seed} --first {number}: {error}") from error
+        told["refused" if refusal else "served"] += 1
+        told[f"{case.entry}: {refusal or 'served'}"] += 1
+        given.free()
+        if number % 1000 == 999:
+            print(f"{number + 1}: {told['served']} served, {told['refused']} refused", flush=True)
+    return told
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("library")
+    parser.add_argument("--iterations", type=int, default=1 << 62)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0)
+    asked = parser.parse_args()
+    told = run(asked.library, asked.seed, asked.first, asked.iterations, asked.seconds)
+    served, refused = told.pop("served", 0), told.pop("refused", 0)
+    for what, count in sorted(told.items()):
+        print(f"{count:>8}  {what}")
+    print(f"{served + refused} requests: {served} served, {refused} refused")
+    if min(served, refused) * 4 < served + refused:
+        raise SystemExit("less than a quarter served, or refused: this proves little")
+
+
+if __name__ == "__main__":
+    main()

@@ -63,9 +63,11 @@ sanitize: $(SANITIZED)
 	$(call each,$(PYTEST) -q -p no:cacheprovider --library build/sanitize \
 	  tests/attention/test_native.py tests/frames/test_native.py)
 
-# Sizes that lie, for so many seconds on each instruction set: make fuzz SECONDS=600 SEED=7.
+# Sizes that lie, for so many seconds on each instruction set, and as long files whose headers were
+# forged: make fuzz SECONDS=600 SEED=7.
 fuzz: $(SANITIZED)
 	$(call each,$(FUZZ) --seconds $(SECONDS) --seed $(SEED))
+	$(BIN)/python tests/forged.py --seconds $(SECONDS) --seed $(SEED)
 
 clean:
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

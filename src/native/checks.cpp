@@ -186,6 +186,7 @@ const char *refused(const kvant_seal_request &r) {
     if (!is_dim(r.dim)) return "dim: not a multiple of 16 from 16 to 256";
     if (!is_format(r.format, r.bits, r.group, r.dim))
         return "format: no codes of such bits and groups in rows so wide";
+    if (r.format != KVANT_AFFINE && r.bias) return "bias: only affine codes have one";
     if (r.page < 16 || r.page % 16) return "page: no multiple of 16 rows";
     if (r.arrangement < KVANT_ROWS || r.arrangement > KVANT_VALUES)
         return "arrangement: none that is known";
@@ -204,7 +205,6 @@ const char *refused(const kvant_seal_request &r) {
     if (!holds(r.codes, r.codes_nbytes, times(rows, r.dim * r.bits / 8), 1))
         return "codes: less room than they take";
     if (!holds(r.scale, r.scale_nbytes, params, 2)) return "scale: less room than the scales take";
-    if (r.format != KVANT_AFFINE && r.bias) return "bias: only affine codes have one";
     if (r.format == KVANT_AFFINE && !holds(r.bias, r.bias_nbytes, params, 2))
         return "bias: less room than the biases take";
     return nullptr;

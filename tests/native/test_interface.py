@@ -19,7 +19,7 @@ import torch
 from kvant import Cache, attend
 from kvant.attention.native import interface, sealing
 from kvant.native import library, rotated, rotation, rows
-from native.cases import AFFINE, Case, nbytes_of
+from native.cases import AFFINE, FP8, Case, nbytes_of
 from native.interface import ENTRIES, STRUCTS, Pointer, loaded, places
 from native.memory import memory
 
@@ -125,7 +125,7 @@ BEYOND = {
         "keys.format values.dtype q_dtype out_dtype": lambda was: 4,
         "keys.bits": lambda was: 7,
         "keys.group": lambda was: was + 16,
-        "keys.dim values.dim": lambda was: 272,
+        "keys.dim values.dim": lambda was: was - 8,
         "group threads columns": lambda was: 0,
         "first_page dense_from": lambda was: 1 << 60,
         "tail dense_until own_from window mask_sinks chunk": lambda was: -2,
@@ -136,14 +136,14 @@ BEYOND = {
         "dtype arrangement": lambda was: 3,
         "format": lambda was: 0,
         "bits": lambda was: 7,
-        "dim": lambda was: was + 8,
+        "dim": lambda was: was - 8,
         "group": lambda was: was + 1,
         "threads": lambda was: 1 << 40,
     },
     "rotate": {
         "batch heads count rows.batch rows.head rows.row": lambda was: 3 * was,
         "dtype": lambda was: 3,
-        "dim": lambda was: was + 256,
+        "dim": lambda was: was - 8,
         "threads": lambda was: 0,
     },
     "put": {
@@ -197,15 +197,27 @@ def test_a_sequence_that_begins_nowhere_is_refused(functions: ctypes.CDLL, start
         assert case.call(functions) == "start: no column that can be counted"
 
 
-def test_outputs_over_the_table_are_refused(functions: ctypes.CDLL) -> None:
+@pytest.mark.parametrize(("entry", "path"), [("attend", "keys."), ("seal", "")])
+def test_a_bias_of_other_codes_is_refused(functions: ctypes.CDLL, entry: str, path: str) -> None:
+    """Kernels go by it wherever there is one."""
+    for make in cases(entry):
+        case = make()
+        found = case.places()
+        for name, value in (("format", FP8), ("bits", 8), ("group", found[f"{path}dim"].value)):
+            found[path + name].set(value)
+        assert case.call(functions) == "bias: only affine codes have one"
+
+
+@pytest.mark.parametrize("path", ["page_table", "start"])
+@pytest.mark.parametrize("over", ["out", "lse"])
+def test_outputs_over_the_table_are_refused(functions: ctypes.CDLL, path: str, over: str) -> None:
     """Kernels go by the table while others of them write."""
     for make in cases("attend"):
-        for path in ("page_table", "start"):
-            case = make()
-            found = case.places()
-            del case.contents["out"], case.contents[path]
-            found[path].set(found["out"].value + 8)
-            assert case.call(functions) is not None
+        case = make()
+        case.hold(over, case.contents[path] + bytes(1 << 20))
+        found = case.places()
+        found[path].set(found[over].value)
+        assert case.call(functions) == "out: memory that says where rows lie"
 
 
 def test_python_says_what_is_refused() -> None:

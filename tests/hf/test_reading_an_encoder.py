@@ -157,7 +157,7 @@ def test_a_model_that_confuses_rows_in_any_cache_is_refused() -> None:
 def test_what_only_continues_text_refuses_a_model_that_reads_an_encoder(name: str) -> None:
     model = build(name)
     with pytest.raises(CacheError, match="reads an encoder"):
-        list(kvant.generate(model, None, [3, 4], max_new_tokens=1))
+        list(kvant.generate(model, object(), [3, 4], max_new_tokens=1))
     kvant.attach(model, "affine4")  # and is not tried on a text
     with pytest.raises(SpecError, match="needs every row"):
         kvant.cache_for(model, "raw,window=8")

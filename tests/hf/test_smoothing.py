@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
-from hf.zoo import FAMILIES, build, names
+from hf.zoo import FAMILIES, build, names, worded
 from kvant import SpecError, demo
 from kvant.eval.outliers import with_heavy_values, with_outliers
 from kvant.recipes import attention_in
@@ -26,7 +26,8 @@ def scales(cache: kvant.hf.HostCache, side: str = "keys") -> list[torch.Tensor]:
 def test_scores_stay_what_they_are(name: str) -> None:
     model, ids = build(name), torch.randint(3, 100, (1, 40))
     raw, ours = (
-        kvant.cache_for(model, spec) for spec in ("raw", "affine8,smooth,group=16,start=99999")
+        kvant.cache_for(model, worded(name, spec))
+        for spec in ("raw", "affine8,smooth,group=16,start=99999")
     )
     taken = FAMILIES[name].cache_argument
     with torch.no_grad():

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvant
-from hf.zoo import FAMILIES, build
+from hf.zoo import FAMILIES, build, worded
 from kvant import CacheError, CapacityError, RewindError
 from kvant.attention.native import LANES
 from kvant.hf import HostCache, layers
@@ -158,7 +158,7 @@ def test_verbs_on_an_empty_cache_do_nothing() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "falcon_h1", "deepseek_v32"])
 def test_a_cleared_cache_is_as_a_new_one(name: str) -> None:
     """Memory goes, that of the host's own layers too."""
-    model, cache = build(name), kvant.cache_for(build(name), "affine8")
+    model, cache = build(name), kvant.cache_for(build(name), worded(name, "affine8"))
     ids = torch.randint(3, 128, (2, 30), generator=torch.Generator().manual_seed(0))
     outs = []
     with torch.no_grad():

@@ -140,8 +140,8 @@ class Buffer:
         self.write(first, units)
 
     def hold(self, first: int, units: Fields, stop: int) -> None:
-        """Hold [first, stop) in no more room than that; the next units take what growing takes."""
-        self._lie(first, stop - first, stop - first, units)
+        """Hold [first, stop) in exactly their room; the next units take what growing takes."""
+        self._lie(first, stop - first, stop - first, first, units)
 
     def share(self, first: int, stop: int) -> Buffer:
         """A private arena cannot share: a copy of units [first, stop)."""
@@ -188,14 +188,12 @@ class Buffer:
 
     def _move(self, first: int, live: int, slots: int, base: int) -> None:
         """Units [first, live) in new tensors: whoever reads the old ones is not disturbed."""
-        self._lie(base, slots, self._reserve(slots), self.tensors(first, live), first)
+        self._lie(base, slots, self._reserve(slots), first, self.tensors(first, live))
 
-    def _lie(
-        self, base: int, taken: int, slots: int, units: Fields, first: int | None = None
-    ) -> None:
-        """New tensors with these units, the first of them `first` (`base`, unless it is said)."""
+    def _lie(self, base: int, taken: int, slots: int, first: int, units: Fields) -> None:
+        """Units from `first` on in new tensors, whose first slot is that of `base`."""
         tensors = {name: slab.empty(slots, self.device) for name, slab in self.slabs.items()}
-        self._put(tensors, 0 if first is None else first - base, units)
+        self._put(tensors, first - base, units)
         # In one call: an interrupt finds the old tensors with their numbers, or the new ones.
         self.__dict__.update(base=base, taken=taken, reserved=slots, _tensors=tensors)
 

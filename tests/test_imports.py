@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # Lowest first. A name with a slash is a folder, the others are single modules. Modules of one
 # rank may import each other; folders of one rank may not.
 RANKS = (
-    "contracts devices errors lasting launches recipes refusals sizes",
+    "contracts devices errors extent lasting launches recipes refusals sizes",
     "native/",
     "frames/ retention/",
     "codecs/",
@@ -21,7 +21,8 @@ RANKS = (
     "layers/ spec/",
     "shapes",
     "configurations/",
-    "cache files functional planner",
+    "cache/",
+    "files functional planner",
     "sequences/",
     "hf/ demo/",
     "probing/",

@@ -32,6 +32,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from kvant.extent import Extent, Paging
+
 Fields = Mapping[str, Tensor]
 Order = Literal["BHTD", "BTHD"]
 
@@ -72,6 +74,16 @@ class Field:
         return 1 if self.per_page else page
 
 
+@dataclass(frozen=True)
+class Form:
+    """What the bytes of a sealed row mean: all that a kernel knows of a codec."""
+
+    kind: Literal["raw", "affine", "codebook", "float"]
+    bits: int = 0
+    group: int = 0  # values that a scale covers; 0: the row
+    corrected: bool = False  # is a scale fitted to the codes that were found?
+
+
 class Codec(Protocol):
     """Seals pages of dense rows into named fields and opens them again; a frozen dataclass.
 
@@ -95,6 +107,11 @@ class Codec(Protocol):
     def tail(self) -> int:
         """How many of the last rows are seen dense unless the spec says otherwise."""
         return 0
+
+    @property
+    def form(self) -> Form | None:
+        """What kernels read it as; None: they do not know it."""
+        return None
 
     def fields(self, dim: int) -> Mapping[str, Field]:
         """What a page of rows of `dim` values becomes. Refuses a `dim` it cannot store."""
@@ -122,21 +139,6 @@ class Retention(Protocol):
 
     def reachable(self, to: int, first: int) -> int:
         """The longest length <= `to` that rows from `first` on can still serve."""
-
-
-@dataclass(frozen=True)
-class Paging:
-    """When a page is seen sealed: a page falls due once `tail` rows behind it were seen."""
-
-    page: int
-    tail: int | None  # None: never, all rows stay dense
-    dense_until: int = 0  # nor before so many tokens were seen
-
-    def due(self, length: int) -> int:
-        """How many pages the newest of `length` tokens sees sealed."""
-        if self.tail is None or length < self.dense_until:
-            return 0
-        return max(0, length - self.tail) // self.page
 
 
 @dataclass(frozen=True)
@@ -341,6 +343,48 @@ class Backend(Protocol):
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
         """Outputs [B, H * group, T, D] in the frame of the values; log-sum-exp, without D."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """The keys, or the values, of a layer: tensors by slot, in the frame of their codec."""
+
+    codec: Codec
+    open: Tensor  # [slots, H, P, D]
+    sealed: Fields  # {field: [slots, H, P or 1, width]}
+    tiles: Tiles | None
+    memo: dict[Any, Any] = field(default_factory=dict)  # what backends worked out of it
+
+
+@dataclass(frozen=True, eq=False)
+class Pages:
+    """What attention may read of one layer, until its next append: B sequences of B lengths.
+
+    The columns of a query are counted back from the newest one: the last of T is at position
+    `length - 1` of its sequence. Rows that came with the forward itself are read from `own`, where
+    there are any: column t of it is position `length - T + t`, and padding where that is below
+    zero. Other rows are read through the tables of the extent: positions below `sinks` from open
+    pages and nowhere else, those below the seam of the query from sealed pages, the others from
+    open ones. Values may lie inside the keys: then `values is keys`.
+    """
+
+    keys: Stored
+    values: Stored
+    own: Fields | None  # {side: [B, H, T, D]}
+    extent: Extent
+    dense: bool  # are rows of `own` dense to all queries, whatever falls due?
+    mask: Mask
+    value_dim: int  # output channels
+    tally: Tally
+
+    @property
+    def batch(self) -> int:
+        return len(self.extent.numbers)
+
+    @property
+    def came(self) -> int:
+        """The columns of `own`."""
+        return 0 if self.own is None else self.own["keys"].shape[2]
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from kvant.contracts import Codec, Mask, Paging, Retention
+from kvant.contracts import Codec, Mask, Retention
+from kvant.extent import Paging
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Prefill = Literal["dense", "stored"]  # are a prompt chunk's own rows seen dense, or by the rule?

@@ -30,7 +30,7 @@ from kvant.codecs.checks import check_choice, check_dim
 from kvant.codecs.float16 import LIMIT, rounded_down, rounded_up, saturated
 from kvant.codecs.packing import PLANES, pack, unpack
 from kvant.codecs.sums import tree_sum
-from kvant.contracts import Field, Fields, Frame
+from kvant.contracts import Field, Fields, Form, Frame
 from kvant.frames.identity import Identity
 
 GROUPS = (16, 32, 64, 128)
@@ -55,6 +55,10 @@ class Affine:
     @property
     def tail(self) -> int:
         return 0 if self.bits >= 6 else 128
+
+    @property
+    def form(self) -> Form:
+        return Form("affine", self.bits, self.group, self.corrected)
 
     def fields(self, dim: int) -> Mapping[str, Field]:
         check_dim(dim)

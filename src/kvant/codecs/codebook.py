@@ -25,7 +25,7 @@ from kvant.codecs.float16 import LIMIT, finite_rows, saturated
 from kvant.codecs.levels import boundaries, levels
 from kvant.codecs.packing import pack, unpack
 from kvant.codecs.sums import tree_sum
-from kvant.contracts import Field, Fields, Frame
+from kvant.contracts import Field, Fields, Form, Frame
 from kvant.frames.hadamard import Rotation
 
 WIDTHS = (2, 3, 4)
@@ -46,6 +46,10 @@ class Codebook:
 
     def __post_init__(self) -> None:
         check_choice("bits", self.bits, WIDTHS)
+
+    @property
+    def form(self) -> Form:
+        return Form("codebook", self.bits, corrected=self.corrected)
 
     def fields(self, dim: int) -> Mapping[str, Field]:
         check_dim(dim)

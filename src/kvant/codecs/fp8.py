@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kvant.codecs.checks import check_dim
 from kvant.codecs.float16 import LIMIT, rounded_up, saturated
-from kvant.contracts import Field, Fields, Frame
+from kvant.contracts import Field, Fields, Form, Frame
 from kvant.frames.identity import Identity
 
 FLOAT8 = torch.float8_e4m3fn
@@ -38,6 +38,7 @@ class Fp8:
     limit: ClassVar[float] = LIMIT
     exact: ClassVar[bool] = False
     tail: ClassVar[int] = 0
+    form: ClassVar[Form] = Form("float", 8)
 
     def fields(self, dim: int) -> Mapping[str, Field]:
         check_dim(dim)

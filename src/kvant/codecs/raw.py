@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from kvant.codecs.checks import check_dim
-from kvant.contracts import Field, Fields, Frame
+from kvant.contracts import Field, Fields, Form, Frame
 from kvant.frames.identity import Identity
 
 
@@ -23,6 +23,7 @@ class Raw:
     exact: ClassVar[bool] = True
     limit: ClassVar[float] = math.inf
     tail: ClassVar[int] = 0
+    form: ClassVar[Form] = Form("raw")
 
     def fields(self, dim: int) -> Mapping[str, Field]:
         check_dim(dim, multiple=1)

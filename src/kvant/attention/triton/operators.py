@@ -12,7 +12,8 @@ from torch.library import custom_op
 from kvant.attention.triton.forms import power
 from kvant.attention.triton.launching import launch
 from kvant.codecs import Affine, Codebook, Raw
-from kvant.contracts import Codec, Fields, Mask, Paging, Request, Side, Tally, View
+from kvant.contracts import Codec, Fields, Mask, Request, Side, Tally, View
+from kvant.extent import Paging
 from kvant.launches import on
 
 FIELDS: dict[type, tuple[str, ...]] = {

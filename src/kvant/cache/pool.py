@@ -1,0 +1,101 @@
+"""Slots with reference counts: integers only. What is in a slot is nobody's business here.
+
+Caches that share pages share a pool. A slot is free, or counted once for each place that holds it;
+`check` proves it by asking all holders.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Protocol
+from weakref import WeakSet
+
+import numpy as np
+
+from kvant.extent import Bools, Ints
+
+
+class Holder(Protocol):
+    """Whoever holds slots."""
+
+    def slots(self, pool: Pool) -> Ints:
+        """The slots of this pool that it holds, each as often as it does."""
+
+
+class Pool:
+    """The slots of one kind of pages; a slot number serves all layers of the kind."""
+
+    def __init__(self, step: int = 1) -> None:
+        self.step = step  # slots by which it grows
+        self.counts = np.zeros(0, np.int64)
+        self.holders: WeakSet[Holder] = WeakSet()
+        self.orphans: deque[Ints] = deque()  # slots of holders that are gone, yet to be dropped
+        self.torn = False  # was a change of counts interrupted?
+        self._free: list[int] = []
+
+    @property
+    def size(self) -> int:
+        """Slots that there are, free or held."""
+        return len(self.counts)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def grow(self, size: int) -> None:
+        """Let there be so many slots."""
+        more = -(-size // self.step) * self.step - self.size
+        if more > 0:
+            self._free[:0] = range(self.size + more - 1, self.size - 1, -1)
+            self.counts = np.concatenate([self.counts, np.zeros(more, np.int64)])
+
+    def take(self, count: int) -> Ints:
+        """Free slots, held once from now on; the pool grows where there are too few."""
+        while self.orphans:
+            self.drop(self.orphans.popleft())
+        if count > len(self._free):
+            self.grow(self.size - len(self._free) + count)
+        slots = np.array(self._free[: -count - 1 : -1], np.int64)
+        del self._free[len(self._free) - count :]
+        self.counts[slots] = 1
+        return slots
+
+    def hold(self, slots: Ints) -> None:
+        """Count these once more, each as often as it comes."""
+        np.add.at(self.counts, slots, 1)
+
+    def drop(self, slots: Ints) -> None:
+        """Count these once less; those that nobody holds are free."""
+        np.subtract.at(self.counts, slots, 1)
+        gone = np.unique(slots[self.counts[slots] == 0])
+        self._free.extend(gone[::-1].tolist())
+
+    def shared(self, slots: Ints) -> Bools:
+        """Which of these does somebody else hold, too? They must not be written to."""
+        return self.counts[slots] > 1
+
+    def recount(self) -> None:
+        """Count anew what holders hold: after an interrupt."""
+        self.counts = self._counted()
+        self.orphans.clear()
+        self._free = np.flatnonzero(self.counts == 0)[::-1].tolist()
+        self.torn = False
+
+    def check(self) -> None:
+        """Every slot is free, or counted as often as it is held."""
+        held = self._counted()
+        for slots in self.orphans:
+            np.add.at(held, slots, 1)
+        wrong = np.flatnonzero(held != self.counts)
+        assert not len(wrong), (
+            f"slots {wrong.tolist()} are held {held[wrong].tolist()} times, "
+            f"counted {self.counts[wrong].tolist()}"
+        )
+        free = sorted(self._free)
+        assert free == np.flatnonzero(self.counts == 0).tolist(), f"free slots {free}"
+
+    def _counted(self) -> Ints:
+        counts = np.zeros(self.size, np.int64)
+        for holder in self.holders:
+            np.add.at(counts, holder.slots(self), 1)
+        return counts

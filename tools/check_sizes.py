@@ -7,12 +7,11 @@ from statistics import median, quantiles
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
-MAX_FILE = 300  # what one reads in a sitting
-MAX_FUNCTION = 60  # a screen
+MAX_FILE = 500  # what one reads in a sitting
+MAX_FUNCTION = 80  # a long screen
 
 # "layers/attention.py" or "layers/attention.py:Class.method" -> why it may be longer.
 ALLOWED: dict[str, str] = {
-    "cache.py": "one class: all verbs of a cache, of a few lines each",
     "contracts.py": "every noun in one place, so that the contract can be read alone",
 }
 

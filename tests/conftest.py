@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from kvant import native
-from kvant.layers import record
+from kvant.cache import storage
 
 # Triton asks for this when it is first imported, whoever does that.
 if not torch.cuda.is_available():
@@ -40,4 +40,4 @@ def seed() -> None:
 @pytest.fixture
 def pages_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sealed pages lie as files have them, and not as the native kernels like it."""
-    monkeypatch.setattr(record, "arrangement", lambda device: None)
+    monkeypatch.setattr(storage, "arrangement", lambda device: None)

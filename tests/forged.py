@@ -44,8 +44,7 @@ from kvant import (
     parse,
     save,
 )
-from kvant.contracts import LayerState
-from kvant.layers import Attention
+from kvant.cache import Attention
 
 MARK = rb"\"checksum\": \""
 NUMBERS = (0, -1, 1, 2, 63, 64, 65, 2**31 - 1, 2**31, 2**52, 2**53 + 1, 2**63, 2**64, 10**400)
@@ -157,7 +156,7 @@ def forgery(files: list[bytes], rng: random.Random) -> bytes:
 
 def attending(states: Any) -> Iterator[Attention]:
     for state in states:
-        leaves: list[LayerState] = state.leaves()
+        leaves = state.values() if isinstance(state, dict) else [state]
         yield from (leaf for leaf in leaves if isinstance(leaf, Attention))
 
 
@@ -199,7 +198,7 @@ def attempt(data: bytes, folder: Path) -> str:
     except CacheFileError as error:
         assert str(path) in str(error) and len(str(error)) < 2000, str(error)[:300]
         return "refused"
-    assert cache.nbytes <= 2 * len(data), f"{cache.nbytes} bytes from a file of {len(data)}"
+    assert cache.nbytes_used <= 2 * len(data), f"{cache.nbytes_used} bytes of {len(data)}"
     use(cache, folder)
     return "taken"
 

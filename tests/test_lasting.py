@@ -35,7 +35,7 @@ def filled(spec: str) -> kvant.Cache:
 def test_a_transform_is_refused_and_changes_nothing(name: str, spec: str) -> None:
     cache, transform = filled(spec), TRANSFORMS[name]
     with pytest.raises(kvant.CacheError, match=r"append .* kvant\.functional"):
-        transform(lambda q: cache[0].append(q[:, :2], q[:, :2]).keys.room.sum())
+        transform(lambda q: cache[0].append(q[:, :2], q[:, :2]).keys.open.sum())
     with pytest.raises(kvant.CacheError, match=r"attend .* kvant\.functional"):
         transform(lambda q: kvant.attend(q, cache[0].view()).sum())
     assert cache.length == 130

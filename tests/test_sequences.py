@@ -7,12 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 
+from cache.tagged import rows
 from kvant import (
     Cache,
     CacheError,
@@ -27,7 +29,6 @@ from kvant import (
     parse,
     plan,
 )
-from layers.tagged import rows
 
 LAYERS = 2
 FORMATS = (
@@ -67,9 +68,14 @@ def told(sequences: Sequences, name: object, layer: int = 0) -> list[int]:
     return [round(v) for v in keys[0, 0, :, 0].tolist()] if keys.numel() else []
 
 
+def by_row(num_layers: int) -> CacheSpec:
+    """Memory is taken row by row."""
+    return CacheSpec((replace(parse("raw", 1).layers[0], page=1),) * num_layers)
+
+
 def small(max_tokens: int, **rest: Any) -> Sequences:
     """Room for so many tokens of one layer, which takes memory row by row."""
-    return Sequences(1, "raw,step=1", max_tokens * ROW, **rest)
+    return Sequences(None, by_row(1), max_tokens * ROW, **rest)
 
 
 def in_a_thread(call: Callable[[], Any]) -> None:
@@ -294,7 +300,7 @@ def test_one_that_alone_does_not_fit_is_refused_and_nothing_changes(name: str) -
 
 def test_a_forward_under_way_is_not_evicted_nor_is_one_that_is_held() -> None:
     """Neither for another thread nor for the one that writes."""
-    sequences = Sequences(2, "raw,step=1", 40 * ROW)
+    sequences = Sequences(None, by_row(2), 40 * ROW)
     forward(sequences, "half", 10, upto=1)
     with sequences.writing("held"):
         forward(sequences, "held", 5)
@@ -338,7 +344,7 @@ def test_direct_use_counts_from_the_next_operation_on() -> None:
     assert sequences.get("e", 0, 30, 1)[0].shape == (1, 1, 1, 8)  # it can be read, and mended
     with sequences.writing("e") as held:
         held.rewind(3)
-        held.recode("raw,step=1,slack=0")
+        held.recode(by_row(1))
     assert sequences.nbytes <= 30 * ROW
 
 
@@ -364,14 +370,13 @@ def test_the_limit_holds_amid_forwards_of_any_format(text: str) -> None:
 
 
 def test_what_was_weighed_amid_a_verb_is_weighed_again(apart: Callable[..., Any]) -> None:
-    whole = Cache(1, "raw,step=1")
-    whole[0].append(rows(0, 50), rows(0, 50))
     sequences = small(100)
+    whole = Cache(spec=sequences.spec)
+    whole[0].append(rows(0, 50), rows(0, 50))
     with sequences.writing("a") as cache:
         cache.rollback()  # as every verb begins;
         apart(sequences.get_or_create, "b")  # another thread looks at all of them,
-        cache[0].restore(whole[0].snapshot())  # and the verb goes on
-        cache[0].commit()
+        cache._restored(cache.spec, whole.snapshot())  # and the verb goes on
     forward(sequences, "c", 60)
     assert list(sequences) == ["b", "c"]
 
@@ -476,7 +481,7 @@ def test_the_forward_of_a_dead_thread_is_taken_back() -> None:
 
 
 def test_what_a_dead_thread_left_can_be_evicted() -> None:
-    sequences = Sequences(LAYERS, "raw,step=1", 20 * ROW)
+    sequences = Sequences(None, by_row(LAYERS), 20 * ROW)
     in_a_thread(lambda: forward(sequences, "dead", 15, upto=1))
     forward(sequences, "new", 10)
     assert list(sequences) == ["new"]
@@ -526,7 +531,7 @@ def test_a_sequence_may_be_removed_by_who_holds_it() -> None:
 
 
 def test_a_second_forward_of_the_same_thread_takes_back_the_first() -> None:
-    sequences = Sequences(LAYERS, "raw,step=1", 2 * 10 * ROW)
+    sequences = Sequences(None, by_row(LAYERS), 2 * 10 * ROW)
     forward(sequences, 1, 10, upto=1)
     forward(sequences, 1, 10)
     assert told(sequences, 1, 1) == list(range(10))

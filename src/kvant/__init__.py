@@ -10,7 +10,7 @@ from torch import device as Device
 
 from kvant import files, functional
 from kvant.attention import attend, explain
-from kvant.cache import Cache
+from kvant.cache import Cache, merge
 from kvant.contracts import Mask, Tiles
 from kvant.errors import (
     CacheError,
@@ -71,6 +71,7 @@ __all__ = [
     "functional",
     "generate",
     "load",
+    "merge",
     "parse",
     "plan",
     "probe",

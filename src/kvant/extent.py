@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+NO_PAIRS, NO_SEALS, NO_WRITES = (np.zeros((0, width), np.int64) for width in (2, 4, 5))
+NO_SLOTS = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 # The numbers of a sequence, in the order in which kernels read them.
 LENGTH, PADDING, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, BEGINS = range(6)
@@ -65,7 +67,7 @@ class Kind:
 
     @property
     def sink_pages(self) -> int:
-        """Pages that stay open as they hold rows that are seen dense for ever."""
+        """View that stay open as they hold rows that are seen dense for ever."""
         return -(-self.sinks // self.page)
 
     def keep(self, lengths: Ints) -> Ints:
@@ -103,7 +105,10 @@ class Extent:
     sealed: Ints  # [B, n]: the slots of sealed pages, by page number
     open: Ints  # [B, n]: of open pages
     calm: int = 0  # so many tokens change nothing but the lengths
+    hidden: bool = False  # are rows before `begins` there, and only hidden?
+    newest: Ints | None = None  # the writes of the token that came last; the next goes behind it
     memo: dict[Any, Any] = field(default_factory=dict)  # what readers worked out of it
+    shared: dict[Any, Any] = field(default_factory=dict)  # the same of the tables alone
 
     @classmethod
     def empty(cls, kind: Kind, padding: Sequence[int]) -> Extent:
@@ -156,8 +161,8 @@ class Extent:
         """The first position, sinks aside, that there is a row of."""
         sealed = self.stop_sealed > self.first_sealed
         first = np.where(sealed, self.first_sealed, self.first_open)
-        rows: Ints = np.maximum(first * self.kind.page, self.begins)
-        return rows
+        rows: Ints = first * self.kind.page
+        return rows if self.hidden else np.maximum(rows, self.begins)
 
     @property
     def stop_open(self) -> Ints:
@@ -170,17 +175,38 @@ class Extent:
         return int((self.lengths + self.padding).max(initial=0))
 
     @cached_property
+    def padded(self) -> bool:
+        """Was padding told of any sequence?"""
+        return bool(self.padding.any())
+
+    @cached_property
     def ragged(self) -> bool:
         """Do sequences of different lengths stand side by side without padding?"""
         columns = self.lengths + self.padding
         return bool((columns != columns[:1]).any())
 
+    def hiding(self, first: Sequence[int]) -> Extent:
+        """The same, but of each sequence nobody sees a position before `first`."""
+        key = ("hiding", *first)
+        found: Extent | None = self.memo.get(key)
+        if found is None:
+            numbers = self.numbers.copy()
+            numbers[:, BEGINS] = np.maximum(numbers[:, BEGINS], first)
+            found = Extent(self.kind, numbers, self.sealed, self.open, hidden=True)
+            self.memo[key] = found
+        return found
+
     def open_pages(self) -> tuple[Ints, Ints]:
-        """The sequence and the number of each open page."""
+        """The sequence and the number of each open page, one sequence after the other."""
+        body = ranges(self.first_open, self.stop_open)
+        if not self.kind.sinks:
+            return body
         sinks = np.minimum(self.kind.sink_pages, self.first_open)
         sinks = np.minimum(sinks, self.stop_open)
-        front, body = ranges(np.zeros_like(sinks), sinks), ranges(self.first_open, self.stop_open)
-        return np.concatenate([front[0], body[0]]), np.concatenate([front[1], body[1]])
+        front = ranges(np.zeros_like(sinks), sinks)
+        which = np.concatenate([front[0], body[0]])
+        order = np.argsort(which, kind="stable")
+        return which[order], np.concatenate([front[1], body[1]])[order]
 
     def sealed_pages(self) -> tuple[Ints, Ints]:
         """The sequence and the number of each sealed page."""
@@ -214,15 +240,17 @@ class Change:
     after: Extent
     count: int  # columns that came
     dense: bool = False  # are they dense to each other's queries, whatever falls due?
-    copies: Ints = field(default_factory=lambda: _none(2))  # open slots, from and to
-    writes: Ints = field(default_factory=lambda: _none(5))  # sequence, slot, row, rows, column
-    seals: Ints = field(default_factory=lambda: _none(4))  # sequence, slot, open slot (or -1: the
+    copies: Ints = field(default_factory=lambda: NO_PAIRS)  # open slots, from and to
+    writes: Ints = field(default_factory=lambda: NO_WRITES)  # sequence, slot, row, rows, column
+    seals: Ints = field(default_factory=lambda: NO_SEALS)  # sequence, slot, open slot (or -1: the
     # rows came just now), column of the first row where they did
-    opens: Ints = field(default_factory=lambda: _none(2))  # sealed slot to open slot: decoded rows
-    taken: tuple[Ints, Ints] = field(default_factory=lambda: (_none(0), _none(0)))  # open, sealed
-    dropped: tuple[Ints, Ints] = field(default_factory=lambda: (_none(0), _none(0)))
+    opens: Ints = field(default_factory=lambda: NO_PAIRS)  # sealed slot to open slot: decoded rows
+    taken: tuple[Ints, Ints] = NO_SLOTS  # open, sealed
+    dropped: tuple[Ints, Ints] = NO_SLOTS
+    room: tuple[int, int] | None = None  # slots that there are now; None: as many as before
     memo: dict[Any, Any] = field(default_factory=dict)  # what writers worked out of it
 
-
-def _none(width: int) -> Ints:
-    return np.zeros((0, width) if width else 0, np.int64)
+    @property
+    def calm(self) -> bool:
+        """Does it write one more row a sequence, and change nothing else but the lengths?"""
+        return self.count == 1 and self.before.calm > 0

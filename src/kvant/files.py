@@ -21,13 +21,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvant.cache import Cache
+from kvant.cache.snapshot import NUMBERS
 from kvant.contracts import Snapshot, Tiles
 from kvant.errors import CacheError, CacheFileError
+from kvant.extent import LENGTH, PADDING
 from kvant.recipes import CacheSpec
 from kvant.spec import distinct, from_json, to_json
 
 ENTRY = "kvant-cache"  # the one entry of the header's metadata: JSON, so that bytes are the same
-VERSION = 1
+VERSION = 2
 BLANK = "0" * 64  # stands for the checksum while the checksum is taken
 MARK = rb"\"checksum\": \""  # as it stands in JSON inside JSON
 MAX_HEADER = 100 << 20  # what safetensors itself accepts
@@ -59,6 +61,7 @@ class Header:
     numbers: Mapping[str, int]
     about: Mapping[str, Any]
     tensors: Mapping[str, Stored]
+    columns: tuple[int, ...]  # tokens of each sequence, its padding included, if rows are stored
     version: int = VERSION
 
 
@@ -138,7 +141,7 @@ def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
 
 
 def header(path: str | os.PathLike[str]) -> Header:
-    """What a file says, once its checksum was verified; no tensor is loaded."""
+    """What a file says, once its checksum was verified; neither rows nor pages are loaded."""
     source = Path(path)
     entries = _verified(source)
     try:
@@ -146,7 +149,8 @@ def header(path: str | os.PathLike[str]) -> Header:
         if not isinstance(about, dict):
             raise ValueError("what is said about it is no object")
         spec = from_json(json.dumps(entries["spec"]))
-        return Header(spec, _integers(entries["numbers"]), about, _stored(source))
+        stored, numbers = _stored(source), _integers(entries["numbers"])
+        return Header(spec, numbers, about, stored, _columns(source, stored))
     except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
 
@@ -163,6 +167,17 @@ def _stored(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{name} is {told['shape']}: {MAX_INTEGER} at most")
         stored[name] = Stored(told["dtype"], tuple(told["shape"]), stop - first)
     return stored
+
+
+def _columns(path: Path, stored: Mapping[str, Stored]) -> tuple[int, ...]:
+    """How far the first layer is whose integers are some; whether they agree, `restore` finds."""
+    for name, told in stored.items():
+        whole = told.dtype == "I64" and len(told.shape) == 2 and told.shape[1] > PADDING
+        if whole and name.rpartition("/")[2] == NUMBERS:
+            with safe_open(path, framework="pt") as file:
+                numbers = file.get_tensor(name)
+            return tuple((numbers[:, LENGTH] + numbers[:, PADDING]).tolist())
+    return ()
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any]) -> None:
@@ -216,7 +231,10 @@ def _entries(path: Path, raw: bytes) -> dict[str, Any]:
         ) from error
     if not isinstance(header, dict) or header.get("version") != VERSION:
         version = header.get("version") if isinstance(header, dict) else None
-        raise CacheFileError(f"{path}: version {version!r} of the format, {VERSION} is needed")
+        raise CacheFileError(
+            f"{path}: version {version!r} of the format, {VERSION} is needed: such a file is not "
+            "converted, so read its tokens again and save that cache"
+        )
     return header
 
 

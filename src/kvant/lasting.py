@@ -32,7 +32,7 @@ def passing() -> bool:
 
 def check_lasts(what: str) -> None:
     """Refuse what changes in place, or is read by address, inside such a transform."""
-    if transformed():
+    if peek_interpreter_stack() is not None:
         raise CacheError(
             f"{what} inside a transform of torch.func (vmap, grad, jvp, functionalize): a cache "
             "that changes in place cannot be transformed; kvant.functional can"

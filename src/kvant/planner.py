@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from kvant.cache.layer import kind_of, pages_nbytes
+from kvant.cache.storage import Geometry
 from kvant.configurations import layer_shapes
 from kvant.errors import CapacityError, SpecError
-from kvant.layers.geometry import Geometry
 from kvant.recipes import (
     AnySpec,
     CacheSpec,
@@ -135,7 +136,8 @@ def _nbytes(recipe: Recipe, layer: LayerShape, sequences: int, context: int) -> 
 
 
 def _rows(recipe: LayerSpec, layer: LayerShape, sequences: int, context: int) -> int:
-    return _geometry(recipe, layer, sequences).footprint(recipe).nbytes(context)
+    geometry, kind = _geometry(recipe, layer), kind_of(recipe)
+    return pages_nbytes(geometry, recipe, kind, [context] * sequences)
 
 
 def _token(recipe: Recipe, layer: LayerShape) -> float:
@@ -144,10 +146,9 @@ def _token(recipe: Recipe, layer: LayerShape) -> float:
         return sum(_token(part, layer) for _, part in recipe.parts)
     if not isinstance(recipe, LayerSpec) or recipe.retention.window is not None:
         return 0.0
-    geometry = _geometry(recipe, layer, 1)
-    if recipe.seals:
-        return geometry.sealed(recipe).unit_nbytes / recipe.page
-    return geometry.dense(recipe).unit_nbytes
+    geometry = _geometry(recipe, layer)
+    page = geometry.sealed_nbytes(recipe) if recipe.seals else geometry.open_nbytes(recipe)
+    return page / recipe.page
 
 
 def _check_recurrent(layer: LayerShape) -> None:
@@ -161,11 +162,11 @@ def _most(spec: CacheSpec) -> int:
     return min((limit for limit in limits if limit is not None), default=FOREVER)
 
 
-def _geometry(recipe: LayerSpec, layer: LayerShape, sequences: int) -> Geometry:
+def _geometry(recipe: LayerSpec, layer: LayerShape) -> Geometry:
     dtype = recipe.dtype or layer.dtype
     dims = {"keys": layer.key_dim}
     if recipe.value_dim is None:
         dims["values"] = layer.value_dim
     dtypes = dict.fromkeys(dims, dtype)
     nowhere = torch.device("meta")  # shapes without memory
-    return Geometry(sequences, layer.num_heads, dims, dtypes, nowhere)
+    return Geometry(layer.num_heads, dims, dtypes, nowhere)

@@ -31,7 +31,7 @@ class LayerSpec:
     slack: int = 16  # how far back a rewind is exact
     dense_until: int = 0  # nothing is seen sealed before this many tokens
     prefill: Prefill = "dense"
-    step: int = 256  # rows by which memory grows
+    step: int = 1  # rows by which memory grows, in whole pages
     capacity: int | None = None  # rows allocated at once; more is an error
     dtype: torch.dtype | None = None  # of dense rows, one of DTYPES; None: as they come
     chunk: int | None = None  # a query sees its own block of so many positions only

@@ -1,6 +1,8 @@
-// Attention over a view, compiled once for each instruction set (KVANT_TARGET, KVANT_LEVEL).
+// Attention over pages, compiled once for each instruction set (KVANT_TARGET, KVANT_LEVEL).
+#include <algorithm>
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include "chunk.hpp"
 #include "decode.hpp"
@@ -12,27 +14,27 @@
 namespace kvant::KVANT_TARGET {
 namespace {
 
-// The queries at one position of a sequence; `parts` of it are computed apart.
+// The queries at one position of a sequence, which go through `blocks`, in `parts` computed apart.
 struct Unit {
-    int64_t sequence, query;
+    int64_t sequence, query, blocks, parts, first;  // first: of the tasks, one a part
 };
 
 class Attend {
 public:
-    explicit Attend(const kvant_request &r) : r(r), keys(r.keys), values(r.values) {
-        // Enough parts that no thread idles for long; few enough that merging costs nothing. They
-        // do not depend on how many queries there are, so that none changes another's result.
-        wanted = r.threads > 1 ? (4 * r.threads + r.batch - 1) / r.batch : 1;
-        for (int64_t i = 0; i < r.batch * r.queries; i++) most = std::max(most, walk(unit(i)).total);
-        parts = parts_of(most);
-        tasks = r.batch * r.queries * parts;
-        width = r.values.dim + 2;
+    explicit Attend(const kvant_request &r)
+        : r(r), keys(*r.keys), values(*r.values), units(r.extent->batch * r.queries),
+          left(new std::atomic<int64_t>[units.size()]) {
+        width = r.values->dim + 2;
+        for (int64_t query = 0; query < r.queries; query++) divide(query);
+        for (size_t i = 0; i < units.size(); i++) {
+            units[i].first = tasks, tasks += units[i].parts;
+            left[i].store(units[i].parts, std::memory_order_relaxed);
+        }
         partial.reset(new float[tasks * r.heads * r.group * width]);
     }
 
     void run() {
-        const int64_t busy = most * r.heads * tasks / parts;
-        const int64_t threads = busy < 2 * MIN_BLOCKS ? 1 : std::min(r.threads, tasks);
+        const int64_t threads = busy * r.heads < 2 * MIN_BLOCKS ? 1 : std::min(r.threads, tasks);
         in_parallel((int)threads, [](void *self) { ((Attend *)self)->work(); }, this);
     }
 
@@ -41,20 +43,32 @@ private:
 
     const kvant_request &r;
     SideTables keys, values;
-    int64_t most = 0;  // blocks that a unit goes through
-    int64_t wanted, parts, tasks, width;  // parts: the most that a unit has
+    std::vector<Unit> units;  // the queries of a sequence side by side
+    std::unique_ptr<std::atomic<int64_t>[]> left;  // of each unit, parts that are not there yet
+    int64_t busy = 0, tasks = 0, width;  // busy: blocks in all
     std::atomic<int64_t> next{0};
     std::unique_ptr<float[]> partial;  // [task][head][group]: largest score, sum of weights, values
 
-    int64_t parts_of(int64_t blocks) const {
-        // A part is worth it from MIN_BLOCKS on, over all heads.
-        const int64_t worth = std::min(blocks, blocks * r.heads / MIN_BLOCKS);
-        return std::max<int64_t>(1, std::min(wanted, worth));
+    // Enough parts that no thread idles for long, of about as many blocks each; few enough that
+    // merging costs nothing. They do not depend on how many queries there are, so that none changes
+    // another's result.
+    void divide(int64_t query) {
+        int64_t all = 0;
+        for (int64_t b = 0; b < r.extent->batch; b++) {
+            const int64_t blocks = Walk(r, b, query).total;
+            units[b * r.queries + query] = {b, query, blocks, 1, 0};
+            all += blocks;
+        }
+        busy += all;
+        const int64_t wanted = r.threads > 1 ? 4 * r.threads : 1;
+        for (int64_t b = 0; b < r.extent->batch; b++) {
+            Unit &unit = units[b * r.queries + query];
+            // A part is worth it from MIN_BLOCKS on, over all heads.
+            const int64_t worth = std::min(unit.blocks, unit.blocks * r.heads / MIN_BLOCKS);
+            const int64_t share = all ? (wanted * unit.blocks + all - 1) / all : 1;
+            unit.parts = std::max<int64_t>(1, std::min(share, worth));
+        }
     }
-
-    Unit unit(int64_t index) const { return {index / r.queries, index % r.queries}; }
-
-    Walk walk(const Unit &u) const { return Walk(r, u.sequence, u.query, u.query + 1); }
 
     float *part(int64_t task, int64_t head, int64_t g) const {
         return partial.get() + ((task * r.heads + head) * r.group + g) * width;
@@ -64,45 +78,42 @@ private:
         const std::unique_ptr<Head[]> heads(new Head[r.heads]);
         alignas(64) Scratch scratch;
         for (int64_t i; (i = next.fetch_add(1)) < tasks;) {
-            const Unit u = unit(i / parts);
-            const Walk blocks = walk(u);
-            const int64_t own = parts_of(blocks.total), first = std::min(i % parts, own);
-            Decode(r, keys, values, scratch, heads.get(), u.sequence)
-                .run(blocks, u.query, blocks.total * first / own,
-                     blocks.total * std::min(first + 1, own) / own);
+            const auto after = std::upper_bound(units.begin(), units.end(), i,
+                                                [](int64_t i, const Unit &u) { return i < u.first; });
+            const Unit &unit = *(after - 1);
+            const int64_t part = i - unit.first;
+            const Walk blocks(r, unit.sequence, unit.query);
+            Decode(r, keys, values, scratch, heads.get(), unit.sequence)
+                .run(blocks, unit.query, unit.blocks * part / unit.parts,
+                     unit.blocks * (part + 1) / unit.parts);
             for (int64_t h = 0; h < r.heads; h++)
-                for (int g = 0; g < r.group; g++) keep(heads[h], g, part(i, h, g));
+                for (int g = 0; g < r.group; g++) keep(heads[h], g, this->part(i, h, g));
+            // Whoever comes last makes the parts one: what stands in `out` and `lse`.
+            if (left[&unit - units.data()].fetch_sub(1) > 1) continue;
+            for (int64_t h = 0; h < r.heads; h++)
+                for (int g = 0; g < r.group; g++) merge(unit, h, g);
         }
     }
 
     void keep(const Head &head, int g, float *to) const {
         to[0] = head.top[g], to[1] = sum(load(head.totals[g]));
-        std::memcpy(to + 2, head.sums.acc[g], r.values.dim * sizeof(float));
+        std::memcpy(to + 2, head.sums.acc[g], r.values->dim * sizeof(float));
     }
 
-public:
-    // The parts of every query as one: what stands in `out` and `lse`.
-    void merge() const {
-        for (int64_t i = 0; i < tasks / parts; i++)
-            for (int64_t h = 0; h < r.heads; h++)
-                for (int g = 0; g < r.group; g++) merge(unit(i), i, h, g);
-    }
-
-private:
-    void merge(const Unit &u, int64_t index, int64_t key_head, int g) const {
-        const int64_t head = key_head * r.group + g, dim = r.values.dim;
+    void merge(const Unit &u, int64_t key_head, int g) const {
+        const int64_t head = key_head * r.group + g, dim = r.values->dim;
         const int64_t row = (u.sequence * r.heads * r.group + head) * r.queries + u.query;
         float out[MAX_DIM] = {};
         float top = r.sink_logits ? r.sink_logits[head] : NOTHING;
         // Not std::max: a NaN must come through.
-        for (int64_t p = 0; p < parts; p++) {
-            const float other = part(index * parts + p, key_head, g)[0];
+        for (int64_t p = 0; p < u.parts; p++) {
+            const float other = part(u.first + p, key_head, g)[0];
             top = other <= top ? top : other;
         }
         const float finite = top == NOTHING ? 0.0f : top;
         float total = r.sink_logits ? std::exp(r.sink_logits[head] - finite) : 0.0f;
-        for (int64_t p = 0; p < parts; p++) {
-            const float *from = part(index * parts + p, key_head, g);
+        for (int64_t p = 0; p < u.parts; p++) {
+            const float *from = part(u.first + p, key_head, g);
             if (from[0] == NOTHING && from[1] == 0.0f) continue;  // a NaN is in the sum alone
             const float fade = std::exp(from[0] - finite);
             total += from[1] * fade;
@@ -115,13 +126,19 @@ private:
     }
 };
 
-// Many positions: each unit is up to MANY queries of one head.
+// Many positions: each unit is up to MANY queries of one head. Those of long sequences come first, so
+// that no thread is left alone with one.
 class AttendMany {
 public:
-    explicit AttendMany(const kvant_request &r) : r(r), keys(r.keys), values(r.values) {
+    explicit AttendMany(const kvant_request &r)
+        : r(r), keys(*r.keys), values(*r.values), order(r.extent->batch) {
         step = Chunk::positions(r);
         pieces = (r.queries + step - 1) / step;
-        units = r.batch * r.heads * pieces;
+        units = r.extent->batch * r.heads * pieces;
+        for (int64_t b = 0; b < r.extent->batch; b++) order[b] = b;
+        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
+            return Reads(r, a).end > Reads(r, b).end;
+        });
     }
 
     void run() {
@@ -132,6 +149,7 @@ public:
 private:
     const kvant_request &r;
     SideTables keys, values;
+    std::vector<int64_t> order;
     int64_t step, pieces, units;
     std::atomic<int64_t> next{0};
 
@@ -140,7 +158,8 @@ private:
         Chunk chunk(r, keys, values, *scratch);
         for (int64_t i; (i = next.fetch_add(1)) < units;) {
             const int64_t pair = i / pieces, first = i % pieces * step;
-            chunk.run(pair / r.heads, pair % r.heads, first, std::min(first + step, r.queries));
+            chunk.run(order[pair / r.heads], pair % r.heads, first,
+                      std::min(first + step, r.queries));
         }
     }
 };
@@ -151,14 +170,12 @@ constexpr int64_t FEW = 16;
 
 void attend(const kvant_request &request) {
     if (request.queries > FEW) return AttendMany(request).run();
-    Attend attend(request);
-    attend.run();
-    attend.merge();
+    Attend(request).run();
 }
 
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KVANT_NAME, attend, seal, rotate};
+const Kernels KERNELS = {KVANT_NAME, attend, seal_page, rotate};
 
 }  // namespace kvant::KVANT_TARGET

@@ -4,6 +4,7 @@
 
 #include "limits.hpp"
 #include "reach.hpp"
+#include "reads.hpp"
 
 namespace kvant {
 namespace {
@@ -60,87 +61,160 @@ bool there(const kvant_rows &rows, const Shape &shape) {
                          holds(rows.data, rows.nbytes, need, size));
 }
 
-// How many slots of pages of so many bytes there are.
+// Is one struct there?
+template <class Struct> bool there(const Struct *data, int64_t nbytes) {
+    return holds(data, nbytes, sizeof(Struct), alignof(Struct));
+}
+
+// How many of the pages, `slot` bytes apart and each of `need` bytes, fit into so many bytes.
+int64_t slots_in(int64_t nbytes, int64_t need, int64_t slot) {
+    return slot > 0 ? std::max<int64_t>(0, nbytes - need) / slot + 1 : 1;
+}
+
 int64_t slots_of(const kvant_pages &pages, int64_t heads, int64_t page, int64_t unit) {
     const int64_t need = reach({{heads, pages.head}}, page);
     if (!holds(pages.data, pages.nbytes, need, unit)) return 0;
     if (!are_strides({pages.slot, pages.head}, unit)) return 0;
-    return pages.slot > 0 ? (pages.nbytes - need) / pages.slot + 1 : 1;
+    return slots_in(pages.nbytes, need, pages.slot);
 }
 
 // The slots that all fields of a side have.
-int64_t slots_of(const kvant_side &side, const kvant_request &r) {
+int64_t sealed_slots(const kvant_side &side, int64_t heads, int64_t page) {
     if (side.format == KVANT_RAW) {
         const int64_t size = size_of(side.dtype);
-        return slots_of(side.codes, r.heads, product({r.page, side.dim, size}), size);
+        return slots_of(side.codes, heads, product({page, side.dim, size}), size);
     }
-    const int64_t params = times(r.page, 2 * groups_of(side.format, side.dim, side.group));
-    const int64_t codes = times(r.page, side.dim * side.bits / 8);
-    const int64_t slots = std::min(slots_of(side.codes, r.heads, codes, 1),
-                                   slots_of(side.scale, r.heads, params, 2));
+    const int64_t params = times(page, 2 * groups_of(side.format, side.dim, side.group));
+    const int64_t codes = times(page, side.dim * side.bits / 8);
+    const int64_t slots = std::min(slots_of(side.codes, heads, codes, 1),
+                                   slots_of(side.scale, heads, params, 2));
     if (side.format != KVANT_AFFINE) return slots;
-    return std::min(slots, slots_of(side.bias, r.heads, params, 2));
+    return std::min(slots, slots_of(side.bias, heads, params, 2));
 }
 
-// What is wrong with a side as such, and with its dense rows.
-const char *refused(const kvant_side &side, const kvant_request &r) {
+int64_t open_slots(const kvant_side &side, int64_t heads, int64_t rows) {
+    const kvant_open &open = side.open;
+    const int64_t size = size_of(side.dtype);
+    const int64_t need = reach({{heads, open.head}, {rows, open.row}}, side.dim * size);
+    if (!holds(open.data, open.nbytes, need, size)) return 0;
+    if (!are_strides({open.slot, open.head, open.row}, size)) return 0;
+    return slots_in(open.nbytes, need, open.slot);
+}
+
+// What is wrong with a side as such.
+const char *refused(const kvant_side &side) {
     if (!is_dtype(side.dtype)) return "dtype: rows of no type that is known";
     if (!is_dim(side.dim)) return "dim: not a multiple of 16 from 16 to 256";
     if (side.format != KVANT_RAW && !is_format(side.format, side.bits, side.group, side.dim))
         return "format: no codes of such bits and groups in rows so wide";
     if (side.format != KVANT_AFFINE && side.bias.data)
         return "bias: only affine codes have one";
-    if (side.format == KVANT_CODEBOOK &&
-        !holds(side.levels, side.levels_nbytes, (int64_t)sizeof(float) << side.bits, sizeof(float)))
+    if (side.arrangement < KVANT_ROWS || side.arrangement > KVANT_VALUES)
+        return "arrangement: none that is known";
+    if (side.format != KVANT_CODEBOOK) return nullptr;
+    const int64_t size = sizeof(float), levels = size << side.bits;
+    if (!holds(side.levels, side.levels_nbytes, levels, size))
         return "levels: fewer than the codes tell apart";
-    if (!there(side.dense, {r.batch, r.heads, r.num_dense, side.dim, side.dtype}))
-        return "dense: rows that are not there";
-    if (!there(side.sinks, {r.batch, r.heads, r.num_sinks, side.dim, side.dtype}))
-        return "sinks: rows that are not there";
+    if (!holds(side.boundaries, side.boundaries_nbytes, levels - size, size))
+        return "boundaries: fewer than there are between the levels";
     return nullptr;
 }
 
-// Does the table name slots that there are, and nothing else?
-bool names_pages(const kvant_request &r, int64_t slots) {
+// The largest entry of a table over some pages; of those that there are not, more than any slot.
+uint64_t last_slot(const kvant_table &table, int64_t sequence, int64_t first, int64_t stop) {
+    if (first >= stop) return 0;
+    first -= table.first, stop -= table.first;
+    if (first < 0 || stop > table.width) return ~(uint64_t)0;
+    const int64_t *entries = table.data + sequence * table.stride;
     uint64_t last = 0;
-    for (int64_t b = 0; b < r.batch; b++)
-        for (int64_t i = 0; i < r.num_pages; i++)
-            last = std::max(last, (uint64_t)r.page_table[b * r.table_stride + i]);
-    return last < (uint64_t)slots;
+    for (int64_t i = first; i < stop; i++) last = std::max(last, (uint64_t)entries[i]);
+    return last;
 }
 
-const char *refused_pages(const kvant_request &r) {
-    if (r.page < 1 || times(plus(r.first_page, r.num_pages), r.page) > MOST)
+bool is_table(const kvant_table &table, int64_t batch) {
+    const int64_t need = reach({{batch, times(table.stride, 8)}, {table.width, 8}}, 8);
+    return table.width >= 0 && are_strides({table.first, table.stride}, 1) &&
+           holds(table.data, table.nbytes, need, 8);
+}
+
+const char *refused(const kvant_extent &e) {
+    if (!none_negative({e.batch, e.dense_until, e.sinks}) || e.tail < -1) return "a count: below zero";
+    if (e.page < 1 || e.page > MOST || e.sinks > MOST)
         return "page: pages of no rows, or more of them than can be counted";
-    const int64_t table = reach({{r.batch, times(r.table_stride, 8)}, {r.num_pages, 8}}, 8);
-    if (!are_strides({r.table_stride}, 1) || !holds(r.page_table, r.page_table_nbytes, table, 8))
-        return "page_table: entries that are not there";
-    if (!r.batch || !r.num_pages) return nullptr;
-    if (r.page % BLOCK) return "page: sealed pages of no multiple of 64 rows";
-    if (!names_pages(r, std::min(slots_of(r.keys, r), slots_of(r.values, r))))
-        return "page_table: slots that the codes, scales and biases do not have";
+    if (e.by_column < 0 || e.by_column > 1) return "by_column: neither yes nor no";
+    if (!holds(e.numbers, e.numbers_nbytes, product({e.batch, KVANT_NUMBERS, 8}), 8))
+        return "numbers: fewer than sequences";
+    if (!is_table(e.sealed, e.batch)) return "sealed: entries that are not there";
+    if (!is_table(e.open, e.batch)) return "open: entries that are not there";
+    for (int64_t b = 0; b < e.batch; b++) {
+        const int64_t *n = e.numbers + b * KVANT_NUMBERS;
+        if (n[KVANT_LENGTH] < -MOST || n[KVANT_LENGTH] > MOST || n[KVANT_BEGINS] > MOST ||
+            n[KVANT_PADDING] > MOST ||
+            !none_negative({n[KVANT_PADDING], n[KVANT_FIRST_SEALED], n[KVANT_STOP_SEALED],
+                            n[KVANT_FIRST_OPEN], n[KVANT_BEGINS]}))
+            return "numbers: positions that cannot be counted";
+        for (int at : {KVANT_FIRST_SEALED, KVANT_STOP_SEALED, KVANT_FIRST_OPEN})
+            if (times(n[at], e.page) > MOST) return "numbers: pages that cannot be counted";
+    }
     return nullptr;
 }
 
-// The columns that queries stand at and that rows begin with.
-const char *refused_columns(const kvant_request &r) {
-    if (r.columns > MOST || r.dense_from > MOST || r.num_dense > MOST || r.num_sinks > MOST)
+// Do the tables name slots that there are, for all pages that may be read?
+const char *refused_pages(const kvant_request &r) {
+    const kvant_extent &e = *r.extent;
+    uint64_t sealed = 0, open = 0;
+    bool any_sealed = false, any_open = false;
+    const auto pages = [&](int64_t rows) { return (rows + e.page - 1) / e.page; };
+    for (int64_t b = 0; b < e.batch; b++) {
+        const Reads there(r, b);
+        if (there.sealed_first < there.sealed_stop) {
+            any_sealed = true;
+            sealed = std::max(sealed, last_slot(e.sealed, b, there.sealed_first / e.page,
+                                                pages(there.sealed_stop)));
+        }
+        if (there.open_first < there.open_stop) {
+            any_open = true;
+            open = std::max(open, last_slot(e.open, b, there.open_first / e.page,
+                                            pages(there.open_stop)));
+        }
+        if (there.sinks_stop > 0) {
+            any_open = true;
+            open = std::max(open, last_slot(e.open, b, 0, pages(there.sinks_stop)));
+        }
+    }
+    if (!any_sealed && !any_open) return nullptr;
+    if (e.page % BLOCK) return "page: pages of no multiple of 64 rows";
+    const kvant_side &keys = *r.keys, &values = *r.values;
+    if (any_sealed && sealed >= (uint64_t)std::min(sealed_slots(keys, r.heads, e.page),
+                                                   sealed_slots(values, r.heads, e.page)))
+        return "sealed: slots that the codes, scales and biases do not have";
+    const int64_t rows = e.by_column ? std::min(e.page, e.sinks) : e.page;
+    if (any_open && open >= (uint64_t)std::min(open_slots(keys, r.heads, rows),
+                                               open_slots(values, r.heads, rows)))
+        return "open: slots that the open pages do not have";
+    return nullptr;
+}
+
+// The rows that came with the request.
+const char *refused_own(const kvant_request &r) {
+    const int64_t batch = r.extent->batch;
+    if (r.num_own > MOST || r.num_dense > MOST || r.queries > MOST)
         return "columns: more than can be counted";
-    if (r.queries > r.columns) return "columns: fewer than queries";
-    if (!holds(r.start, r.start_nbytes, times(r.batch, 8), 8)) return "start: fewer than sequences";
-    for (int64_t b = 0; b < r.batch; b++)
-        if (r.start[b] < 0 || r.start[b] > MOST) return "start: no column that can be counted";
+    if (!there(r.own_keys, {batch, r.heads, r.num_own, r.keys->dim, r.keys->dtype}))
+        return "own_keys: rows that are not there";
+    if (!there(r.own_values, {batch, r.heads, r.num_own, r.values->dim, r.values->dtype}))
+        return "own_values: rows that are not there";
     return nullptr;
 }
 
 // What comes in with a request for attention, and what is to leave.
 const char *refused_queries(const kvant_request &r) {
-    const int64_t heads = times(r.heads, r.group), rows = product({r.batch, heads, r.queries});
+    const int64_t heads = times(r.heads, r.group), rows = product({r.extent->batch, heads, r.queries});
     if (!is_dtype(r.q_dtype) || !is_dtype(r.out_dtype)) return "q_dtype: no type that is known";
-    if (!there(r.q, {r.batch, heads, r.queries, r.keys.dim, r.q_dtype}))
+    if (!there(r.q, {r.extent->batch, heads, r.queries, r.keys->dim, r.q_dtype}))
         return "q: queries that are not there";
     const int64_t size = size_of(r.out_dtype);
-    if (!holds(r.out, r.out_nbytes, product({rows, r.values.dim, size}), size))
+    if (!holds(r.out, r.out_nbytes, product({rows, r.values->dim, size}), size))
         return "out: less room than the outputs take";
     if (r.lse && !holds(r.lse, r.lse_nbytes, times(rows, sizeof(float)), sizeof(float)))
         return "lse: less room than there are queries";
@@ -155,59 +229,121 @@ bool apart(const void *a, int64_t a_nbytes, const void *b, int64_t b_nbytes) {
     return x + (uintptr_t)a_nbytes <= y || y + (uintptr_t)b_nbytes <= x;
 }
 
-// Kernels go by the table and the starts while others write: these must stay what was checked.
+// Kernels go by these while others write: they must stay what was checked.
 bool overwritten(const void *data, int64_t nbytes, const kvant_request &r) {
-    return data && !(apart(data, nbytes, r.page_table, r.page_table_nbytes) &&
-                     apart(data, nbytes, r.start, r.start_nbytes));
+    const kvant_extent &e = *r.extent;
+    return data && !(apart(data, nbytes, r.keys, r.keys_nbytes) &&
+                     apart(data, nbytes, r.values, r.values_nbytes) &&
+                     apart(data, nbytes, r.extent, r.extent_nbytes) &&
+                     apart(data, nbytes, e.numbers, e.numbers_nbytes) &&
+                     apart(data, nbytes, e.sealed.data, e.sealed.nbytes) &&
+                     apart(data, nbytes, e.open.data, e.open.nbytes));
+}
+
+bool overwritten(const void *data, int64_t nbytes, const kvant_store_request &r) {
+    bool kept = apart(data, nbytes, r.copies, r.copies_nbytes) &&
+                apart(data, nbytes, r.writes, r.writes_nbytes) &&
+                apart(data, nbytes, r.seals, r.seals_nbytes);
+    for (int64_t i = 0; i < r.sides; i++)
+        kept = kept && apart(data, nbytes, r.side[i].stored, r.side[i].stored_nbytes);
+    return data && !kept;
+}
+
+bool overwritten(const kvant_side &side, const kvant_store_request &r) {
+    const kvant_pages *const fields[] = {&side.codes, &side.scale, &side.bias};
+    return overwritten(side.open.data, side.open.nbytes, r) ||
+           std::any_of(fields, fields + 3, [&](const kvant_pages *field) {
+               return overwritten(field->data, field->nbytes, r);
+           });
+}
+
+// What is wrong with a side that rows are to be stored in.
+const char *refused(const kvant_store_side &side, const kvant_store_request &r) {
+    if (!there(side.stored, side.stored_nbytes)) return "stored: less than a side";
+    const kvant_side &own = *side.stored;
+    if (const char *why = refused(own)) return why;
+    if (!there(side.rows, {r.batch, r.heads, r.count, own.dim, own.dtype}))
+        return "rows: more than there are";
+    if (r.num_seals && own.format != KVANT_RAW && r.page % 16)
+        return "page: no multiple of 16 rows";
+    if (overwritten(own, r)) return "stored: memory that says where rows go";
+    return nullptr;
+}
+
+bool is_below(int64_t number, int64_t stop) { return number >= 0 && number < stop; }
+
+// Rows [first, first + count) of so many.
+bool are_within(int64_t first, int64_t count, int64_t all) {
+    return first >= 0 && count >= 0 && count <= all && first <= all - count;
+}
+
+// Do all that is to be done begin and end where there is something?
+const char *refused_steps(const kvant_store_request &r, int64_t open, int64_t sealed) {
+    for (int64_t i = 0; i < r.num_copies; i++)
+        if (!is_below(r.copies[2 * i], open) || !is_below(r.copies[2 * i + 1], open))
+            return "copies: slots that the open pages do not have";
+    for (int64_t i = 0; i < r.num_writes; i++) {
+        const int64_t *to = r.writes + 5 * i;
+        if (!is_below(to[0], r.batch)) return "writes: no sequence";
+        if (!is_below(to[1], open)) return "writes: slots that the open pages do not have";
+        if (!are_within(to[2], to[3], r.page)) return "writes: rows beyond a page";
+        if (!are_within(to[4], to[3], r.count)) return "writes: more than came";
+    }
+    for (int64_t i = 0; i < r.num_seals; i++) {
+        const int64_t *to = r.seals + 4 * i;
+        if (!is_below(to[0], r.batch)) return "seals: no sequence";
+        if (!is_below(to[1], sealed))
+            return "seals: slots that the codes, scales and biases do not have";
+        if (to[2] < -1 || to[2] >= open) return "seals: slots that the open pages do not have";
+        if (to[2] < 0 && !are_within(to[3], r.page, r.count)) return "seals: more than came";
+    }
+    return nullptr;
 }
 
 }  // namespace
 
 const char *refused(const kvant_request &r) {
-    if (!none_negative({r.batch, r.heads, r.queries, r.first_page, r.num_pages, r.dense_from,
-                        r.num_dense, r.num_sinks, r.columns, r.dense_until, r.own_from, r.window,
-                        r.mask_sinks, r.chunk}) || r.tail < -1)
+    if (!there(r.keys, r.keys_nbytes)) return "keys: less than a side";
+    if (!there(r.values, r.values_nbytes)) return "values: less than a side";
+    if (!there(r.extent, r.extent_nbytes)) return "extent: less than one";
+    if (!none_negative({r.heads, r.queries, r.num_own, r.num_dense, r.window, r.mask_sinks, r.chunk}))
         return "a count: below zero";
     if (r.group < 1 || r.group > MAX_GROUP) return "group: not from 1 to 16";
     if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
-    if (const char *why = refused(r.keys, r)) return why;
-    if (const char *why = refused(r.values, r)) return why;
+    if (const char *why = refused(*r.keys)) return why;
+    if (const char *why = refused(*r.values)) return why;
+    if (r.keys->format != KVANT_RAW && r.keys->arrangement != KVANT_KEYS)
+        return "arrangement: codes of keys that lie otherwise";
+    if (r.values->format != KVANT_RAW && r.values->arrangement != KVANT_VALUES)
+        return "arrangement: codes of values that lie otherwise";
+    if (const char *why = refused(*r.extent)) return why;
     if (const char *why = refused_queries(r)) return why;
-    if (const char *why = refused_columns(r)) return why;
+    if (const char *why = refused_own(r)) return why;
     if (const char *why = refused_pages(r)) return why;
     if (overwritten(r.out, r.out_nbytes, r) || overwritten(r.lse, r.lse_nbytes, r))
         return "out: memory that says where rows lie";
     return nullptr;
 }
 
-const char *refused(const kvant_seal_request &r) {
-    if (!none_negative({r.batch, r.pages, r.heads})) return "a count: below zero";
-    if (!is_dtype(r.dtype)) return "dtype: rows of no type that is known";
-    if (!is_dim(r.dim)) return "dim: not a multiple of 16 from 16 to 256";
-    if (!is_format(r.format, r.bits, r.group, r.dim))
-        return "format: no codes of such bits and groups in rows so wide";
-    if (r.format != KVANT_AFFINE && r.bias) return "bias: only affine codes have one";
-    if (r.page < 16 || r.page % 16) return "page: no multiple of 16 rows";
-    if (r.arrangement < KVANT_ROWS || r.arrangement > KVANT_VALUES)
-        return "arrangement: none that is known";
+const char *refused(const kvant_store_request &r) {
+    if (r.sides < 0 || r.sides > 2) return "sides: not from 0 to 2";
+    if (!none_negative({r.batch, r.heads, r.count, r.num_copies, r.num_writes, r.num_seals}))
+        return "a count: below zero";
+    if (r.page < 1 || r.page > MOST) return "page: no rows, or more than can be counted";
     if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
-    if (r.format == KVANT_CODEBOOK) {
-        const int64_t levels = (int64_t)1 << r.bits, size = sizeof(float);
-        if (!holds(r.levels, r.levels_nbytes, levels * size, size))
-            return "levels: fewer than the codes tell apart";
-        if (!holds(r.boundaries, r.boundaries_nbytes, (levels - 1) * size, size))
-            return "boundaries: fewer than there are between the levels";
+    if (!holds(r.copies, r.copies_nbytes, product({r.num_copies, 2, 8}), 8))
+        return "copies: fewer than there are";
+    if (!holds(r.writes, r.writes_nbytes, product({r.num_writes, 5, 8}), 8))
+        return "writes: fewer than there are";
+    if (!holds(r.seals, r.seals_nbytes, product({r.num_seals, 4, 8}), 8))
+        return "seals: fewer than there are";
+    int64_t open = ENDLESS, sealed = ENDLESS;
+    for (int64_t i = 0; i < r.sides; i++) {
+        if (const char *why = refused(r.side[i], r)) return why;
+        open = std::min(open, open_slots(*r.side[i].stored, r.heads, r.page));
+        sealed = std::min(sealed, sealed_slots(*r.side[i].stored, r.heads, r.page));
     }
-    if (!there(r.rows, {r.batch, r.heads, times(r.pages, r.page), r.dim, r.dtype}))
-        return "rows: more than there are";
-    const int64_t rows = product({r.batch, r.pages, r.heads, r.page});
-    const int64_t params = product({rows, groups_of(r.format, r.dim, r.group), 2});
-    if (!holds(r.codes, r.codes_nbytes, times(rows, r.dim * r.bits / 8), 1))
-        return "codes: less room than they take";
-    if (!holds(r.scale, r.scale_nbytes, params, 2)) return "scale: less room than the scales take";
-    if (r.format == KVANT_AFFINE && !holds(r.bias, r.bias_nbytes, params, 2))
-        return "bias: less room than the biases take";
-    return nullptr;
+    return refused_steps(r, open, sealed);
 }
 
 const char *refused(const kvant_rotate_request &r) {
@@ -248,8 +384,8 @@ const char *refused(const kvant_put_request &r) {
     return nullptr;
 }
 
-bool is_empty(const kvant_request &r) { return !r.batch || !r.heads || !r.queries; }
-bool is_empty(const kvant_seal_request &r) { return !r.batch || !r.pages || !r.heads; }
+bool is_empty(const kvant_request &r) { return !r.extent->batch || !r.heads || !r.queries; }
+bool is_empty(const kvant_store_request &r) { return !r.sides || !r.batch || !r.heads; }
 bool is_empty(const kvant_rotate_request &r) { return !r.batch || !r.heads || !r.count; }
 bool is_empty(const kvant_put_request &r) { return !r.batch || !r.heads || !r.count; }
 

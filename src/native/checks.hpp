@@ -8,13 +8,13 @@ namespace kvant {
 
 // Null, or in words what is refused; the first word is a field of the request.
 const char *refused(const kvant_request &request);
-const char *refused(const kvant_seal_request &request);
+const char *refused(const kvant_store_request &request);
 const char *refused(const kvant_rotate_request &request);
 const char *refused(const kvant_put_request &request);
 
 // Is there nothing to do? Counts beside one that is zero may be anything, so no kernel sees them.
 bool is_empty(const kvant_request &request);
-bool is_empty(const kvant_seal_request &request);
+bool is_empty(const kvant_store_request &request);
 bool is_empty(const kvant_rotate_request &request);
 bool is_empty(const kvant_put_request &request);
 

@@ -24,6 +24,7 @@ struct ChunkScratch {
     alignas(64) float acc[MANY * MAX_DIM];
     alignas(64) float totals[MANY][16];
     float top[MANY];
+    Segments seen[MANY];  // by each position
 };
 
 // Does a side keep what it has as 16-bit floats?
@@ -96,7 +97,11 @@ public:
         sequence = b, head = h, first = first_query, stop = stop_query;
         many = (int)((stop - first) * r.group);
         take_queries();
-        const Walk walk(r, b, first, stop);
+        const Reads there(r, b);
+        Segments all;
+        for (int64_t query = first; query < stop; query++)
+            all.widen(s.seen[query - first] = Segments(r, there, query));
+        const Walk walk(r, b, there, all);
         for (int64_t i = 0; i < walk.total; i++) block(walk.at(i));
         for (int m = 0; m < many; m++) give(m);
     }
@@ -122,7 +127,7 @@ private:
     }
 
     void take_queries() {
-        const int64_t dim = r.keys.dim;
+        const int64_t dim = r.keys->dim;
         exact = true;
         for (int m = 0; m < many; m++) {
             float *q = s.q + m * dim;
@@ -131,7 +136,7 @@ private:
                 halve(q + d, (m * dim + d) / 2);
             s.top[m] = NOTHING;
             store(s.totals[m], zero());
-            for (int d = 0; d < r.values.dim; d += 16) store(s.acc + m * MAX_DIM + d, zero());
+            for (int d = 0; d < r.values->dim; d += 16) store(s.acc + m * MAX_DIM + d, zero());
         }
     }
 
@@ -143,7 +148,7 @@ private:
             float *at = s.scores + m * PITCH;
             cap(at, (float)r.scale, (float)r.softcap);
             hidden[m] = hide(span, m, at);
-            soften(s.top[m], s.totals[m], at, in_pairs(r.values) ? s.weights + m * PITCH : nullptr,
+            soften(s.top[m], s.totals[m], at, in_pairs(*r.values) ? s.weights + m * PITCH : nullptr,
                    [&](float by) { fade(m, by); });
         }
         if (odd_values())
@@ -152,31 +157,33 @@ private:
             weigh(0, many);
     }
 
+    // Rows of a page from its first on, whatever is seen of them.
     void open(Span span) {
-        if (span.part == Part::sealed) span.first = 0, span.stop = BLOCK;
-        if (is_coded(r.keys, span))
-            open_sealed<true>(sealed_block(r.keys, span, head), keys, s.keys);
+        span.first = 0;
+        if (span.part == Part::sealed) span.stop = BLOCK;
+        if (is_coded(*r.keys, span))
+            open_sealed<true>(sealed_block(*r.keys, span, head), keys, s.keys);
         else
-            open_dense<true>(row_block(r.keys, span, sequence, head), r.keys.dtype,
-                             (int)r.keys.dim, s.keys);
-        if (is_coded(r.values, span))
-            open_sealed<false>(sealed_block(r.values, span, head), values, s.values);
+            open_dense<true>(row_block({*r.keys, r.own_keys}, span, sequence, head), r.keys->dtype,
+                             (int)r.keys->dim, s.keys);
+        if (is_coded(*r.values, span))
+            open_sealed<false>(sealed_block(*r.values, span, head), values, s.values);
         else
-            open_dense<false>(row_block(r.values, span, sequence, head), r.values.dtype,
-                              (int)r.values.dim, s.values);
+            open_dense<false>(row_block({*r.values, r.own_values}, span, sequence, head), r.values->dtype,
+                              (int)r.values->dim, s.values);
 #if KVANT_BFLOAT_DOT
-        if (in_pairs(r.keys)) pair_lines(s.keys, BLOCK / 16 * r.keys.dim, 16, s.key_pairs);
-        if (in_pairs(r.values)) pair_lines(s.values, BLOCK, r.values.dim, s.value_pairs);
+        if (in_pairs(*r.keys)) pair_lines(s.keys, BLOCK / 16 * r.keys->dim, 16, s.key_pairs);
+        if (in_pairs(*r.values)) pair_lines(s.values, BLOCK, r.values->dim, s.value_pairs);
 #endif
     }
 
     void score() {
-        const int dim = (int)r.keys.dim;
+        const int dim = (int)r.keys->dim;
         by_four(many, [&](auto n, int m) {
             constexpr int MQ = decltype(n)::value;
             float *at = s.scores + m * PITCH;
 #if KVANT_BFLOAT_DOT
-            if (in_pairs(r.keys)) {
+            if (in_pairs(*r.keys)) {
                 const int half = dim / 2;
                 tile_scores<MQ>(s.key_pairs, half, s.q_pairs + m * half, half, false, at);
                 if (!exact)
@@ -191,7 +198,7 @@ private:
     // Scores of rows that query m does not see are set to nothing; are there any?
     bool hide(const Span &span, int m, float *at) const {
         bool seen[BLOCK] = {};
-        const Segments segments(r, sequence, query_of(m));
+        const Segments &segments = s.seen[m / r.group];
         const int64_t begin = span.begin;
         int count = 0;
         for (int i = 0; i < segments.count; i++) {
@@ -209,7 +216,7 @@ private:
     }
 
     void fade(int m, float by) {
-        for (int d = 0; d < r.values.dim; d += 16) {
+        for (int d = 0; d < r.values->dim; d += 16) {
             float *at = s.acc + m * MAX_DIM + d;
             store(at, mul(load(at), set1(by)));
         }
@@ -217,19 +224,19 @@ private:
 
     bool odd_values() const {
         F x = zero();
-        for (int i = 0; i < BLOCK * r.values.dim; i += 16)
+        for (int i = 0; i < BLOCK * r.values->dim; i += 16)
             x = fma(load(s.values + i), zero(), x);
         return sum(x) != 0.0f;  // NaN
     }
 
     void weigh(int from, int count) {
-        const int dim = (int)r.values.dim;
+        const int dim = (int)r.values->dim;
         by_four(count, [&](auto n, int i) {
             constexpr int MQ = decltype(n)::value;
             const int m = from + i;
             float *acc = s.acc + m * MAX_DIM;
 #if KVANT_BFLOAT_DOT
-            if (in_pairs(r.values))
+            if (in_pairs(*r.values))
                 return tile_rows<MQ>(s.value_pairs, BLOCK / 2, dim,
                                      (const uint32_t *)(s.weights + m * PITCH), PITCH / 2, acc);
 #endif
@@ -242,13 +249,13 @@ private:
         for (int i = 0; i < BLOCK; i++) {
             const float w = s.scores[m * PITCH + i];
             if (w == 0.0f) continue;
-            for (int64_t d = 0; d < r.values.dim; d++)
-                s.acc[m * MAX_DIM + d] += w * s.values[i * r.values.dim + d];
+            for (int64_t d = 0; d < r.values->dim; d++)
+                s.acc[m * MAX_DIM + d] += w * s.values[i * r.values->dim + d];
         }
     }
 
     void give(int m) {
-        const int64_t heads = r.heads * r.group, dim = r.values.dim, at = head_of(m);
+        const int64_t heads = r.heads * r.group, dim = r.values->dim, at = head_of(m);
         const int64_t row = (sequence * heads + at) * r.queries + query_of(m);
         float top = s.top[m], total = sum(load(s.totals[m])), by = 1.0f;
         if (r.sink_logits) {

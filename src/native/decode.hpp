@@ -59,7 +59,7 @@ public:
                 }
         }
         for (int64_t h = 0; h < r.heads; h++)
-            for (int g = 0; g < r.group; g++) heads[h].sums.finish(g, r.values.group);
+            for (int g = 0; g < r.group; g++) heads[h].sums.finish(g, r.values->group);
     }
 
 private:
@@ -73,34 +73,33 @@ private:
         Head &head = heads[h];
         head.query.take(r, sequence, h, query);
         for (int g = 0; g < r.group; g++) head.top[g] = NOTHING, store(head.totals[g], zero());
-        head.sums.clear((int)r.group, r.values);
+        head.sums.clear((int)r.group, *r.values);
     }
 
-    RowBlock dense_block(const kvant_side &side, const HeadBlock &at) const {
-        return row_block(side, at.span, sequence, at.head);
-    }
+    Source key_rows() const { return {*r.keys, r.own_keys}; }
+    Source value_rows() const { return {*r.values, r.own_values}; }
 
-    Ahead ahead(const kvant_side &side, const HeadBlock &next) const {
-        if (is_coded(side, next.span)) {
-            const SealedBlock block = sealed_block(side, next.span, next.head);
+    Ahead ahead(const Source &from, const HeadBlock &next) const {
+        if (is_coded(from.side, next.span)) {
+            const SealedBlock block = sealed_block(from.side, next.span, next.head);
             return {(const char *)block.codes, (const char *)block.codes + BLOCK * block.width};
         }
-        const RowBlock block = dense_block(side, next);
+        const RowBlock block = row_block(from, next.span, sequence, next.head);
         return {block.data, block.data + block.count * block.stride};
     }
 
     // `next` is null behind the last block.
-    RowBlock rows(const kvant_side &side, const HeadBlock &now, const HeadBlock *next) const {
-        RowBlock block = dense_block(side, now);
-        if (next) block.ahead = ahead(side, *next);
+    RowBlock rows(const Source &from, const HeadBlock &now, const HeadBlock *next) const {
+        RowBlock block = row_block(from, now.span, sequence, now.head);
+        if (next) block.ahead = ahead(from, *next);
         return block;
     }
 
-    SealedBlock coded(const kvant_side &side, const HeadBlock &now, const HeadBlock *next) const {
-        SealedBlock block = sealed_block(side, now.span, now.head);
-        if (next) block.ahead = ahead(side, *next);
-        if (next && is_coded(side, next->span))
-            block.to_next_scale = (const char *)sealed_block(side, next->span, next->head).scale -
+    SealedBlock coded(const Source &from, const HeadBlock &now, const HeadBlock *next) const {
+        SealedBlock block = sealed_block(from.side, now.span, now.head);
+        if (next) block.ahead = ahead(from, *next);
+        if (next && is_coded(from.side, next->span))
+            block.to_next_scale = (const char *)sealed_block(from.side, next->span, next->head).scale -
                                   (const char *)block.scale;
         return block;
     }
@@ -109,15 +108,13 @@ private:
         Head &head = heads[place.head];
         const Span &now = place.span;
         const int group = (int)r.group;
-        const int lead = now.part == Part::sealed ? now.first : 0;
-        const int stop = now.part == Part::sealed ? now.stop : now.stop - now.first;
-        if (is_coded(r.keys, now))
-            sealed_scores(coded(r.keys, place, next), keys, head.query, s.scores);
+        const int lead = now.first, stop = now.stop;
+        if (is_coded(*r.keys, now))
+            sealed_scores(coded(key_rows(), place, next), keys, head.query, s.scores);
         else
-            dense_scores(rows(r.keys, place, next), r.keys.dtype, head.query,
-                         s.scores + lead);
-        const bool dense = !is_coded(r.values, now);
-        const bool halves = dense && r.values.dtype == KVANT_BF16 && KVANT_BFLOAT_DOT;
+            dense_scores(rows(key_rows(), place, next), r.keys->dtype, head.query, s.scores + lead);
+        const bool dense = !is_coded(*r.values, now);
+        const bool halves = dense && r.values->dtype == KVANT_BF16 && KVANT_BFLOAT_DOT;
         for (int g = 0; g < group; g++) {
             float *at = s.scores + g * PITCH;
             cap(at, (float)r.scale, (float)r.softcap);
@@ -127,11 +124,11 @@ private:
                    [&](float by) { head.sums.fade(g, by); });
         }
         if (dense) {
-            const RowBlock block = rows(r.values, place, next);
-            dense_values(block, r.values.dtype, group, s.scores, s.weights, lead, head.sums);
+            const RowBlock block = rows(value_rows(), place, next);
+            dense_values(block, r.values->dtype, group, s.scores, s.weights, lead, head.sums);
             return;
         }
-        const SealedBlock block = coded(r.values, place, next);
+        const SealedBlock block = coded(value_rows(), place, next);
         make_weights(block, values, s.scores, group, lead || stop < BLOCK, s.weights, head.sums);
         sealed_values(block, values, group, s.weights, head.sums);
     }

@@ -19,14 +19,14 @@ inline void read_query(const kvant_request &r, int64_t sequence, int64_t head, i
                        float *to) {
     const char *at =
         (const char *)r.q.data + sequence * r.q.batch + head * r.q.head + query * r.q.row;
-    if (r.q_dtype == KVANT_F32) read_as<float>(at, r.keys.dim, to);
-    if (r.q_dtype == KVANT_F16) read_as<Half>(at, r.keys.dim, to);
-    if (r.q_dtype == KVANT_BF16) read_as<Bfloat>(at, r.keys.dim, to);
+    if (r.q_dtype == KVANT_F32) read_as<float>(at, r.keys->dim, to);
+    if (r.q_dtype == KVANT_F16) read_as<Half>(at, r.keys->dim, to);
+    if (r.q_dtype == KVANT_BF16) read_as<Bfloat>(at, r.keys->dim, to);
 }
 
 // The outputs of one query, rounded once.
 inline void write_out(const kvant_request &r, int64_t row, const float *from) {
-    const int64_t dim = r.values.dim;
+    const int64_t dim = r.values->dim;
     if (r.out_dtype == KVANT_F32) write_as<float>(r.out, row * dim, dim, from);
     if (r.out_dtype == KVANT_F16) write_as<Half>(r.out, row * dim, dim, from);
     if (r.out_dtype == KVANT_BF16) write_as<Bfloat>(r.out, row * dim, dim, from);

@@ -5,10 +5,19 @@
 
 namespace kvant {
 
+// The dense rows of a page of one head, and where its fields lie (`bias`: of affine codes, else null).
+struct PageSeal {
+    const char *rows;
+    int64_t row;  // bytes from one to the next
+    int64_t count;
+    uint8_t *codes;
+    uint16_t *scale, *bias;
+};
+
 struct Kernels {
     const char *name;
     void (*attend)(const kvant_request &);
-    void (*seal)(const kvant_seal_request &);
+    void (*seal_page)(const kvant_side &, const PageSeal &);
     void (*rotate)(const kvant_rotate_request &);
 };
 

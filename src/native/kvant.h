@@ -1,8 +1,10 @@
 /* The C interface of kvant's CPU kernels: plain structs of pointers and numbers, no Python.
  *
- * Each call takes one request: attention over a view, pages to seal, rows to rotate, rows to put.
- * The caller keeps all memory alive and as it is during the call. Nothing is kept between calls but
- * the threads. Calls from several threads at a time are allowed.
+ * Each call takes one request: attention over pages, rows to store, rows to rotate, rows to put.
+ * What many calls share (a side of the storage of a layer, how far sequences are and where their
+ * pages lie) is made once and pointed to. The caller keeps all memory alive and as it is during the
+ * call. Nothing is kept between calls but the threads. Calls from several threads at a time are
+ * allowed.
  *
  * Each pointer is followed by `nbytes`: so many bytes are there from it on, and nothing else is
  * touched. All that a request's counts, strides, tables and enumerations lead to is checked before
@@ -18,7 +20,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 8
+#define KVANT_ABI 9
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -40,49 +42,91 @@ typedef struct {
     int64_t batch, head, row;
 } kvant_rows;
 
+/* Open pages of dense rows [slot, head, row, dim], the last dimension contiguous. */
+typedef struct {
+    void *data;
+    int64_t nbytes;
+    int64_t slot, head, row;
+} kvant_open;
+
 /* One field of the sealed pages: [slot, head, bytes]. */
 typedef struct {
-    const void *data;
+    void *data;
     int64_t nbytes;
     int64_t slot, head;
 } kvant_pages;
 
-/* The keys, or the values. Affine codes have 2, 3, 4, 5, 6 or 8 bits in groups of 16, 32, 64 or 128
- * channels; codebooks 2, 3 or 4 and floats 8, and one group, the row. Rows of 3 or 5 bits have
- * multiples of 32 channels. `scale` is there unless the format is raw, `bias` where it is affine,
- * `levels` where it is a codebook. `codes` holds the rows where the format is raw. In memory:
+enum kvant_arrangement { KVANT_ROWS = 0, KVANT_KEYS = 1, KVANT_VALUES = 2 };
+
+/* Where the keys, or the values, of a layer are stored; the same until the storage grows. Affine
+ * codes have 2, 3, 4, 5, 6 or 8 bits in groups of 16, 32, 64 or 128 channels; codebooks 2, 3 or 4
+ * and floats 8, and one group, the row. Rows of 3 or 5 bits have multiples of 32 channels. `scale`
+ * is there unless the format is raw, `bias` where it is affine, `levels` and `boundaries` where it is a
+ * codebook. `codes` holds the rows where the format is raw. They lie
+ * one row after another, or as keys or values are read:
  *   codes of keys     [page / 16][bytes of a row / 4][16 rows][4]
  *   codes of values   [page / 4][bytes of a row][4 rows]
  *   scale and bias    [page / 16][groups][16 rows], 16-bit floats
- *   raw rows          [page][dim] */
+ *   raw rows          [page][dim], however the others lie */
 typedef struct {
     int64_t format, bits, group, dtype, dim; /* dim: a multiple of 16, at most 256 */
-    kvant_rows dense, sinks;
+    int64_t corrected, arrangement;          /* corrected: of affine codes and codebooks */
+    kvant_open open;
     kvant_pages codes, scale, bias;
     const float *levels; /* [1 << bits] */
     int64_t levels_nbytes;
+    const float *boundaries; /* [(1 << bits) - 1] */
+    int64_t boundaries_nbytes;
 } kvant_side;
 
+/* The slots of the pages of each sequence, [batch, width]: those of pages [first, first + width).
+ * Entries of pages that nobody may read may be anything. */
 typedef struct {
-    kvant_side keys, values;
-    /* Heads of keys; query heads are heads * group, and the group is 16 at most. A page is a multiple
-     * of 64 rows where there are pages; each entry of the table is a slot that all their fields have.
-     * A start is no column before the first. */
-    int64_t batch, heads, group, queries;
-    int64_t page, first_page, num_pages, dense_from, num_dense, num_sinks, columns;
-    const int64_t *page_table; /* [batch, num_pages] */
-    int64_t page_table_nbytes;
-    int64_t table_stride; /* in elements */
-    const int64_t *start; /* [batch] */
-    int64_t start_nbytes;
-    /* A query reads pages sealed once `tail` rows behind them were seen (-1: never), nothing sealed
-     * before it is the `dense_until`th row, and dense from column `own_from` on. */
-    int64_t tail, dense_until, own_from;
+    const int64_t *data;
+    int64_t nbytes;
+    int64_t first, stride, width; /* stride: in elements */
+} kvant_table;
+
+/* The numbers of a sequence: its positions so far (below zero: columns of padding to come), columns
+ * of padding, the pages that are sealed, the first that is open (the last is that of its last
+ * position), and the position before which there are no rows, sinks aside. */
+enum kvant_number {
+    KVANT_LENGTH, KVANT_PADDING, KVANT_FIRST_SEALED, KVANT_STOP_SEALED, KVANT_FIRST_OPEN,
+    KVANT_BEGINS, KVANT_NUMBERS
+};
+
+/* How far sequences are and where their pages lie; the same for many layers. A query reads pages
+ * sealed once `tail` rows behind them were seen (-1: never), nothing sealed before it is the
+ * `dense_until`th row, and positions below `sinks` from open pages and nowhere else. A page that is
+ * read has a multiple of 64 rows.
+ * by_column: pages are numbered by columns, padding included, sinks come before rows of the request's
+ * own, and open pages hold the sinks alone. That is how the first edition counted. */
+typedef struct {
+    int64_t batch, page, tail, dense_until, sinks, by_column;
+    const int64_t *numbers; /* [batch, KVANT_NUMBERS] */
+    int64_t numbers_nbytes;
+    kvant_table sealed, open;
+} kvant_extent;
+
+/* Attention of the last `queries` columns: query t is at position length - queries + t, and padding
+ * where that is below zero. Key heads have `group` query heads each, 16 at most. */
+typedef struct {
+    const kvant_side *keys;
+    int64_t keys_nbytes;
+    const kvant_side *values;
+    int64_t values_nbytes;
+    const kvant_extent *extent;
+    int64_t extent_nbytes;
+    int64_t heads, group, queries;
+    /* The newest rows, where these lie apart: the last `num_own` columns, read from nowhere else. To
+     * no query the newest `num_dense` columns are sealed, whatever falls due. */
+    kvant_rows own_keys, own_values;
+    int64_t num_own, num_dense;
     int64_t causal, window, mask_sinks, chunk; /* window, chunk: 0 is none */
     double scale, softcap;                     /* softcap: 0 is none */
     const float *sink_logits;                  /* [heads * group], or null */
     int64_t sink_logits_nbytes;
-    kvant_rows q; /* the last `queries` columns */
+    kvant_rows q;
     int64_t q_dtype;
     void *out; /* [batch, heads * group, queries, dim of values] */
     int64_t out_nbytes;
@@ -92,29 +136,26 @@ typedef struct {
     int64_t threads; /* 1 to 4096 */
 } kvant_request;
 
-enum kvant_arrangement { KVANT_ROWS = 0, KVANT_KEYS = 1, KVANT_VALUES = 2 };
-
-/* Pages to be sealed, `pages` of `page` rows (a multiple of 16) each that follow one another, into memory without
- * gaps: codes [batch, pages, heads, page, bytes], scale and bias [batch, pages, heads, page, groups],
- * arranged as one row after another, or as keys or values are read. What a side may be they may be,
- * but raw. */
 typedef struct {
-    kvant_rows rows;
-    int64_t dtype, batch, pages, heads, page, dim;
-    int64_t format, bits, group, corrected; /* corrected: 0 for fp8 */
-    const float *levels; /* of a codebook: [1 << bits] */
-    int64_t levels_nbytes;
-    const float *boundaries; /* of a codebook: [(1 << bits) - 1] */
-    int64_t boundaries_nbytes;
-    int64_t arrangement;
-    uint8_t *codes;
-    int64_t codes_nbytes;
-    uint16_t *scale;
-    int64_t scale_nbytes;
-    uint16_t *bias; /* of affine codes, else null */
-    int64_t bias_nbytes;
+    const kvant_side *stored;
+    int64_t stored_nbytes;
+    kvant_rows rows; /* [batch, head, column, dim]: what came */
+} kvant_store_side;
+
+/* Rows of `count` columns to where they stay, keys and values together (one side, or two). First
+ * open pages are copied, then rows are written to open pages, then pages of `page` rows are sealed
+ * (a multiple of 16, unless they are raw): from an open page, or from rows that came. */
+typedef struct {
+    int64_t sides, batch, heads, page, count;
+    const int64_t *copies; /* [num_copies, 2]: open slots, from and to */
+    int64_t copies_nbytes, num_copies;
+    const int64_t *writes; /* [num_writes, 5]: sequence, open slot, row, rows, column */
+    int64_t writes_nbytes, num_writes;
+    const int64_t *seals; /* [num_seals, 4]: sequence, slot, open slot or -1, then its first column */
+    int64_t seals_nbytes, num_seals;
     int64_t threads;
-} kvant_seal_request;
+    kvant_store_side side[2];
+} kvant_store_request;
 
 /* Rows to be turned by a Hadamard transform in blocks of powers of two, the largest first; computed
  * in single precision and rounded once. */
@@ -154,7 +195,7 @@ KVANT_EXPORT const char *kvant_isa(void);
 KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
 
 KVANT_EXPORT const char *kvant_attend(const kvant_request *request);
-KVANT_EXPORT const char *kvant_seal(const kvant_seal_request *request);
+KVANT_EXPORT const char *kvant_store(const kvant_store_request *request);
 KVANT_EXPORT const char *kvant_rotate(const kvant_rotate_request *request);
 KVANT_EXPORT const char *kvant_put(const kvant_put_request *request);
 

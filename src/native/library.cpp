@@ -5,6 +5,7 @@
 #include "checks.hpp"
 #include "kernels.hpp"
 #include "put.hpp"
+#include "store.hpp"
 
 namespace {
 
@@ -40,9 +41,11 @@ extern "C" const char *kvant_isa(void) { return kernels() ? kernels()->name : nu
 
 namespace {
 
+constexpr const char *NO_KERNELS = "all: KVANT_ISA names nothing that this processor has";
+
 template <class Request>
 const char *run(const Request *request, void (*Kernels::*kernel)(const Request &)) {
-    if (!kernels()) return "all: KVANT_ISA names nothing that this processor has";
+    if (!kernels()) return NO_KERNELS;
     const char *refusal = kvant::refused(*request);
     if (!refusal && !kvant::is_empty(*request)) (kernels()->*kernel)(*request);
     return refusal;
@@ -54,8 +57,11 @@ extern "C" const char *kvant_attend(const kvant_request *request) {
     return run(request, &Kernels::attend);
 }
 
-extern "C" const char *kvant_seal(const kvant_seal_request *request) {
-    return run(request, &Kernels::seal);
+extern "C" const char *kvant_store(const kvant_store_request *request) {
+    if (!kernels()) return NO_KERNELS;
+    const char *refusal = kvant::refused(*request);
+    if (!refusal && !kvant::is_empty(*request)) kvant::store(*request, *kernels());
+    return refusal;
 }
 
 extern "C" const char *kvant_rotate(const kvant_rotate_request *request) {

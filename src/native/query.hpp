@@ -22,7 +22,7 @@ struct Query {
 
     // The group of queries at one position that share key head `head`.
     void take(const kvant_request &r, int64_t sequence, int64_t head, int64_t query) {
-        const kvant_side &keys = r.keys;
+        const kvant_side &keys = *r.keys;
         group = (int)r.group, dim = (int)keys.dim, exact = true;
         for (int g = 0; g < group; g++) {
             read_query(r, sequence, head * group + g, query, rows[g]);

@@ -1,20 +1,17 @@
 // Sealing pages: what codecs/affine.py, codebook.py and fp8.py give, to the bit, written straight to
 // where the kernels read it. Compiled for each instruction set without fused operations, which
-// round otherwise than the codecs do. One unit of work is a page of one head.
+// round otherwise than the codecs do.
 #include "seal.hpp"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 
 #include "fit.hpp"
-#include "team.hpp"
 
 namespace kvant::KVANT_TARGET {
 namespace {
 
-constexpr int64_t ALONE = 32;  // units: some hundreds of microseconds
 constexpr uint16_t NOT_A_NUMBER = 0x7e00;
 
 struct Row {
@@ -49,7 +46,7 @@ void find_codes(const float *x, float *codes, int count, float scale, float bias
         codes[i] = std::min(std::max(std::rint((x[i] - bias) / step), 0.0f), most);
 }
 
-void affine_row(Row &row, const kvant_seal_request &r) {
+void affine_row(Row &row, const kvant_side &r) {
     const float most = (float)((1 << r.bits) - 1);
     alignas(64) float codes[MAX_DIM];
     for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++) {
@@ -77,7 +74,7 @@ void affine_row(Row &row, const kvant_seal_request &r) {
 }
 
 // The codes again, under the pairs of a lane of the tile; of a group that is no number they are 0.
-void affine_again(Row &row, const FitGroups *tile, int lane, const kvant_seal_request &r) {
+void affine_again(Row &row, const FitGroups *tile, int lane, const kvant_side &r) {
     const float most = (float)((1 << r.bits) - 1);
     alignas(64) float codes[MAX_DIM];
     for (int64_t d = 0, u = 0; d < r.dim; d += r.group, u++)
@@ -86,7 +83,7 @@ void affine_again(Row &row, const FitGroups *tile, int lane, const kvant_seal_re
     for (int64_t d = 0; d < r.dim; d++) row.codes[d] = (uint8_t)(int)codes[d];
 }
 
-void codebook_row(Row &row, const kvant_seal_request &r) {
+void codebook_row(Row &row, const kvant_side &r) {
     const int dim = (int)r.dim;
     std::memset(row.codes, 0, dim);
     if (std::isnan(ends_of(row.x, dim).low)) {
@@ -126,7 +123,7 @@ uint8_t to_float8(float x) {
     return (uint8_t)(code ? (bits >> 24 & 0x80) | code : 0);
 }
 
-void fp8_row(Row &row, const kvant_seal_request &r) {
+void fp8_row(Row &row, const kvant_side &r) {
     const int dim = (int)r.dim;
     const Ends ends = ends_of(row.x, dim);
     if (std::isnan(ends.low)) {
@@ -150,10 +147,9 @@ struct Place {
 
 class Sealing {
 public:
-    explicit Sealing(const kvant_seal_request &r) : r(r) {
+    Sealing(const kvant_side &r, const PageSeal &page) : r(r), page(page) {
         width = r.dim * r.bits / 8;
         groups = r.format != KVANT_AFFINE ? 1 : (r.dim + r.group - 1) / r.group;
-        units = r.batch * r.pages * r.heads;
         codes = r.arrangement == KVANT_KEYS     ? Place{16, 4}
                 : r.arrangement == KVANT_VALUES ? Place{4, 1}
                                                 : Place{1, width};
@@ -161,36 +157,29 @@ public:
     }
 
     void run() {
-        // A page of a few heads takes less time than to wake another thread for it.
-        in_parallel((int)std::min(r.threads, units / ALONE + 1),
-                    [](void *self) { ((Sealing *)self)->work(); }, this);
+        Row rows[TILE] = {};
+        FitGroups tile[MAX_GROUPS];
+        for (int64_t first = 0; first < page.count; first += TILE) {
+            for (int n = 0; n < TILE; n++) {
+                take(rows[n], first + n);
+                seal_row(rows[n]);
+                for (int64_t u = 0; u < groups; u++)
+                    tile[u].take(n, rows[n].scale[u], rows[n].bias[u], rows[n].sums[u]);
+            }
+            put_params(tile, first);
+            for (int n = 0; n < TILE; n++) {
+                if (r.format == KVANT_AFFINE && r.corrected) affine_again(rows[n], tile, n, r);
+                pack_row(rows[n].codes, (int)r.dim, (int)r.bits, rows[n].packed);
+                put_codes(rows[n], first + n);
+            }
+        }
     }
 
 private:
-    const kvant_seal_request &r;
-    int64_t width, groups, units;
+    const kvant_side &r;
+    const PageSeal &page;
+    int64_t width, groups;
     Place codes, params;
-    std::atomic<int64_t> next{0};
-
-    void work() {
-        Row rows[TILE] = {};
-        FitGroups tile[MAX_GROUPS];
-        for (int64_t unit; (unit = next.fetch_add(1)) < units;)
-            for (int64_t first = 0; first < r.page; first += TILE) {
-                for (int n = 0; n < TILE; n++) {
-                    take(rows[n], unit, first + n);
-                    seal_row(rows[n]);
-                    for (int64_t u = 0; u < groups; u++)
-                        tile[u].take(n, rows[n].scale[u], rows[n].bias[u], rows[n].sums[u]);
-                }
-                put_params(tile, unit, first);
-                for (int n = 0; n < TILE; n++) {
-                    if (r.format == KVANT_AFFINE && r.corrected) affine_again(rows[n], tile, n, r);
-                    pack_row(rows[n].codes, (int)r.dim, (int)r.bits, rows[n].packed);
-                    put_codes(rows[n], unit, first + n);
-                }
-            }
-    }
 
     void seal_row(Row &row) const {
         if (r.format == KVANT_AFFINE) affine_row(row, r);
@@ -198,10 +187,8 @@ private:
         if (r.format == KVANT_FP8) fp8_row(row, r);
     }
 
-    void take(Row &row, int64_t unit, int64_t n) const {
-        const int64_t head = unit % r.heads, page = unit / r.heads % r.pages;
-        const char *from = (const char *)r.rows.data + unit / r.heads / r.pages * r.rows.batch +
-                           head * r.rows.head + (page * r.page + n) * r.rows.row;
+    void take(Row &row, int64_t n) const {
+        const char *from = page.rows + n * page.row;
         for (int64_t d = 0; d < r.dim; d += 16) {
             if (r.dtype == KVANT_F32) store(row.x + d, load((const float *)from + d));
             if (r.dtype == KVANT_F16) store(row.x + d, load((const Half *)from + d));
@@ -209,8 +196,8 @@ private:
         }
     }
 
-    void put_codes(const Row &row, int64_t unit, int64_t n) const {
-        uint8_t *to = r.codes + unit * r.page * width + codes.at(n, 0, width);
+    void put_codes(const Row &row, int64_t n) const {
+        uint8_t *to = page.codes + codes.at(n, 0, width);
         if (r.arrangement == KVANT_KEYS)
             for (int64_t j = 0; j < width; j += 4) std::memcpy(to + 16 * j, row.packed + j, 4);
         else if (r.arrangement == KVANT_VALUES)
@@ -220,14 +207,14 @@ private:
     }
 
     // Of sixteen rows: fitting them together takes hardly longer than one.
-    void put_params(FitGroups *tile, int64_t unit, int64_t first) const {
+    void put_params(FitGroups *tile, int64_t first) const {
         for (int64_t u = 0; u < groups; u++) {
             if (r.format == KVANT_AFFINE && r.corrected)
                 tile[u].fit((int)std::min(r.group, r.dim - u * r.group));
             for (int64_t n = 0; n < 16; n++) {
-                const int64_t at = unit * r.page * groups + params.at(first + n, u, groups);
-                r.scale[at] = tile[u].scale[n].bits;
-                if (r.bias) r.bias[at] = tile[u].bias[n].bits;
+                const int64_t at = params.at(first + n, u, groups);
+                page.scale[at] = tile[u].scale[n].bits;
+                if (page.bias) page.bias[at] = tile[u].bias[n].bits;
             }
         }
     }
@@ -235,6 +222,6 @@ private:
 
 }  // namespace
 
-void seal(const kvant_seal_request &request) { Sealing(request).run(); }
+void seal_page(const kvant_side &side, const PageSeal &page) { Sealing(side, page).run(); }
 
 }  // namespace kvant::KVANT_TARGET

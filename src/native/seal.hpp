@@ -1,10 +1,10 @@
-// Sealing, for the table of kernels.
+// Sealing one page of one head, for the table of kernels.
 #pragma once
 
-#include "kvant.h"
+#include "kernels.hpp"
 
 namespace kvant::KVANT_TARGET {
 
-void seal(const kvant_seal_request &request);
+void seal_page(const kvant_side &side, const PageSeal &page);
 
 }  // namespace kvant::KVANT_TARGET

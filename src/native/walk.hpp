@@ -7,7 +7,7 @@
 
 namespace kvant::KVANT_TARGET {
 
-// Rows [first, stop) of a block are seen; those of a dense one begin at zero.
+// Rows [first, stop) of a block are seen; own ones begin at zero.
 struct Span {
     Part part;
     int64_t slot, row;  // of a page: where it lies, and the block in it; else the first row
@@ -17,41 +17,52 @@ struct Span {
 
 class Walk {
 public:
-    // All rows that any of the queries [first, stop) sees.
-    Walk(const kvant_request &request, int64_t sequence, int64_t first, int64_t stop)
-        : r(request), sequence(sequence) {
-        if (stop == first + 1) segments = Segments(r, sequence, first);
-        for (int64_t query = first; stop > first + 1 && query < stop; query++)
-            segments.widen(Segments(r, sequence, query));
-        for (int i = 0; i < segments.count; i++) total += blocks(segments.list[i]);
+    // All rows that one query sees.
+    Walk(const kvant_request &r, int64_t sequence, int64_t query)
+        : Walk(r, sequence, Reads(r, sequence), Segments()) {
+        take(Segments(r, there, query));
+    }
+
+    // All rows of these runs.
+    Walk(const kvant_request &r, int64_t sequence, const Reads &there, const Segments &segments)
+        : r(r), sequence(sequence), there(there), page(r.extent->page) {
+        take(segments);
     }
 
     int64_t total = 0;
 
     Span at(int64_t index) const {
         const Segment &s = segment_of(index);
-        if (s.part != Part::sealed) {
+        if (s.part == Part::own) {
             const int64_t begin = s.first + index * BLOCK;
             const int count = (int)std::min<int64_t>(BLOCK, s.stop - begin);
-            return {s.part, 0, begin - (s.part == Part::dense ? r.dense_from : 0), 0, count, begin};
+            return {s.part, 0, begin - there.own, 0, count, begin};
         }
-        const int64_t begin = (s.first / BLOCK + index) * BLOCK, page = begin / r.page;
-        const int64_t slot = r.page_table[sequence * r.table_stride + page - r.first_page];
-        return {s.part, slot, begin % r.page, (int)std::max<int64_t>(0, s.first - begin),
+        const int64_t begin = (s.first / BLOCK + index) * BLOCK, number = begin / page;
+        const kvant_table &table = s.part == Part::sealed ? r.extent->sealed : r.extent->open;
+        const int64_t slot = table.data[sequence * table.stride + number - table.first];
+        return {s.part, slot, begin - number * page, (int)std::max<int64_t>(0, s.first - begin),
                 (int)std::min<int64_t>(BLOCK, s.stop - begin), begin};
     }
 
-    // How many blocks from this one on lie one behind the other: those of a page, or all dense ones.
+    // How many blocks from this one on lie one behind the other: those of a page, or all own ones.
     int64_t together(int64_t index) const {
         const Segment &s = segment_of(index);
-        const int64_t left = blocks(s) - index, many = r.page / BLOCK;
-        return s.part != Part::sealed ? left : std::min(left, many - (s.first / BLOCK + index) % many);
+        const int64_t left = blocks(s) - index, many = page / BLOCK;
+        return s.part == Part::own ? left : std::min(left, many - (s.first / BLOCK + index) % many);
     }
 
 private:
     const kvant_request &r;
     int64_t sequence;
+    Reads there;
+    int64_t page;
     Segments segments;
+
+    void take(const Segments &runs) {
+        segments = runs;
+        for (int i = 0; i < runs.count; i++) total += blocks(runs.list[i]);
+    }
 
     // The segment that a block lies in; `index` becomes the block's number inside of it.
     const Segment &segment_of(int64_t &index) const {
@@ -61,23 +72,34 @@ private:
     }
 
     static int64_t blocks(const Segment &s) {
-        if (s.part == Part::sealed) return (s.stop + BLOCK - 1) / BLOCK - s.first / BLOCK;
-        return (s.stop - s.first + BLOCK - 1) / BLOCK;
+        if (s.part == Part::own) return (s.stop - s.first + BLOCK - 1) / BLOCK;
+        return (s.stop + BLOCK - 1) / BLOCK - s.first / BLOCK;
     }
 };
 
+// A side, and the rows of it that came with the request.
+struct Source {
+    const kvant_side &side;
+    const kvant_rows &own;
+};
+
 // The rows of a span that is dense, or sealed as they came.
-inline RowBlock row_block(const kvant_side &side, const Span &span, int64_t sequence, int64_t head) {
+inline RowBlock row_block(const Source &from, const Span &span, int64_t sequence, int64_t head) {
     const int count = span.stop - span.first;
+    if (span.part == Part::own) {
+        const char *data = (const char *)from.own.data + sequence * from.own.batch + head * from.own.head;
+        return {data + span.row * from.own.row, from.own.row, count, {}};
+    }
+    const kvant_side &side = from.side;
     if (span.part == Part::sealed) {
         const int64_t stride = side.dim * size_of(side.dtype);
         const char *data = (const char *)side.codes.data + span.slot * side.codes.slot +
                            head * side.codes.head + (span.row + span.first) * stride;
         return {data, stride, count, {}};
     }
-    const kvant_rows &rows = span.part == Part::sinks ? side.sinks : side.dense;
-    const char *data = (const char *)rows.data + sequence * rows.batch + head * rows.head;
-    return {data + span.row * rows.row, rows.row, count, {}};
+    const kvant_open &open = side.open;
+    const char *data = (const char *)open.data + span.slot * open.slot + head * open.head;
+    return {data + (span.row + span.first) * open.row, open.row, count, {}};
 }
 
 inline SealedBlock sealed_block(const kvant_side &side, const Span &span, int64_t head) {

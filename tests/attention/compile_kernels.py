@@ -14,8 +14,10 @@ from offline import Compiled, Driver, pretend
 from kvant import Cache
 from kvant.attention.triton import Triton, launching, sealing
 from kvant.attention.triton.kernels import attend, merge, put, seal
+from kvant.attention.triton.launching import Scope
+from kvant.attention.triton.places import MovingPlace
 from kvant.attention.triton.step import Step
-from kvant.codecs import Affine, Codebook
+from kvant.cache.changes import advanced
 from kvant.contracts import Request
 from kvant.frames import launching as turning
 from kvant.frames.kernels import rotate
@@ -44,8 +46,14 @@ def keep(name: str, made: Any) -> None:
 label = ""
 active = Driver(90, 86)  # a Hopper, and a small Ampere
 pretend(active)
-for module, name in ((attend, "attend"), (merge, "merge"), (seal, "seal"), (put, "put")):
-    setattr(module, name, Compiled(getattr(module, name), keep))
+for module, *names in (
+    (attend, "attend"),
+    (merge, "merge"),
+    (seal, "seal"),
+    (put, "put", "put_token"),
+):
+    for name in names:
+        setattr(module, name, Compiled(getattr(module, name), keep))
 rotate.rotate = Compiled(rotate.rotate, keep)
 
 for text, dim, queries in (
@@ -57,34 +65,44 @@ for text, dim, queries in (
     label = f"{text} {dim} {queries}"
     view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, dim).bfloat16())
     q = torch.randn(1, 8, queries, dim).to(torch.float32 if "turbo" in text else torch.bfloat16)
-    launching.launch(Request(q, 0.1, view.mask, dtype=torch.bfloat16), view)
+    launching.launch(Request(q, 0.1, view.mask, dtype=torch.bfloat16), Scope.of(view))
 for count in (1000, 1024, 1088):  # tables of 15, 16 and 17 pages: one is a multiple of 16
     label = f"tables {count}"
     state = Cache(1, "affine8,tail=0,prefill=stored,capacity=2048")[0]
     view = state.append(*torch.randn(2, 2, 2, count, 64))
-    launching.launch(Request(torch.randn(2, 2, 1, 64), 0.1, view.mask), view)
-Triton.supports = lambda self, view, request=None: None  # type: ignore
+    launching.launch(Request(torch.randn(2, 2, 1, 64), 0.1, view.mask), Scope.of(view))
+Triton.supports = lambda self, pages, request=None: None  # type: ignore
 for text in ("raw,window=99", "affine4/turbo3"):
     label = f"step {text}"
-    state = Cache(1, f"{text},tail=0,capacity=640")[0]
+    cache = Cache(1, f"{text},tail=0,capacity=640")
     keys, values = torch.randn(2, 1, 2, 301, 128).bfloat16()
-    state.append(keys[:, :, :300], values[:, :, :300])
-    step = Step.of(state.expect(), torch.zeros(4, dtype=torch.int64))
+    cache[0].append(keys[:, :, :300], values[:, :, :300])
+    (change,) = cache.expect()
+    place = MovingPlace(change.during, torch.device("cpu"))
+    step = Step.of(cache[0].expected(change), place)
     step(torch.randn(1, 8, 1, 128).bfloat16(), keys[:, :, 300:], values[:, :, 300:])
 active.device, launching.available = 1, lambda device: 99 << 10  # type: ignore
 for text in ("raw", "turbo4"):
     label = f"small {text}"
     view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, 256).bfloat16())
-    launching.launch(Request(torch.randn(1, 8, 64, 256), 0.1, view.mask, softcap=9.0), view)
+    launching.launch(
+        Request(torch.randn(1, 8, 64, 256), 0.1, view.mask, softcap=9.0), Scope.of(view)
+    )
 active.device = 0
-for codec, dim in (
-    (Affine(8), 128),
-    (Affine(4, 128), 80),
-    (Affine(4, 16), 128),
-    (Codebook(3), 128),
+for text, dim in (
+    ("affine8", 128),
+    ("affine4/affine4,group=128", 80),
+    ("affine4,group=16", 128),
+    ("turbo3/raw", 128),
 ):
-    label = f"{codec} {dim}"
-    sealing.sealed(codec, torch.randn(1, 1, 2, 64, dim).bfloat16())
+    label = f"{text} {dim}"
+    cache = Cache(1, f"{text},tail=0")
+    keys, values = torch.randn(2, 1, 2, 68, dim).bfloat16()
+    cache[0].append(keys[:, :, :4], values[:, :, :4])
+    layer, rows = cache[0], {"keys": keys[:, :, 4:], "values": values[:, :, 4:]}
+    sealing.stored(
+        advanced(layer.extent, 64, cache._ledger.pools[0].copy()), rows, layer.storage.sides
+    )
 for last in (False, True):
     label = f"last={last}"
     x = torch.randn(1, 8, 1, 128).bfloat16()

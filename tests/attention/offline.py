@@ -9,7 +9,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from kvant.attention.triton import forms
-from kvant.layers import record
+from kvant.cache import storage
 
 
 class Driver:
@@ -42,8 +42,8 @@ class Compiled:
 
 
 def pretend(capable: Driver) -> None:
-    """Views of the CPU are what they would be on a GPU."""
+    """View on the CPU are what they would be on a GPU."""
     driver.set_active(capable)
-    record.arrangement = lambda device: None  # type: ignore[assignment]
+    storage.arrangement = lambda device: None  # type: ignore[attr-defined, assignment]
     on_a_gpu = forms.dot_type  # in the interpreter a bfloat16 is another thing
-    forms.dot_type = lambda dtype, _: on_a_gpu(dtype, False)
+    forms.dot_type = lambda dtype, interpreted: on_a_gpu(dtype, False)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from kvant.contracts import Backend, Codec, Stored, Tiles
+from kvant.extent import Change, Extent, Kind, Paging
+
 
 def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
-    """Pages [2, 3, 2, 64, dim] with outliers, zeros, equal values, infinities, NaN, and rows whose
+    """View [2, 3, 2, 64, dim] with outliers, zeros, equal values, infinities, NaN, and rows whose
     least squares fit is far from what covers them, or is none, or beyond a float16."""
     rows = torch.randn(2, 2, 3 * 64, dim)
     rows[..., 3] *= 30
@@ -31,3 +35,22 @@ def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
     rows[1, 0, 40] = torch.where(rows[1, 0, 40] > 0, 43000.0, -43000.0)
     rows[1, 0, 40, ::16], rows[1, 0, 40, 1::16] = -65504.0, 65504.0
     return rows.to(dtype).reshape(2, 2, 3, 64, dim).transpose(1, 2)
+
+
+def sealed_by(
+    backend: Backend, codec: Codec, rows: Tensor, side: str, tiles: Tiles | None
+) -> dict[str, Tensor] | None:
+    """What a backend seals rows [B, n, H, P, D] to, by slot; None where it does not."""
+    batch, pages, heads, page, dim = rows.shape
+    rows = rows.flatten(0, 1)
+    count = batch * pages
+    fields = {
+        name: torch.zeros(count, heads, field.height(page), field.width, dtype=field.dtype)
+        for name, field in codec.fields(dim).items()
+    }
+    stored = Stored(codec, rows.new_zeros(1, heads, page, dim), fields, tiles)
+    nowhere = Extent.empty(Kind(Paging(page, 0)), [0] * count)
+    which = np.arange(count)
+    seals = np.stack([which, which, np.full(count, -1), which * 0], 1)
+    change = Change(nowhere, nowhere, nowhere, page, seals=seals)
+    return fields if backend.store(change, {side: rows}, {side: stored}) else None

@@ -8,19 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvant.attention
+import kvant
+from cache.tagged import One, layer, put, rows
 from kvant import LayerSpec, Mask, UnsupportedView, attend, explain
-from kvant.attention import reference
+from kvant.attention import attending, reference, storing
 from kvant.attention.mask import visible
 from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.contracts import View
 from kvant.frames import Diagonal
-from kvant.layers import Attention
 from kvant.retention import All
 from laws import oracle
 from laws.cases import near
-from layers.tagged import layer, put, rows
 
 KINDS = (
     "raw",
@@ -33,8 +32,8 @@ KINDS = (
 
 def filled(
     text: str, count: int = 200, batch: int = 2, heads: int = 2, dim: int = 16, wide: int = 16
-) -> tuple[Attention, View]:
-    state = Attention(layer(text))
+) -> tuple[One, View]:
+    state = One(layer(text))
     view = state.append(
         torch.randn(batch, heads, count, dim), torch.randn(batch, heads, count, wide)
     )
@@ -48,8 +47,8 @@ def causal(queries: int, keys: int) -> Tensor:
 
 def means(view: View, queries: int, **rest) -> list[float]:
     """With zero queries a query gives the mean of the tags it sees."""
-    batch, heads, _, dim = view.keys.room.shape
-    out = attend(torch.zeros(batch, heads, queries, dim), view, **rest)
+    heads, dim = view.keys.open.shape[1::2]
+    out = attend(torch.zeros(view.batch, heads, queries, dim), view, **rest)
     return [round(v, 3) for v in out[0, 0, :, 0].tolist()]
 
 
@@ -75,18 +74,19 @@ def test_fewer_queries_than_the_append_are_its_newest(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["raw,window=4", "affine8", "affine8,window=70"])
-def test_more_queries_than_the_view_was_made_for_are_refused(text: str) -> None:
+def test_queries_whose_rows_are_not_in_the_view_are_refused(text: str) -> None:
     """Older queries once got an answer from which the rows they see were missing."""
-    state = Attention(layer(text))
+    state = One(layer(text))
     put(state, 127)
     view = put(state, 1)
-    with pytest.raises(ValueError, match="3 queries"):
-        attend(torch.zeros(1, 1, 3, 8), view)
+    with pytest.raises(ValueError, match="70 queries"):
+        attend(torch.zeros(1, 1, 70, 8), view)
+    assert means(view, 3) == means(state.view(3), 3)
     assert means(view, 1) == means(state.view(3), 3)[2:]
 
 
 def test_more_queries_than_the_append_are_served_where_their_rows_are_in_the_view() -> None:
-    state = Attention(layer("raw"))
+    state = One(layer("raw"))
     put(state, 7)
     assert means(put(state, 1), 3) == [2.5, 3.0, 3.5]
 
@@ -107,7 +107,7 @@ def test_scratch_of_any_size_gives_the_same(text: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("codec", [Raw(), Affine(8), Codebook(4)], ids=str)
 @pytest.mark.parametrize("dims", [(16, 40), (40, 16), (8, 128)], ids=str)
 def test_keys_and_values_may_differ_in_width(codec, dims: tuple[int, int]) -> None:
-    state = Attention(LayerSpec(codec, codec, All()))
+    state = One(LayerSpec(codec, codec, All()))
     state.append(torch.randn(1, 2, 300, dims[0]), torch.randn(1, 2, 300, dims[1]))
     q = torch.randn(1, 4, 1, dims[0])
     out = attend(q, state.view())
@@ -118,7 +118,7 @@ def test_keys_and_values_may_differ_in_width(codec, dims: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("codec", [Raw(), Affine(8), Codebook(4)], ids=str)
 def test_values_inside_the_keys_are_their_first_channels(codec) -> None:
-    inside = Attention(LayerSpec(codec, codec, All(), value_dim=24))
+    inside = One(LayerSpec(codec, codec, All(), value_dim=24))
     keys, q = torch.randn(1, 1, 300, 32), torch.randn(1, 8, 1, 32)
     inside.append(keys)
     out = attend(q, inside.view())
@@ -190,7 +190,7 @@ def test_a_query_that_sees_nothing_gives_zeros(text: str) -> None:
 
 
 def test_a_query_in_the_padding_gives_zeros() -> None:
-    state = Attention(layer("affine8,sinks=2"))
+    state = One(layer("affine8,sinks=2"))
     new = rows(0, 100, batch=2)
     view = state.append(new, new, start=[0, 70])
     out, lse = attend(torch.zeros(2, 1, 100, 8), view, return_lse=True)
@@ -222,7 +222,7 @@ def test_numbers_of_a_mask_are_added_to_the_scores() -> None:
 
 @pytest.mark.parametrize("text", ["raw", "affine8", "affine8,sinks=3"])
 def test_a_mask_with_fewer_columns_belongs_to_the_newest(text: str) -> None:
-    state = Attention(layer(text))
+    state = One(layer(text))
     view = put(state, 100)
     mask = torch.tensor([[True, False, True, False], [False, True, False, True]])
     assert means(view, 2, mask=mask) == [97.0, 98.0]
@@ -230,21 +230,21 @@ def test_a_mask_with_fewer_columns_belongs_to_the_newest(text: str) -> None:
 
 
 def test_an_explicit_mask_may_show_the_future() -> None:
-    state = Attention(layer("raw"))
+    state = One(layer("raw"))
     view = put(state, 6)
     assert means(view, 6, mask=torch.ones(6, 6, dtype=torch.bool)) == [2.5] * 6
     assert means(view, 6, mask=Mask(causal=False)) == [2.5] * 6
 
 
 def test_a_mask_of_ones_does_not_show_padding() -> None:
-    state = Attention(layer("raw"))
+    state = One(layer("raw"))
     new = rows(0, 6)
     view = state.append(new, new, start=[2])
     assert means(view, 1, mask=torch.ones(1, 6, dtype=torch.bool)) == [3.5]
 
 
 def test_a_mask_rule_replaces_that_of_the_view() -> None:
-    view = put(Attention(layer("raw")), 10)
+    view = put(One(layer("raw")), 10)
     assert means(view, 1, mask=Mask(window=3)) == [8.0]
     assert means(view, 1, mask=Mask(window=2, sinks=2)) == [(0 + 1 + 8 + 9) / 4]
     assert means(view, 1, mask=Mask(chunk=4)) == [8.5]
@@ -259,10 +259,10 @@ def test_an_odd_row_reaches_those_who_see_it_and_nobody_else(
 ) -> None:
     """Query t sees row `place` from t = place on, unless its window has passed."""
     keys, values = torch.randn(2, 1, 2, 140, 16)
-    clean = Attention(layer(text))
+    clean = One(layer(text))
     expected = attend(torch.ones(1, 2, 140, 16), clean.append(keys, values), mask=Mask(window=9))
     (keys if side == "keys" else values)[:, 0, place] = bad
-    state = Attention(layer(text))
+    state = One(layer(text))
     out = attend(torch.ones(1, 2, 140, 16), state.append(keys, values), mask=Mask(window=9))
     sees = torch.zeros(140, dtype=torch.bool)
     sees[place : place + 9] = True
@@ -276,7 +276,7 @@ def test_an_odd_row_of_one_sequence_does_not_reach_another() -> None:
     for text in ("raw", "affine8,prefill=stored"):
         new = torch.randn(2, 1, 140, 16)
         new[0, 0, 5] = float("nan")
-        out = attend(torch.ones(2, 1, 140, 16), Attention(layer(text)).append(new, new))
+        out = attend(torch.ones(2, 1, 140, 16), One(layer(text)).append(new, new))
         assert out[0, 0, 5:].isnan().all() and out[0, 0, :5].isfinite().all()
         assert out[1].isfinite().all()
 
@@ -285,13 +285,13 @@ def test_an_odd_row_in_the_padding_is_never_seen() -> None:
     new = torch.randn(1, 1, 100, 16)
     new[:, :, :7] = float("nan")
     for text in ("raw", "raw,sinks=2", "affine8,sinks=2"):
-        view = Attention(layer(text)).append(new, new, start=[7])
+        view = One(layer(text)).append(new, new, start=[7])
         assert attend(torch.ones(1, 1, 100, 16), view).isfinite().all()
 
 
 def test_weights_add_up_to_one_however_small_the_scores() -> None:
     """A constant added to the denominator shows where all scores are alike and low."""
-    view = Attention(layer("raw")).append(-torch.ones(1, 1, 9, 8) * 100, torch.ones(1, 1, 9, 8))
+    view = One(layer("raw")).append(-torch.ones(1, 1, 9, 8) * 100, torch.ones(1, 1, 9, 8))
     out, lse = attend(torch.ones(1, 1, 1, 8), view, return_lse=True)
     assert torch.equal(out, torch.ones(1, 1, 1, 8))
     assert math.isclose(lse.item(), -800 / 8**0.5 + math.log(9), rel_tol=1e-6)
@@ -305,7 +305,7 @@ def test_outputs_come_in_the_dtype_of_the_queries(dtype: torch.dtype) -> None:
 
 def test_softmax_is_wide_whatever_the_rows_are() -> None:
     """4096 weights summed in bfloat16 stop growing at 256."""
-    state = Attention(layer("bf16"))
+    state = One(layer("bf16"))
     view = state.append(torch.zeros(1, 1, 4096, 8), torch.ones(1, 1, 4096, 8))
     out, lse = attend(torch.zeros(1, 1, 1, 8).bfloat16(), view, return_lse=True)
     assert (out == 1).all()
@@ -318,7 +318,7 @@ def test_the_backend_that_ran_is_counted() -> None:
     attend(q, view, backend="reference")
     attend(q, view, backend="reference")
     assert state.tally.attended == {"reference": 2}
-    assert state.tally.sealed.total() == 2 * (200 // 64)
+    assert state.tally.sealed.total() == 2 * 2 * (200 // 64)  # pages of keys and of values
 
 
 def test_a_backend_that_is_none_is_refused() -> None:
@@ -335,14 +335,15 @@ class Choosy:
     def supports(self, view, request=None):
         return "it is Tuesday"
 
-    def seal(self, codec, rows, side, tiles):
-        return None
+    def store(self, change, rows, sides):
+        return False
 
 
 def test_explain_says_who_reads_a_view_and_why_others_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvant.attention, "BACKENDS", [Choosy(), Reference()])
+    monkeypatch.setattr(attending, "BACKENDS", [Choosy(), Reference()])
+    monkeypatch.setattr(storing, "STORES", [Choosy(), Reference()])
     state, view = filled("affine8")
     told = explain(view)
     assert (told.backend, told.refused) == ("reference", (("choosy", "it is Tuesday"),))
@@ -355,7 +356,7 @@ def test_explain_says_who_reads_a_view_and_why_others_do_not(
 def test_a_backend_named_that_does_not_read_the_view_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(kvant.attention, "BACKENDS", [Choosy(), *kvant.attention.BACKENDS])
+    monkeypatch.setattr(attending, "BACKENDS", [Choosy(), *attending.BACKENDS])
     state, view = filled("raw")
     with pytest.raises(UnsupportedView, match=r"'choosy'.*it is Tuesday"):
         attend(torch.zeros(2, 2, 1, 16), view, backend="choosy")
@@ -366,7 +367,7 @@ def test_a_backend_named_that_does_not_read_the_view_is_an_error(
 def test_the_customary_way_opens_all_and_only_where_it_is_asked_for(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    state = Attention(layer(text))
+    state = One(layer(text))
     state.append(*torch.randn(2, 1, 2, 20000, 32))  # more than a block of the reference
     opened = []
     codec = type(state.spec.keys)
@@ -376,9 +377,10 @@ def test_the_customary_way_opens_all_and_only_where_it_is_asked_for(
     )
     q, view = torch.randn(1, 4, 1, 32), state.view()
     fused = attend(q, view)
-    assert not any(shape[1] == view.page_table.shape[1] for shape in opened)
+    pages = int(view.extent.stop_sealed[0])
+    assert not any(pages in shape[:2] for shape in opened)
     whole = attend(q, view, backend="dequantize")
-    assert opened[-1][1] == view.page_table.shape[1]
+    assert pages in opened[-1][:2]
     assert (fused - whole).abs().max() < near(view)
     assert state.tally.attended["dequantize"] == 1
 
@@ -462,20 +464,20 @@ def test_a_mask_of_doubles_serves_queries_of_singles() -> None:
 
 def test_half_precision_queries_do_not_overflow_in_a_frame() -> None:
     codec = Affine(8, 16, Diagonal(((1e-3,) * 16,)))
-    state = Attention(LayerSpec(codec, codec, All()))
+    state = One(LayerSpec(codec, codec, All()))
     view = state.append(*torch.randn(2, 1, 1, 9, 16).half())
     out = attend(torch.full((1, 1, 1, 16), 100.0).half(), view)
     assert out.isfinite().all()
 
 
 def test_sinks_that_a_rewind_left_behind_are_not_seen() -> None:
-    state = Attention(layer("raw,sinks=6"))
+    state = One(layer("raw,sinks=6"))
     for value in (1.0, 100.0):
         state.append(torch.zeros(1, 1, 3, 8), torch.full((1, 1, 3, 8), value))
     state.rewind(3)
     out = attend(torch.zeros(1, 1, 1, 8), state.view(), mask=Mask(causal=False))
     assert (out == 1).all()
-    same = Attention(layer("raw,sinks=6"))
+    same = One(layer("raw,sinks=6"))
     same.append(torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3, 8))
     one, other = state.snapshot(), same.snapshot()
     assert all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
@@ -489,13 +491,13 @@ def test_a_mask_that_makes_no_sense_is_refused(rule: dict[str, int]) -> None:
 
 def test_queries_that_need_a_page_before_the_view_are_refused() -> None:
     """All of them read the same dense rows; the oldest alone sees one page more."""
-    state = Attention(layer("affine8,window=100"))
+    state = One(layer("affine8,window=100"))
     put(state, 611)
     view = put(state, 1)
-    assert view.first_page == 8
+    assert view.extent.first_sealed.tolist() == [7]
     attend(torch.zeros(1, 1, 1, 8), view)
     with pytest.raises(ValueError, match="rows that the oldest of them sees"):
-        attend(torch.zeros(1, 1, 10, 8), view)
+        attend(torch.zeros(1, 1, 70, 8), view)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])

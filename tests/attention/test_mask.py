@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
+from cache.tagged import One, layer, rows
 from kvant import Mask
-from kvant.attention.mask import Block, allowed, relation, visible
-from kvant.layers import Attention
-from layers.tagged import layer, rows
+from kvant.attention.mask import visible
+from kvant.attention.reference import Alike, Block, alike
 
 MASKS = [
     Mask(causal, window, sinks, chunk)
@@ -64,48 +64,54 @@ def test_a_chunk_is_the_own_block_of_positions() -> None:
     assert torch.nonzero(row).flatten().tolist() == [4, 5, 6]
 
 
+def places_of(group: Alike) -> list[Block]:
+    """Blocks of every part of a view, of different sizes and places."""
+    extent, length = group.pages.extent, group.length
+    sealed = 64 * int(extent.stop_sealed[group.first])
+    dense = 64 * int(extent.first_open[group.first])
+    found = [Block("sealed", a, a + 64) for a in range(0, sealed, 64)]
+    found += [Block("open", a, min(a + 40, group.came)) for a in range(dense, group.came, 40)]
+    found += [Block("own", a, min(a + 40, length)) for a in range(group.came, length, 40)]
+    found += [Block("own", a, a + 3) for a in range(max(group.came, 60), min(110, length - 3))]
+    return found
+
+
 @pytest.mark.parametrize(
     ("text", "start"),
     [("affine8", None), ("affine8,sinks=3", None), ("affine8", [0, 37]), ("raw,sinks=2", [5, 0])],
 )
 def test_relation_never_contradicts_what_is_allowed(text: str, start: list[int] | None) -> None:
     """A skipped block has nothing visible, and one without a mask nothing hidden."""
-    state = Attention(layer(text))
+    state = One(layer(text))
     new = rows(0, 200, batch=1 if start is None else 2)
-    view = state.append(new, new, start=start, prefill="stored")
-    due = view.page_table.shape[1] * 64
-    places = [Block("sealed", a, a + 64) for a in range(0, due, 64)]
-    places += [Block("dense", a, min(a + 40, 200)) for a in range(view.dense_from, 200, 40)]
-    places += [Block("dense", a, a + 3) for a in range(max(view.dense_from, 60), 110)]
+    state.append(new[:, :, :90], new[:, :, :90], start=start, prefill="stored")
+    view = state.append(new[:, :, 90:], new[:, :, 90:], prefill="stored")
     found = set()
     masks = [*MASKS, Mask(chunk=16), Mask(causal=False, chunk=16)]
-    for mask, block, q0 in itertools.product(masks, places, [*range(0, 200, 23), 70, 85, 100]):
-        for q1 in (q0 + 1, min(q0 + 8, 200), min(q0 + 30, 200)):
-            how = relation(view, mask, q0, q1, block)
-            exact = allowed(view, mask, q0, q1, block)
-            assert how != "none" or not exact.any(), (mask, q0, q1, block)
-            assert how != "all" or exact.all(), (mask, q0, q1, block)
-            found.add(how)
+    for group in alike(view):
+        queries = [*range(90, group.length, 23), 100, 127, 128]
+        for mask, block, q0 in itertools.product(masks, places_of(group), queries):
+            for q1 in (q0 + 1, min(q0 + 8, group.length), min(q0 + 30, group.length)):
+                how = group.relation(mask, q0, q1, block)
+                exact = group.allowed(mask, q0, q1, block)
+                assert how != "none" or not exact.any(), (mask, q0, q1, block)
+                assert how != "all" or exact.all(), (mask, q0, q1, block)
+                found.add(how)
     assert found == {"all", "some", "none"}
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8", "affine8,sinks=3", "affine8,tail=20"])
 def test_every_key_is_read_from_exactly_one_place(text: str) -> None:
-    """Sealed, dense and sinks overlap in memory; a query must meet each key once."""
-    state = Attention(layer(text))
+    """Sealed pages, open ones, sinks and rows that came overlap; a query meets each key once."""
+    state = One(layer(text))
     new = rows(0, 200, batch=2)
-    view = state.append(new, new, start=[0, 30], prefill="stored")
-    places = [("sealed", 0, view.page_table.shape[1] * 64), ("dense", view.dense_from, 200)]
-    count = torch.zeros(2, 1, 200, 200, dtype=torch.int64)
-    for part, begin, end in places:
-        if end > begin:
-            block = Block(part, begin, end)  # type: ignore[arg-type]
-            count[:, :, :, begin:end] += allowed(view, Mask(), 0, 200, block)
-    if sinks := view.keys.sinks.shape[2]:
-        seen = allowed(view, Mask(), 0, 200, Block("sinks", 0, sinks))
-        for sequence, start in enumerate((0, 30)):
-            count[sequence, :, :, start : start + sinks] += seen[sequence]
-    columns = torch.arange(200)
-    for sequence, start in enumerate((0, 30)):
-        expected = (columns[:, None] >= columns) & (columns >= start)
-        assert torch.equal(count[sequence, 0], expected.long())
+    state.append(new[:, :, :100], new[:, :, :100], start=[0, 30], prefill="stored")
+    view = state.append(new[:, :, 100:], new[:, :, 100:], prefill="stored")
+    for group in alike(view):
+        first, length = group.length - 100, group.length
+        count = torch.zeros(100, length, dtype=torch.int64)
+        for block in group.blocks(100, 1 << 20):
+            seen = group.allowed(Mask(), first, length, block)[0, 0]
+            count[:, block.start : min(block.stop, length)] += seen[:, : length - block.start]
+        positions = torch.arange(length)
+        assert torch.equal(count, (positions[first:, None] >= positions).long())

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from attention.kernels import DEVICE, GPU, needed
-from kvant import Cache, CapacityError, UnsupportedView, attend
+from cache.tagged import same
+from kvant import Cache, UnsupportedView, attend
 from kvant.attention.triton import operators
+from kvant.attention.triton.places import MovingPlace
 from kvant.attention.triton.step import Step
-from layers.tagged import same
+from kvant.cache import merge
 
 pytestmark = [
     needed,
@@ -23,89 +25,119 @@ OPERATORS = operators._put, operators._decode
 SPECS = ("raw", "affine8,tail=3", "affine4/turbo3,tail=3", "raw,window=70,sinks=3")
 
 
-def filled(text: str, count: int = 150, start: list[int] | None = None) -> Any:
+def filled(text: str, count: int = 150, start: list[int] | None = None) -> Cache:
     """A layer of fixed capacity with so many tokens, always the same."""
-    state = Cache(1, f"{text},capacity=200,prefill=stored")[0]
+    cache = Cache(1, f"{text},capacity=200,prefill=stored")
     torch.manual_seed(1)
-    state.append(*rows(count), start=start)
-    return state
+    cache[0].append(*rows(count), start=start)
+    return cache
 
 
-def rows(count: int) -> tuple[Tensor, Tensor]:
-    keys, values = torch.randn(2, 2, count, 32), torch.randn(2, 2, count, 48)
+def rows(count: int, batch: int = 2) -> tuple[Tensor, Tensor]:
+    keys, values = torch.randn(batch, 2, count, 32), torch.randn(batch, 2, count, 48)
     return keys.to(DEVICE), values.to(DEVICE)
 
 
-def begun(state: Any) -> Step:
-    view = state.expect()
-    for side in (view.keys, view.values):  # what lies there could be no number, which equals none
-        side.room[:, :, side.slot + side.count - 1 :] = 0
-    return Step.of(view, torch.zeros(4, dtype=torch.int64, device=DEVICE))
+def begun(cache: Cache) -> Step:
+    """One that expects a token; what lies behind could be no number, which equals none."""
+    (change,) = cache.expect()
+    pages = cache[0].expected(change)
+    for side in (pages.keys, pages.values):
+        side.open.nan_to_num_()
+    return Step.of(pages, MovingPlace(change.during, DEVICE))
 
 
 def written(step: Step) -> Step:
     """With rows in all of the memory: what is in it otherwise may be no numbers."""
-    for side in (step.view.keys, step.view.values):
-        side.room.normal_()
+    for side in (step.pages.keys, step.pages.values):
+        side.open.normal_()
     return step
 
 
-def on(step: Step, state: Any) -> Step:
-    """To the next token, behind more of them than one page has."""
-    if state.length == step.until:
-        assert step.follow(state.expect())
-    step.place[0] = state.length + 1
+def on(step: Step, cache: Cache) -> Step:
+    """To the next token."""
+    (change,) = cache.expect()
+    if change.calm:
+        step.place.lengths.add_(1)
+    else:
+        assert step.follows(cache[0].expected(change))
+        assert step.place.follow(change.during)
     return step
 
 
-def queries() -> Tensor:
-    return torch.randn(2, 4, 1, 32).to(DEVICE)
+def queries(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 4, 1, 32).to(DEVICE)
 
 
 @pytest.mark.parametrize("text", SPECS)
 def test_steps_are_appends_and_attention(text: str) -> None:
-    state, other = (filled(text, 190, start=[0, 9]) for _ in range(2))
-    step = begun(state)
-    for _ in range(8):  # at 195 a page falls due
+    cache, other = (filled(text, 190, start=[0, 9]) for _ in range(2))
+    step = begun(cache)
+    for t in range(8):  # at 195 a page falls due, and behind 192 another begins
         new = rows(1)
-        q, view = queries(), other.append(*new)
+        q, view = queries(), other[0].append(*new)
         expected = attend(q, view, backend="reference")
-        assert (on(step, state)(q, *new) - expected).abs().max() < 1e-5
-        state.arrive()
-    same(state.snapshot(), other.snapshot())
+        step = on(step, cache) if t else step
+        assert (step(q, *new) - expected).abs().max() < 1e-5
+        cache.arrive(step.backend)
+    same(cache.snapshot(), other.snapshot())
+    assert cache.stats()["attended"] == {step.backend: 8}
+    cache.check()
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_sequences_of_any_lengths_step_together(text: str) -> None:
+    """Some of which share pages that a step may not write to."""
+    merged = []
+    for _ in range(2):
+        one, two = filled(text, 130), filled(text, 64)
+        merged.append(merge([one.extract(0), two.extract(0), one.extract(1)]))
+    cache, other = merged
+    step = begun(cache)
+    for t in range(4):  # at 67 a page falls due, and behind 64 another begins
+        new = rows(1, 3)
+        q, view = queries(3), other[0].append(*new)
+        expected = attend(q, view, backend="reference")
+        step = on(step, cache) if t else step
+        assert (step(q, *new) - expected).abs().max() < 1e-5
+        cache.arrive(step.backend)
+    same(cache.snapshot(), other.snapshot())
 
 
 @pytest.mark.parametrize("text", SPECS[1:3])
 def test_rows_and_queries_lie_anyhow(text: str) -> None:
-    state, other = (filled(text) for _ in range(2))
-    step = begun(state)
-    for lies in (
-        lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
-        lambda x: torch.stack((x, -x), -1)[..., 0],
-        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    cache, other = (filled(text) for _ in range(2))
+    step = begun(cache)
+    for t, lies in enumerate(
+        (
+            lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+            lambda x: torch.stack((x, -x), -1)[..., 0],
+            lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        )
     ):
-        on(step, state)
+        step = on(step, cache) if t else step
         q, (keys, values) = queries(), rows(1)
-        expected = attend(q, other.append(keys, values), backend="reference")
+        expected = attend(q, other[0].append(keys, values), backend="reference")
         assert (step(lies(q), lies(keys), lies(values)) - expected).abs().max() < 1e-5
-        state.arrive()
+        cache.arrive(step.backend)
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # what it holds is the same for ever
 @pytest.mark.parametrize("text", SPECS)
 def test_a_step_is_one_graph(text: str) -> None:
-    state, other = (filled(text) for _ in range(2))
-    step = begun(state)
-    step.place[0] = state.length
+    cache, other = (filled(text) for _ in range(2))
+    step = begun(cache)
+    lengths = step.place.lengths
+    lengths.sub_(1)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def compiled(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        step.place[0].add_(1)
+        lengths.add_(1)
         return step(q, keys, values, softcap=9.0)
 
     for _ in range(3):
         q, new = queries(), rows(1)
-        expected = attend(q, other.append(*new), softcap=9.0, backend="reference")
+        expected = attend(q, other[0].append(*new), softcap=9.0, backend="reference")
         assert (compiled(q, *new) - expected).abs().max() < 1e-5
 
 
@@ -130,45 +162,59 @@ def test_its_operators_are_what_they_say(text: str) -> None:
         torch.library.opcheck(operator, args)
 
 
-def test_steps_end_where_the_memory_or_the_sealed_pages_do() -> None:
-    assert begun(filled("raw")).until == 200
-    assert begun(filled("affine8,tail=3")).until == 194  # with the next one 192 rows are due
-    with pytest.raises(CapacityError, match="201 tokens for a capacity of 200"):
-        begun(filled("raw", 200))
-    with pytest.raises(CapacityError, match="no room for a step behind 191 tokens: the page of"):
-        begun(filled("affine8,tail=0", 191))
-
-
 @pytest.mark.parametrize("text", ["raw", "affine8,tail=3"])
 def test_a_step_too_far_writes_nothing(text: str) -> None:
-    """Behind the room of one head lies that of the next one."""
+    """Behind the page of one head lies that of the next one."""
     step = written(begun(filled(text)))
     q, new = queries(), rows(1)
-    step.place[0] = step.until
+    most = 151 + step.pages.extent.calm
+    step.place.lengths.fill_(most)
     last = step(q, *new)
-    sides = step.view.keys, step.view.values
-    before = [side.room.clone() for side in sides]
+    sides = step.pages.keys, step.pages.values
+    before = [side.open.clone() for side in sides]
     for beyond in (1, 2, 50, 1 << 40):
-        step.place[0] = step.until + beyond
+        step.place.lengths.fill_(most + beyond)
         assert torch.equal(step(q, *rows(1)), last)
         for side, held in zip(sides, before, strict=True):
-            assert torch.equal(side.room, held)
+            assert torch.equal(side.open, held)
+
+
+def test_padding_that_is_still_to_come_writes_nothing() -> None:
+    cache = filled("raw", 20, start=[0, 30])
+    step = begun(cache)
+    before = step.pages.keys.open.clone()
+    out = step(queries(), *rows(1))
+    assert out[0].any() and not out[1].any()
+    written = (step.pages.keys.open != before).any(-1).any(1)  # by slot and row
+    assert written.nonzero().tolist() == [[int(step.pages.extent.open[0, 0]), 20]]
 
 
 def test_a_step_does_not_follow_where_memory_moved() -> None:
-    state = filled("affine8,tail=3")
-    step = begun(state)
-    place = step.place.clone()
-    assert not step.follow(filled("affine8,tail=3").expect())
-    state.clear()
-    state.append(*rows(150))
-    assert not step.follow(state.expect())
-    assert torch.equal(step.place, place)
+    cache = filled("affine8,tail=3")
+    step = begun(cache)
+    other = filled("affine8,tail=3")
+    assert not step.follows(other[0].expected(*other.expect()))
+    cache.clear()
+    cache[0].append(*rows(150))
+    assert not step.follows(cache[0].expected(*cache.expect()))
+
+
+def test_a_place_does_not_follow_where_it_has_no_room() -> None:
+    """For more sequences, for others than its kind, or for pages beyond its tables."""
+    cache = Cache(1, "raw")
+    cache[0].append(*rows(20))
+    (change,) = cache.expect()
+    place = MovingPlace(change.during, DEVICE)
+    before = place.rows.clone()
+    for text, batch, count in (("raw", 3, 20), ("affine8", 2, 20), ("raw", 2, 500)):
+        other = Cache(1, text)
+        other[0].append(*rows(count, batch))
+        assert not place.follow(other.expect()[0].during)
+        assert torch.equal(place.rows, before)
+    assert place.follow(change.during)
 
 
 def test_what_steps_cannot_follow_is_said() -> None:
-    with pytest.raises(CapacityError, match="2 tokens: steps can follow once 3 are there"):
-        begun(filled("raw,sinks=3", 2))
     with pytest.raises(UnsupportedView, match="keys of Fp8"):
         begun(filled("fp8"))
 
@@ -176,7 +222,7 @@ def test_what_steps_cannot_follow_is_said() -> None:
 def test_what_is_not_one_token_as_the_layer_holds_them_is_refused() -> None:
     step = begun(filled("affine8,tail=3"))
     q, (keys, values) = queries(), rows(1)
-    before = step.view.keys.room.clone()
+    before = step.pages.keys.open.clone()
     for name, given in {
         r"keys \[2, 2, 2, 32\]": (q, *rows(2)),
         r"keys \[2, 2, 1, 32\] of torch.float16": (q, keys.half(), values),
@@ -191,14 +237,14 @@ def test_what_is_not_one_token_as_the_layer_holds_them_is_refused() -> None:
             step(*given)
     with pytest.raises(ValueError, match=r"sink_logits \[3\] for 4 heads"):
         step(q, keys, values, sink_logits=torch.zeros(3))
-    assert torch.equal(step.view.keys.room.nan_to_num(), before.nan_to_num())
+    assert torch.equal(step.pages.keys.open, before)
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 @pytest.mark.parametrize("text", SPECS)
 def test_a_captured_step_is_replayed(text: str) -> None:
-    state, other = (filled(text) for _ in range(2))
-    step, graph = begun(state), torch.cuda.CUDAGraph()
+    cache, other = (filled(text) for _ in range(2))
+    step, graph = begun(cache), torch.cuda.CUDAGraph()
     q, (keys, values) = queries(), rows(1)
     step(q, keys, values)  # compiles
     with torch.cuda.graph(graph):
@@ -207,7 +253,8 @@ def test_a_captured_step_is_replayed(text: str) -> None:
         new_q, new = queries(), rows(1)
         for held, fresh in zip((q, keys, values), (new_q, *new), strict=True):
             held.copy_(fresh)
-        step.place[0] = 151 + t
+        step = on(step, cache) if t else step
         graph.replay()
-        expected = attend(new_q, other.append(*new), backend="reference")
+        cache.arrive(step.backend)
+        expected = attend(new_q, other[0].append(*new), backend="reference")
         assert (out - expected).abs().max() < 1e-5

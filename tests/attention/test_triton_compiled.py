@@ -40,8 +40,17 @@ def test_attention_runs_on_tensor_cores_and_loads_16_bytes_at_a_time(
         assert facts["shared"] <= SHARED, name
 
 
+def test_rows_are_put_with_a_kernel_that_loads_16_bytes_at_a_time(
+    compiled: dict[str, dict[str, int]],
+) -> None:
+    kernels = {name: facts for name, facts in compiled.items() if name.startswith("put ")}
+    assert len(kernels) == 4
+    for name, facts in kernels.items():
+        assert facts["16 bytes"], name
+
+
 def test_a_step_puts_its_rows_with_a_kernel(compiled: dict[str, dict[str, int]]) -> None:
-    kernels = [facts["kernel"] for name, facts in compiled.items() if name.startswith("put")]
+    kernels = [facts["kernel"] for name, facts in compiled.items() if name.startswith("put_token")]
     assert len(kernels) == 2
 
 

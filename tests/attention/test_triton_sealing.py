@@ -1,21 +1,30 @@
-"""Pages that the triton backend seals: the bytes of the codecs."""
+"""What the triton backend stores: the bytes of the reference, wherever rows come from."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from attention.kernels import DEVICE, GPU, NAME, needed
 from attention.rows import odd_rows
+from cache.tagged import same
+from kvant import Cache
+from kvant.attention import storing
+from kvant.attention.reference import Reference
 from kvant.attention.triton import Triton, sealing
 from kvant.attention.triton.forms import power
+from kvant.cache import merge
+from kvant.cache.changes import advanced
 from kvant.codecs import Affine, Codebook
 from kvant.codecs.sums import tree_sum
-from kvant.contracts import Codec
+from kvant.contracts import Codec, Stored
+from kvant.extent import Change, Extent, Kind, Paging
 
 pytestmark = [
     needed,
+    pytest.mark.usefixtures("pages_as_on_a_gpu"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
 ]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,14 +47,31 @@ def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def same_bytes(codec: Codec, rows: Tensor) -> bool:
-    """Are pages sealed as the codec seals them? Or not at all."""
-    ours = Triton(NAME, DEVICE.type).seal(codec, rows.to(DEVICE), "keys", None)
-    if ours is None:
+    """Are pages [B, n, H, P, D] sealed as the codec seals them, from open pages and from rows that
+    came just now? Or not at all."""
+    rows = rows.to(DEVICE)
+    batch, count, heads, page, dim = rows.shape
+    came = rows.transpose(1, 2).flatten(2, 3)
+    fields = {
+        name: torch.zeros(
+            (7 + batch * count, heads, page, field.width), dtype=field.dtype, device=DEVICE
+        )
+        for name, field in codec.fields(dim).items()
+    }
+    side = Stored(codec, rows.flatten(0, 1).contiguous(), fields, None)
+    slots = 5 + torch.randperm(batch * count).numpy()
+    which = np.arange(batch * count)
+    paged = which % 2 == 0
+    seals = np.stack([which // count, slots, which, which % count * page], 1)
+    seals[~paged, 2] = -1
+    nowhere = Extent.empty(Kind(Paging(page, 0)), [0] * batch)
+    change = Change(nowhere, nowhere, nowhere, count * page, seals=seals)
+    if not Triton(NAME, DEVICE.type).store(change, {"keys": came}, {"keys": side}):
         return False
-    theirs = codec.seal(rows)
-    assert ours.keys() == theirs.keys()
-    for name, field in theirs.items():
-        assert torch.equal(ours[name].cpu().view(torch.uint8), field.view(torch.uint8)), name
+    for name, field in codec.seal(rows.cpu()).items():
+        ours = side.sealed[name].cpu()[slots].view(torch.uint8)
+        assert torch.equal(ours, field.flatten(0, 1).view(torch.uint8)), name
+        assert not side.sealed[name][:5].any()
     return True
 
 
@@ -63,6 +89,55 @@ def test_sealed_bytes_are_those_of_the_codec(codec: Codec, dtype: torch.dtype) -
 def test_so_are_those_of_groups_of_any_width(dim: int) -> None:
     for bits in (8, 4):
         assert same_bytes(Affine(bits, 128), odd_rows(torch.float32, dim)[:, :2])
+
+
+@pytest.mark.usefixtures("many_rows")
+@pytest.mark.parametrize(
+    "text", ["raw,window=70,sinks=3", "affine8/raw,tail=0", "affine4/turbo3,window=60"]
+)
+def test_rows_go_where_the_reference_puts_them(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of chunks of all sizes, of sequences of two lengths, and of pages that others hold."""
+    stores = Triton(NAME, DEVICE.type), Reference()
+    found = []
+    for backend in stores:
+        monkeypatch.setattr(storing, "STORES", [backend])
+        torch.manual_seed(1)
+        cache = Cache(2, f"{text},prefill=stored")
+        append(cache, 70, start=[0, 9])
+        append(cache, 20)
+        other = cache.extract(1)
+        append(other, 3)
+        both = merge([cache, other])
+        for count in (1, 1, 70, 1):
+            append(both, count)
+        found += [both.snapshot(), cache.snapshot(), other.snapshot()]
+        assert both.stats()["sealed"].keys() <= {backend.name}
+        both.check()
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        same(ours, theirs)
+
+
+def append(cache: Cache, count: int, start: list[int] | None = None) -> None:
+    batch = cache.batch or 2
+    for layer in cache:
+        rows = torch.randn(2, batch, count, 2, 32, device=DEVICE).transpose(2, 3)
+        layer.append(*rows, start=start)
+
+
+def test_what_it_does_not_store_is_left_to_others() -> None:
+    """Codecs that it does not know, where pages fall due; rows are written whatever seals them."""
+    backend = Triton(NAME, DEVICE.type)
+    cache = Cache(1, "fp8,tail=0")
+    append(cache, 20)
+    storage = cache[0].storage
+    rows = {name: torch.randn(2, 2, 64, 32, device=DEVICE) for name in storage.sides}
+    few = {name: tensor[:, :, :44] for name, tensor in rows.items()}
+    for count, given, written in ((44, few, False), (43, few, True)):
+        change = advanced(cache[0].extent, count, cache._ledger.pools[0].copy())
+        assert backend.store(change, given, storage.sides) == written
+    wide = {name: tensor.double() for name, tensor in few.items()}
+    assert not backend.store(change, wide, storage.sides)
+    assert not Triton("triton", "cuda" if not GPU else "cpu").store(change, few, storage.sides)
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256])

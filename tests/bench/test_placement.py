@@ -39,7 +39,7 @@ def played(monkeypatch: pytest.MonkeyPatch, done: list[str]) -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 def test_attention(monkeypatch: pytest.MonkeyPatch, done: list[str], queries: int) -> None:
     def read(q: Any, view: Any, backend: Any) -> None:
-        assert {q.device.type, view.keys.room.device.type, view.start.device.type} == {"meta"}
+        assert {q.device.type, view.keys.open.device.type} == {"meta"}
 
     monkeypatch.setattr(attend, "attend", read)
     monkeypatch.setattr(attend, "explain", lambda view: SimpleNamespace(backend="triton"))

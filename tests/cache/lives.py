@@ -64,6 +64,7 @@ class Life:
         self.kind = self.any_kind()
         self.pools = Pools.of(self.kind)
         self.rows = Rows(self.kind.page)
+        self.idle = self.ledger()  # who shares pools moves no pages
         self.caches: list[tuple[Told, list[Sequence]]] = [(self.ledger(), [])]
         self.token = 0
         self.story = [str(self.kind)]
@@ -80,7 +81,7 @@ class Life:
         )
 
     def ledger(self) -> Told:
-        return Told([self.kind], [self.pools], 1)
+        return Told([self.kind], [self.pools], [0])
 
     def live(self, steps: int) -> None:
         verbs = [self.append] * 4 + [
@@ -126,7 +127,8 @@ class Life:
             batch = self.random.randint(1, 3)
             sequences += [Sequence([], self.random.choice([0, 0, 2, 9])) for _ in range(batch)]
         dense = count > 1 and self.random.random() < 0.5
-        change = ledger.change(0, count, [s.to_come for s in sequences], dense=dense)
+        start = [s.to_come for s in sequences] if ledger.blank else None
+        change = ledger.begin(0, len(sequences), count, start, dense=dense)
         self.story[-1] += f"({count}, {dense})"
         came: list[list[Row]] = []
         for sequence in sequences:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from cache.tagged import layer
 from hf.zoo import FAMILIES
 from kvant import Cache, CacheFileError, CacheSpec, GroupSpec, RecurrentSpec, SharedSpec, save
 from kvant.contracts import Snapshot
 from kvant.files import header
-from layers.tagged import layer
 
 MIXED = CacheSpec(
     (
@@ -48,11 +48,11 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_header_is_read_without_tensors(file: Path) -> None:
     head = header(file)
-    assert (head.version, head.spec) == (1, MIXED)
+    assert (head.version, head.spec) == (2, MIXED)
     assert head.about == {"session": "a", "tokens": [1, 2]}
-    assert head.numbers["0/length"] == 300
-    stored = head.tensors["0/keys.codes"]
-    assert (stored.dtype, stored.shape) == ("U8", (2, 2, 128, 3, 32)[:1] + stored.shape[1:])
+    assert head.columns == (300, 300) and head.numbers["4/now"] == 300
+    stored = head.tensors["0/keys.codes"]  # two pages of each sequence, 128 rows stay dense
+    assert (stored.dtype, stored.shape) == ("U8", (4, 3, 64, 32))
     assert sum(one.nbytes for one in head.tensors.values()) < file.stat().st_size
 
 
@@ -163,7 +163,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(3.0), torch.zeros(2)], ids=["number", "row"])
-@pytest.mark.parametrize("name", ["0/start", "0/keys.dense"])
+@pytest.mark.parametrize("name", ["0/numbers", "0/keys.open"])
 def test_a_tensor_of_fewer_dimensions_than_rows_have_ends_in_no_traceback(
     name: str, tensor: Tensor, call: Any, tmp_path: Path
 ) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from hf import zoo
-from kvant import attention, plan
+from kvant import plan
+from kvant.attention import attending
 from kvant.attention.reference import Reference
 from kvant.checkpoints import load
 from kvant.codecs.affine import Affine
@@ -65,7 +66,7 @@ def test_a_format_whose_scales_are_fitted_can_be_measured(inside: Any) -> None:
 def test_a_format_that_loses_rows_is_seen(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Affine.open
     monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * 0)
-    monkeypatch.setattr(attention, "BACKENDS", [Reference()])
+    monkeypatch.setattr(attending, "BACKENDS", [Reference()])
     (broken,) = evaluate(*inside, {"affine8": "affine8,tail=0"}, settings=FEW)
     assert broken.perplexity_change_interval[0] > 0.1 and broken.mean_kl > 0.1
     assert broken.top1 < 0.9 and broken.identical < 8

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 import kvant
+from cache.tagged import forward
 from generation.speakers import DEMO, begin, model_of, prompt_of, said, tokenizer_of
 from kvant import Cache, CacheSpec
 from kvant.generation.adaptive import LADDER, NARROWEST, Adaptive, formats_below, narrowed
 from kvant.retention import Window
 from kvant.spec import parse, words
-from layers.tagged import forward
 
-BUDGET = 1_200_000
+BUDGET = 1_450_000  # what the narrowest window takes, and less than a page of all layers beside
 
 
 @pytest.fixture
@@ -51,13 +51,13 @@ def test_it_goes_down_and_stays_under_its_budget(
     attached: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = kvant.cache_for(attached, "raw")
-    given = {"strategy": "adaptive", "budget": BUDGET, "max_new_tokens": 400}
+    given = {"strategy": "adaptive", "budget": BUDGET, "max_new_tokens": 500}
     steps = [(step, memory.nbytes) for step in begin(DEMO, kv_cache=memory, **given)]
-    assert len(steps) == 400
+    assert len(steps) == 500
     assert all(nbytes <= BUDGET for _, nbytes in steps)
     assert memory.stats()["recodes"] == len(caplog.messages) >= 2
     assert "stored as affine8 from now on" in caplog.messages[0]
-    assert "of 1.14 MiB: " in caplog.messages[-1] and "window=" in caplog.messages[-1]
+    assert "of 1.38 MiB: " in caplog.messages[-1] and "window=" in caplog.messages[-1]
     assert_told(memory)
 
 
@@ -114,7 +114,7 @@ def test_the_formats_of_the_steps(spec: str, expected: list[str]) -> None:
     assert [words(step) for step in formats_below(parse(spec, 2))] == expected
 
 
-@pytest.mark.parametrize("budget", [160_000, 300_000, 600_000])
+@pytest.mark.parametrize("budget", [280_000, 400_000, 600_000])
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4", "turbo4v2", "affine8,sinks=9"])
 def test_the_widest_window_that_fits_is_taken(spec: str, budget: int) -> None:
     """Halves of what was held left up to half of the budget unused; now less than a page is."""
@@ -137,7 +137,7 @@ def test_of_windows_that_are_equally_wide_the_one_with_more_bits_is_taken() -> N
 
 @pytest.mark.parametrize("prefill_chunk", [64, 512])
 @pytest.mark.parametrize(
-    ("length", "budget"), [(500, 700_000), (1500, 1_000_000), (1500, 1_700_000), (900, 800_000)]
+    ("length", "budget"), [(500, 1_000_000), (1500, 1_000_000), (1500, 1_700_000), (900, 1_200_000)]
 )
 def test_a_budget_that_binds_is_used(
     attached: Any, length: int, budget: int, prefill_chunk: int
@@ -175,7 +175,7 @@ def test_a_window_keeps_its_own_sinks(spec: str, sinks: int) -> None:
     assert [layer.retention for layer in attending(cache.spec)] == [Window(64, sinks)] * 2
 
 
-@pytest.mark.parametrize(("name", "budget"), [("gemma3", 125_000), ("gpt_oss", 140_000)])
+@pytest.mark.parametrize(("name", "budget"), [("gemma3", 176_000), ("gpt_oss", 200_000)])
 def test_a_model_whose_first_layer_has_a_window(
     name: str, budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -197,13 +197,14 @@ def test_a_model_whose_first_layer_has_a_window(
 
 
 def test_no_step_makes_it_larger(caplog: pytest.LogCaptureFixture) -> None:
-    cache = grown("raw", 250, num_layers=8)
+    cache = grown("raw", 600, num_layers=8)
     in_8, in_4 = cache.nbytes_after(0, "affine8"), cache.nbytes_after(0, "affine4")
     assert in_8 < in_4  # for the last 128 rows, which stay dense
     Adaptive(in_4 - 1).relieve(cache, 0)
-    assert (words(cache.spec), cache.nbytes) == ("affine8", in_8)
+    assert words(cache.spec) == "affine8" and cache.nbytes <= in_8
+    wider = cache.nbytes_after(0, "affine8,window=304,sinks=4")
     Adaptive(in_8 - 1).relieve(cache, 0)
-    assert words(cache.spec) == "affine8,window=175,sinks=4"
+    assert words(cache.spec) == "affine8,window=303,sinks=4" and wider >= in_8
     assert cache.nbytes < in_8
     assert len(caplog.messages) == cache.stats()["recodes"] == 2
 
@@ -251,8 +252,10 @@ def test_codecs_of_others_are_not_lowered() -> None:
 
 def test_rows_that_no_step_can_store_get_a_window() -> None:
     cache = grown("raw", 400, dim=12)  # affine formats need a multiple of 8
-    Adaptive(cache.nbytes - 1).relieve(cache, 0)
-    assert words(cache.spec) == "raw,window=399,sinks=4"
+    budget, wider = cache.nbytes - 1, cache.nbytes_after(0, "raw,window=241,sinks=4")
+    Adaptive(budget).relieve(cache, 0)
+    assert words(cache.spec) == "raw,window=240,sinks=4"  # the first rows have a page of their own
+    assert cache.nbytes <= budget < wider
 
 
 @pytest.mark.parametrize("coming", [1, 40, 300])
@@ -271,8 +274,8 @@ def test_a_budget_that_cannot_be_met_is_told_once(
     attached: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = kvant.cache_for(attached, "raw")
-    given = {"strategy": "adaptive", "budget": 50_000, "max_new_tokens": 200}
-    assert len(list(begin(DEMO, kv_cache=memory, **given))) == 200
+    given = {"strategy": "adaptive", "budget": 50_000, "max_new_tokens": 450}
+    assert len(list(begin(DEMO, kv_cache=memory, **given))) == 450
     failed = [line for line in caplog.messages if "cannot be met" in line]
     assert len(failed) == 1 and "a budget of 48.83 KiB cannot be met: " in failed[0]
     assert memory.stats()["recodes"] == len(caplog.messages) - 1 <= 2

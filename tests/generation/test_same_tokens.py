@@ -28,7 +28,7 @@ FORMATS = [
 HALF = "demo in bfloat16"
 LENGTH, NEW = 190, 24
 TIE = 2**-6  # of the best logit: four roundings of bfloat16
-TEXT = Path(kvant.__file__).with_name("cache.py")
+TEXT = Path(kvant.__file__).with_name("functional.py")
 
 
 @cache

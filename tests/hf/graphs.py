@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from kvant.hf.graph import Forward
 
 
-def traced(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
+def traced(forward: Forward, ids: Tensor, lengths: Tensor) -> Forward:
     with patch("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True):
-        graph: Any = make_fx(forward, _error_on_data_dependent_ops=True)(ids, places)
+        graph: Any = make_fx(forward, _error_on_data_dependent_ops=True)(ids, lengths)
     return graph

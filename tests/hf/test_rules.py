@@ -8,19 +8,18 @@ from torch import Tensor
 
 import kvant
 from hf.zoo import build
-from kvant.contracts import Mask
+from kvant.contracts import Mask, View
 from kvant.hf.rules import rule_of
-from kvant.layers import Attention
-from kvant.spec import parse
 
 COUNT, LENGTH = 5, 90
 
 
-def view_of(text: str) -> kvant.View:
-    state = Attention(parse(text, 1).layers[0])
+def view_of(text: str) -> View:
+    state = kvant.Cache(1, text)[0]
     keys, values = torch.randn(2, 2, 1, LENGTH, 16)
     state.append(keys[:, :, :-COUNT], values[:, :, :-COUNT])
-    return state.append(keys[:, :, -COUNT:], values[:, :, -COUNT:])
+    view: View = state.append(keys[:, :, -COUNT:], values[:, :, -COUNT:])
+    return view
 
 
 def mask_of(
@@ -35,7 +34,7 @@ def mask_of(
 def told(text: str, mask: Tensor, narrow: bool = False) -> tuple[object, list[int]]:
     seen = rule_of(view_of(text), COUNT, mask, True, narrow)
     assert seen is not None
-    return seen[1], seen[0].start.tolist()
+    return seen[1], seen[0].extent.begins.tolist()
 
 
 def test_masks_that_are_rules() -> None:

@@ -118,12 +118,13 @@ def test_a_crop_below_the_first_token_of_a_sequence_lets_it_begin_anew(
 
 
 @pytest.mark.parametrize("after", [None, ahead(0, 0)])
-def test_no_mask_behind_a_crop_hides_nothing(after: Tensor | None) -> None:
-    """The host makes none of ones alone."""
-    model, masks = build("llama"), (ahead(0, 9), after, after)
-    expected = cropped(model, DynamicCache(config=model.config), 7, masks)
-    told = cropped(model, kvant.cache_for(model, attention_mask=masks[0]), 7, masks)
-    assert apart(expected, told) < 1e-4
+def test_padding_that_was_told_cannot_be_shown_behind_a_crop(after: Tensor | None) -> None:
+    """It is not stored. The host makes no mask of ones alone, which hides nothing either."""
+    model = build("llama")
+    cache = kvant.cache_for(model, attention_mask=ahead(0, 9)[:, :12])
+    with pytest.raises(kvant.CacheError, match=r"\[0, 7\].*padding is not stored.*attention_mask"):
+        cropped(model, cache, 7, (ahead(0, 9), after))
+    assert cache.get_seq_length() == 7
 
 
 @pytest.mark.parametrize("spec", ["affine8,sinks=2", "raw,window=6,sinks=2", "raw,sinks=2"])

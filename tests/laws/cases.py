@@ -9,10 +9,10 @@ from dataclasses import astuple, dataclass, fields
 import torch
 from torch import Tensor
 
-from kvant.arenas import Tiled
-from kvant.attention import BACKENDS
+from cache.tagged import One
+from kvant.attention import BACKENDS as READERS
+from kvant.cache.tiles import Tiled
 from kvant.contracts import View
-from kvant.layers import Attention
 from kvant.recipes import LayerSpec, Prefill
 from kvant.spec import parse
 
@@ -67,9 +67,9 @@ class Case:
         exact = backend != "native" or (self.keys, self.values) == ("raw", "raw")
         return rounding if exact else max(rounding, COARSE)
 
-    def state(self) -> Attention:
+    def state(self) -> One:
         tiled = self.arena.startswith("tail=9")
-        return Attention(self.spec, Tiled() if tiled else None)
+        return One(self.spec, Tiled() if tiled else None)
 
     def rows(self, seed: int, count: int) -> tuple[Tensor, Tensor]:
         """The same rows for the same seed: row t does not depend on how many are asked for."""
@@ -87,7 +87,7 @@ class Case:
         return made.to(DEVICE, self.dtype)
 
 
-def grown(case: Case, *chunks: int, seed: int = 0, prefill: Prefill = "stored") -> Attention:
+def grown(case: Case, *chunks: int, seed: int = 0, prefill: Prefill = "stored") -> One:
     """A state that has seen the rows of `seed` in chunks of these sizes."""
     state = case.state()
     keys, values = case.rows(seed, sum(chunks))
@@ -98,14 +98,14 @@ def grown(case: Case, *chunks: int, seed: int = 0, prefill: Prefill = "stored") 
     return state
 
 
-def put(case: Case, state: Attention, keys: Tensor, values: Tensor) -> None:
+def put(case: Case, state: One, keys: Tensor, values: Tensor) -> None:
     start = None if state.length else case.start
     state.append(keys, values, start=start, prefill="stored")
 
 
 def readers(view: View) -> list[str]:
     """The backends that read a view, the preferred one first; the slow one has laws of its own."""
-    names = [backend.name for backend in BACKENDS if backend.supports(view) is None]
+    names = [backend.name for backend in READERS if backend.supports(view) is None]
     return [name for name in names if name != "interpreted"]
 
 

@@ -25,12 +25,12 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> Tenso
     return weights.nan_to_num(0.0) @ values
 
 
-def is_sealed(spec: LayerSpec, column: Tensor, position: Tensor, query: int) -> Tensor:
-    """Does a query at column `query` see these rows sealed? The rule, word by word."""
-    page_start = column // spec.page * spec.page
+def is_sealed(spec: LayerSpec, position: Tensor, query: Tensor) -> Tensor:
+    """Does a query at this position see these rows sealed? The rule, word by word."""
+    page_start = position // spec.page * spec.page
     due = page_start + spec.page <= query - (spec.paging.tail or 0) + 1
     dense = position < spec.retention.sinks
-    return due & ~dense & (spec.seals and query + 1 >= spec.dense_until)
+    return due & ~dense & (spec.seals & (query + 1 >= spec.dense_until))
 
 
 def decoded(codec: Codec, rows: Tensor, page: int) -> Tensor:
@@ -43,17 +43,29 @@ def decoded(codec: Codec, rows: Tensor, page: int) -> Tensor:
     return codec.frame.outputs(torch.cat([opened, framed[:, :, whole:].float()], 2))
 
 
+def side(codec: Codec, rows: Tensor, start: list[int], choice: Tensor, page: int) -> Tensor:
+    """The rows of one side, sealed where `choice` says so; pages begin where sequences do."""
+    count = choice.shape[1]
+    dense = codec.frame.outputs(codec.frame.rows(rows)).float()[:, :, :count].clone()
+    for which, first in enumerate(start):
+        if first >= count:
+            continue
+        sealed = decoded(codec, rows[which : which + 1, :, first:], page)[0, :, : count - first]
+        chosen = choice[which, first:]
+        dense[which, :, first:][:, chosen] = sealed[:, chosen].float()
+    return dense
+
+
 def seen(
     spec: LayerSpec, keys: Tensor, values: Tensor, start: list[int], query: int, own_from: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Keys and values as a query at this column sees them, from all rows ever appended."""
     column = torch.arange(query + 1)
     position = column - torch.tensor(start)[:, None]
-    choice = is_sealed(spec, column, position, query) & (column < own_from)
-    sides = []
-    for codec, rows in ((spec.keys, keys), (spec.values, values)):
-        dense = codec.frame.outputs(codec.frame.rows(rows)).float()[:, :, : query + 1]
-        sealed = decoded(codec, rows, spec.page)[:, :, : query + 1]
-        sides.append(torch.where(choice[:, None, :, None], sealed, dense))
     here = position[:, -1:]
-    return sides[0], sides[1], sees(spec.mask, here, position)[:, None]
+    choice = is_sealed(spec, position, here) & (position >= 0) & (column < own_from)
+    both = [
+        side(codec, rows, start, choice, spec.page)
+        for codec, rows in ((spec.keys, keys), (spec.values, values))
+    ]
+    return both[0], both[1], sees(spec.mask, here, position)[:, None]

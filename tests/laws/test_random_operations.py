@@ -11,9 +11,9 @@ import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvant import Cache, CapacityError, RewindError, attend, load, save
+from kvant import Cache, CapacityError, RewindError, attend, load, merge, save
+from kvant.cache import Attention
 from kvant.contracts import Retention, View
-from kvant.layers import Attention
 
 SPECS = (
     "raw",
@@ -36,8 +36,8 @@ class Life(RuleBasedStateMachine):
         self.cache = Cache(LAYERS, spec)
         self.batch = batch
         self.tags: list[list[int]] = [[] for _ in range(batch)]
-        self.next_tag = self.furthest = 0
-        self.kept: list[tuple[Cache, list[list[int]]]] = []
+        self.next_tag = self.back = 0  # how far behind the furthest that it was
+        self.kept: list[tuple[Cache, list[list[int]], int]] = []
 
     def rows(self, tags: list[list[int]]) -> torch.Tensor:
         return torch.tensor(tags).float()[:, None, :, None].expand(-1, 2, -1, DIM)
@@ -59,7 +59,7 @@ class Life(RuleBasedStateMachine):
         for layer in range(LAYERS):
             self.cache[layer].append(rows, rows)
         self.next_tag += count
-        self.furthest = max(self.furthest, self.cache.length)
+        self.back = max(0, self.back - count)
         self.tags = [old + new for old, new in zip(self.tags, fresh, strict=True)]
 
     @rule(count=st.integers(1, 5), taken=st.integers(0, 5))
@@ -77,9 +77,9 @@ class Life(RuleBasedStateMachine):
                 pytest.approx(each, rel=1e-4, abs=1e-3)
                 for each in seen_means(layer.spec.retention, self.tags, count)
             ]
-        self.furthest = max(self.furthest, self.cache.length)
         refused = max(0, count - taken)
         assert self.cache.trim(refused) == refused
+        self.back = max(0, self.back - count) + refused
         self.next_tag += count
         self.tags = [old + new[: count - refused] for old, new in zip(tags, drafts, strict=True)]
 
@@ -89,25 +89,59 @@ class Life(RuleBasedStateMachine):
         if to < 0 or self.cache.reachable(to) != to:
             with pytest.raises(RewindError):
                 self.cache.rewind(to)
-            assert self.cache.length == len(self.tags[0])
+            assert self.cache.length == max(map(len, self.tags))
             return
         self.cache.rewind(to)
-        self.tags = [tags[:to] for tags in self.tags]
+        self.go_back(back)
+
+    def go_back(self, count: int) -> None:
+        """All sequences by as many tokens, or to their beginning."""
+        self.back += count
+        self.tags = [tags[: max(0, len(tags) - count)] for tags in self.tags]
 
     @rule(back=st.integers(0, 5))
     def short_rewind_is_always_possible(self, back: int) -> None:
         """All specs here keep a slack of 5 or more, counted from the furthest length."""
         before = self.cache.length
-        to = min(before, max(before - back, self.furthest - 5, 0))
-        assert self.cache.trim(before - to) == before - to
-        self.tags = [tags[:to] for tags in self.tags]
+        count = min(before, back, max(0, 5 - self.back))
+        assert self.cache.trim(count) == count
+        self.go_back(count)
 
     @rule(how=st.sampled_from(["fork", "snapshot", "file"]))
     def copy(self, how: str) -> None:
         """Go on with the copy; the original must stay as it is from now on."""
         twin = {"fork": self.cache.fork, "snapshot": self.by_snapshot, "file": self.by_file}[how]()
-        self.kept = [*self.kept[-1:], (self.cache, self.tags)]
-        self.cache = twin
+        self.keep(twin)
+
+    def keep(self, following: Cache) -> None:
+        self.kept = [*self.kept[-1:], (self.cache, self.tags, self.back)]
+        self.cache = following
+
+    @precondition(lambda self: self.kept and all(map(len, self.tags)) and self.batch < 4)
+    @rule()
+    def merge(self) -> None:
+        """With the sequences of an older one, which may have come elsewhere."""
+        other, tags, back = self.kept[-1]
+        if not all(map(len, tags)) or self.batch + len(tags) > 4:
+            return
+        self.keep(merge([self.cache, other]))
+        self.tags, self.batch = self.tags + tags, self.batch + len(tags)
+        self.back = max(self.back, back)
+
+    @precondition(lambda self: self.cache.length)
+    @rule(data=st.data())
+    def extract(self, data: st.DataObject) -> None:
+        which = data.draw(st.integers(0, self.batch - 1))
+        self.keep(self.cache.extract(which))
+        self.tags, self.batch = [self.tags[which]], 1
+
+    @precondition(lambda self: self.cache.length and self.batch > 1)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        which = data.draw(st.integers(0, self.batch - 1))
+        self.cache.remove(which)
+        self.tags = [tags for i, tags in enumerate(self.tags) if i != which]
+        self.batch -= 1
 
     def by_snapshot(self) -> Cache:
         twin = Cache(None, self.cache.spec)
@@ -130,29 +164,35 @@ class Life(RuleBasedStateMachine):
     def forget(self, free: bool) -> None:
         self.cache.clear() if free else self.cache.reset()
         self.tags = [[] for _ in self.tags]
-        self.furthest = 0
+        self.back = 0
 
     @invariant()
     def holds_what_it_should(self) -> None:
-        for cache, tags in [(self.cache, self.tags), *self.kept]:
+        for cache, tags, _ in [(self.cache, self.tags, 0), *self.kept]:
+            cache.check()
             for layer in cache:
                 assert isinstance(layer, Attention)
                 check(layer, tags)
 
 
 def check(layer: Attention, tags: list[list[int]]) -> None:
-    length = len(tags[0])
+    length = max(map(len, tags))
     assert layer.length == length
     if length == 0:
         return
     keys, values = layer.read()
     positions = layer.positions()
     retention = layer.spec.retention
-    first = 0 if retention.window is None else max(0, length - retention.window)
     for sequence, expected in enumerate(tags):
+        count = len(expected)
+        first = 0 if retention.window is None else max(0, count - retention.window)
         held = positions[sequence].tolist()
-        assert set(range(first, length)) | set(range(min(retention.sinks, length))) <= set(held)
-        assert keys[sequence, 0, :, 0].tolist() == [expected[p] for p in held]
+        there = set(range(first, count)) | set(range(min(retention.sinks, count)))
+        assert there <= set(held) <= {-1, *range(count)}
+        found = keys[sequence, 0, :, 0].tolist()
+        assert [tag for tag, p in zip(found, held, strict=True) if p >= 0] == [
+            expected[p] for p in held if p >= 0
+        ]
         assert torch.equal(keys[sequence], values[sequence])
     (told,) = seen_means(retention, tags, 1)
     assert means(layer.view(), 1) == [pytest.approx(told, rel=1e-4, abs=1e-3)]
@@ -160,18 +200,21 @@ def check(layer: Attention, tags: list[list[int]]) -> None:
 
 def means(view: View, count: int) -> list[list[float]]:
     """What the newest tokens see: with equal scores, the mean of it, a list a token."""
-    zeros = torch.zeros(len(view.start), 2, count, DIM)
+    zeros = torch.zeros(view.batch, 2, count, DIM)
     told: list[list[float]] = attend(zeros, view)[:, 0, :, 0].mT.tolist()
     return told
 
 
 def seen_means(retention: Retention, tags: list[list[int]], count: int) -> list[list[float]]:
-    """What the rule says that they see."""
-    length, told = len(tags[0]), []
-    for query in range(length - count, length):
-        seen = {p for p in range(query + 1) if query - p < (retention.window or length)}
-        seen |= set(range(min(retention.sinks, query + 1)))
-        told.append([sum(expected[p] for p in seen) / len(seen) for expected in tags])
+    """What the rule says that they see; nothing before the first token of a sequence."""
+    told: list[list[float]] = []
+    for back in range(count, 0, -1):
+        told.append([])
+        for expected in tags:
+            query = len(expected) - back
+            seen = {p for p in range(query + 1) if query - p < (retention.window or query + 1)}
+            seen |= set(range(min(retention.sinks, query + 1)))
+            told[-1].append(sum(expected[p] for p in seen) / max(1, len(seen)))
     return told
 
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
+from cache.tagged import One
 from kvant import LayerSpec, attend
-from kvant.arenas import Tiled
+from kvant.cache.tiles import Tiled
 from kvant.codecs import Affine, Codebook, Fp8, Raw
 from kvant.frames import Rotation
-from kvant.layers import Attention
 from kvant.retention import All, Window
 from laws import oracle
 
@@ -43,7 +43,7 @@ paddings = st.sampled_from([[0], [0, 3], [2, 17]])
 
 
 def life(spec: LayerSpec, script: list[tuple[int, int]], start: list[int], tiled: bool) -> None:
-    state = Attention(spec, Tiled(4, 4) if tiled else None)
+    state = One(spec, Tiled(4, 4) if tiled else None)
     shape = (len(start), 2, sum(count for count, _ in script), DIM)
     fresh = torch.randn(2, *shape)
     rows: list[Tensor] = [torch.empty(len(start), 2, 0, DIM)] * 2

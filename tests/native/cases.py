@@ -7,7 +7,7 @@ import random
 import struct
 from typing import Any
 
-from native.interface import ENTRIES, STRUCTS, Place, places
+from native.interface import ENTRIES, POINTED, STRUCTS, Place, places
 from native.memory import Allocated, Guarded
 
 SIZES = (4, 2, 2)  # by kvant_dtype
@@ -21,12 +21,18 @@ class Case:
     def __init__(self, entry: str, rng: random.Random, memory: Guarded | Allocated) -> None:
         self.entry, self.rng, self.memory = entry, rng, memory
         self.request = STRUCTS[ENTRIES[entry]]()
+        self.structs = {p: STRUCTS[name]() for p, name in POINTED.get(entry, {}).items()}
         self.contents: dict[str, bytes] = {}  # by the path of a pointer
+        self.lies_at: dict[str, int] = {}
         self.written: set[str] = set()
+        self.readable: dict[str, list[int]] = {}  # entries of a table
         BUILDERS[entry](self)
 
     def places(self) -> dict[str, Place]:
-        return {place.path: place for place in places(self.request)}
+        found = [*places(self.request)]
+        for path, pointed in self.structs.items():
+            found += places(pointed, f"{path}.")
+        return {place.path: place for place in found}
 
     def hold(self, path: str, content: bytes | int, *, written: bool = False) -> None:
         """Make a pointer lead to this, or to so many bytes."""
@@ -38,7 +44,8 @@ class Case:
             content = self.rng.randbytes(content)
         self.contents[path] = content
         found = self.places()
-        found[path].set(self.memory.take(content))
+        self.lies_at[path] = self.memory.take(content)
+        found[path].set(self.lies_at[path])
         found[nbytes_of(path)].set(len(content))
 
     def strides(self, path: str, counts: tuple[int, ...], row: int, size: int, **how: Any) -> None:
@@ -58,12 +65,13 @@ class Case:
 
     def call(self, functions: ctypes.CDLL) -> str | None:
         """What it refuses; what must not have changed is compared."""
+        for path, pointed in self.structs.items():
+            if (content := self.contents.get(path)) is not None:
+                self.contents[path] = bytes(pointed)[: len(content)]
+                ctypes.memmove(self.lies_at[path], self.contents[path], len(content))
         refusal = getattr(functions, f"kvant_{self.entry}")(ctypes.byref(self.request))
-        found = self.places()
         for path, content in self.contents.items():
-            address = found[path].value
-            if not address:
-                continue
+            address = self.lies_at[path]
             assert self.memory.intact(address), f"{path}: what lies before it is overwritten"
             if refusal is not None or path not in self.written:
                 same = ctypes.string_at(address, len(content)) == content
@@ -95,56 +103,112 @@ def groups(kind: int, dim: int, group: int) -> int:
 
 
 def attend(case: Case) -> None:
-    rng, r = case.rng, case.request
-    batch, heads = rng.randint(1, 2), rng.randint(1, 3)
-    group, queries = rng.choice((1, 1, 2, 4, 7, 16)), rng.choice((1, 1, 1, 2, 16, 17, 40))
-    page, num_pages, first = rng.choice((64, 64, 128)), rng.randint(0, 3), rng.randint(0, 2)
-    dense, sinks = rng.choice((0, 1, 5, 63, 64, 70)), rng.choice((0, 0, 1, 5))
-    there = (first + num_pages) * page
-    begin = rng.choice((there, max(0, there - page), rng.randint(0, there)))
-    columns = max(queries, rng.choice((begin + dense, rng.randint(1, there + dense + 9))))
-    set_all(case, batch=batch, heads=heads, group=group, queries=queries, page=page)
-    set_all(case, first_page=first, num_pages=num_pages, dense_from=begin, num_dense=dense)
-    set_all(case, num_sinks=sinks, columns=columns, threads=rng.randint(1, 3))
-    set_all(case, tail=rng.choice((-1, 0, 0, 9, 70)), dense_until=rng.choice((0, 0, 90)))
-    set_all(case, own_from=rng.choice((columns, columns, there, rng.randint(0, columns))))
+    rng, r, e = case.rng, case.request, case.structs["extent"]
+    e.batch, r.heads = rng.randint(1, 2), rng.randint(1, 3)
+    r.group, r.queries = rng.choice((1, 1, 2, 4, 7, 16)), rng.choice((1, 1, 1, 2, 16, 17, 40))
+    e.page, e.tail = rng.choice((64, 64, 128)), rng.choice((-1, 0, 0, 9, 70))
+    e.dense_until, e.sinks = rng.choice((0, 0, 90)), rng.choice((0, 0, 1, 5, 70))
+    e.by_column = rng.choice((0, 0, 1))
+    r.num_own = rng.choice((0, 0, r.queries, 70))
+    r.num_dense = rng.choice((0, r.num_own, 70))
     set_all(case, causal=rng.randint(0, 1), window=rng.choice((0, 0, 1, 40, 100)))
-    set_all(case, mask_sinks=rng.choice((0, sinks, 3)), chunk=rng.choice((0, 0, 50)))
-    set_all(case, scale=rng.random(), softcap=rng.choice((0.0, 0.0, 5.0)))
-    slots = num_pages * batch + rng.randint(0, 2)
+    set_all(case, mask_sinks=rng.choice((0, e.sinks, 3)), chunk=rng.choice((0, 0, 50)))
+    set_all(
+        case, scale=rng.random(), softcap=rng.choice((0.0, 0.0, 5.0)), threads=rng.randint(1, 3)
+    )
+    numbers = [some_numbers(rng, e) for _ in range(e.batch)]
+    case.hold(
+        "extent.numbers", struct.pack(f"@{6 * e.batch}q", *(n for row in numbers for n in row))
+    )
+    ranges = [readable(r, e, row) for row in numbers]
+    slots = [table(case, name, [found[name] for found in ranges]) for name in ("sealed", "open")]
     for name in ("keys", "values"):
-        side(case, name, slots if num_pages else 0)
-    stride = num_pages + rng.randint(0, 2)
-    entries = [rng.randrange(slots) if num_pages else 0 for _ in range((batch - 1) * stride)]
-    entries += [rng.randrange(slots) for _ in range(num_pages - 1)] + [slots - 1] * (num_pages > 0)
-    r.table_stride = stride
-    if num_pages:
-        case.hold("page_table", struct.pack(f"@{len(entries)}q", *entries))
-    starts = [rng.choice((0, 0, 3, 70, columns + 1)) for _ in range(batch)]
-    case.hold("start", struct.pack(f"@{batch}q", *starts))
+        own, rows = case.structs[name], e.page
+        own.arrangement = 1 if name == "keys" else 2
+        if e.by_column:
+            rows = min(rows, e.sinks)
+        side(case, name, r.heads, e.page, *slots, rows)
+        size = SIZES[own.dtype]
+        counts = (e.batch, r.heads, r.num_own)
+        case.strides(f"own_{name}.", counts, own.dim * size, size)
+        case.hold(name, ctypes.sizeof(own))
+    case.hold("extent", ctypes.sizeof(e))
     r.q_dtype, r.out_dtype = rng.randrange(3), rng.randrange(3)
-    size, all_heads = SIZES[r.q_dtype], heads * group
-    case.strides("q.", (batch, all_heads, queries), r.keys.dim * size, size)
-    rows = batch * all_heads * queries
-    case.hold("out", rows * r.values.dim * SIZES[r.out_dtype], written=True)
+    size, all_heads = SIZES[r.q_dtype], r.heads * r.group
+    keys, values = case.structs["keys"], case.structs["values"]
+    case.strides("q.", (e.batch, all_heads, r.queries), keys.dim * size, size)
+    rows = e.batch * all_heads * r.queries
+    case.hold("out", rows * values.dim * SIZES[r.out_dtype], written=True)
     if rng.random() < 0.5:
         case.hold("lse", rows * 4, written=True)
     if rng.random() < 0.3:
         case.hold("sink_logits", all_heads * 4)
 
 
-def side(case: Case, name: str, slots: int) -> None:
-    rng, r = case.rng, case.request
-    own = getattr(r, name)
+def some_numbers(rng: random.Random, e: Any) -> tuple[int, ...]:
+    """Of a sequence, in the order of the interface."""
+    length, padding = rng.choice((-9, 1, 40, 64, 200, 333)), rng.choice((0, 0, 3, 90))
+    pages = max(0, length + padding * e.by_column) // e.page
+    stop = rng.randint(0, pages)
+    first, opened = rng.randint(0, stop), rng.randint(0, pages)
+    return length, padding, first, stop, opened, rng.choice((0, 0, 0, 10))
+
+
+def readable(r: Any, e: Any, numbers: tuple[int, ...]) -> dict[str, set[int]]:
+    """The pages of a sequence that any query may read."""
+    length, padding, first, stop, opened, begins = numbers
+    end = length + padding * e.by_column
+    own = end - r.num_own
+    due = max(0, end - e.tail) // e.page * e.page if e.tail >= 0 and end >= e.dense_until else 0
+    seam = min(due, end - r.num_dense) if due else 0
+    sinks = min(e.sinks, length) if e.by_column else min(-(-e.sinks // e.page) * e.page, own)
+
+    def pages(low: int, high: int) -> set[int]:
+        return set(range(low // e.page, -(-high // e.page))) if low < high else set()
+
+    return {
+        "sealed": pages(max(first * e.page, begins), min(stop * e.page, seam)),
+        "open": pages(max(opened * e.page, begins), 0 if e.by_column else own) | pages(0, sinks),
+    }
+
+
+def table(case: Case, name: str, pages: list[set[int]]) -> int:
+    """Slots for these pages of each sequence, the last of them among those; how many there are."""
+    rng, e = case.rng, case.structs["extent"]
+    own, every = getattr(e, name), set().union(*pages)
+    if not every:
+        return 0
+    slots = len(every) * e.batch + rng.randint(0, 2)
+    own.first = rng.randint(0, min(every))
+    own.width = max(every) + 1 - own.first + rng.randint(0, 2)
+    own.stride = own.width + rng.randint(0, 2)
+    count = (e.batch - 1) * own.stride + own.width
+    entries = [rng.choice((-1, 1 << 62)) for _ in range(count)]  # nobody reads them
+    case.readable[name] = read = [
+        b * own.stride + page - own.first for b, found in enumerate(pages) for page in sorted(found)
+    ]
+    for at in read:
+        entries[at] = rng.randrange(slots)
+    entries[rng.choice(read)] = slots - 1
+    case.hold(f"extent.{name}.data", struct.pack(f"@{count}q", *entries))
+    return slots
+
+
+def side(
+    case: Case, path: str, heads: int, page: int, sealed: int, opened: int, rows: int, **how: Any
+) -> None:
+    """Memory for so many sealed slots and open ones of so many rows."""
+    rng, own = case.rng, case.structs[path]
     own.dim, own.dtype = rng.choice((16, 32, 32, 48, 64, 80, 128, 256)), rng.randrange(3)
     own.format, own.bits, own.group = (
         (RAW, 0, own.dim) if rng.random() < 0.2 else form(rng, own.dim)
     )
+    own.corrected = rng.randint(0, 1)
     size = SIZES[own.dtype]
-    for rows, count in (("dense", r.num_dense), ("sinks", r.num_sinks)):
-        case.strides(f"{name}.{rows}.", (r.batch, r.heads, count), own.dim * size, size)
     if own.format == CODEBOOK:
-        case.hold(f"{name}.levels", 4 << own.bits)
+        case.hold(f"{path}.levels", 4 << own.bits)
+        case.hold(f"{path}.boundaries", (4 << own.bits) - 4)
+    case.strides(f"{path}.open.", (opened, heads, rows), own.dim * size, size, **how)
     width = own.dim * (8 * size if own.format == RAW else own.bits) // 8
     fields = {"codes": width}
     if own.format != RAW:
@@ -152,26 +216,44 @@ def side(case: Case, name: str, slots: int) -> None:
     if own.format == AFFINE:
         fields["bias"] = fields["scale"]
     for field, each in fields.items():
-        case.strides(f"{name}.{field}.", (slots, r.heads), r.page * each, size)
+        unit = size if field == "codes" and own.format == RAW else 1 if field == "codes" else 2
+        case.strides(f"{path}.{field}.", (sealed, heads), page * each, unit, **how)
 
 
-def seal(case: Case) -> None:
+def store(case: Case) -> None:
     rng, r = case.rng, case.request
-    set_all(case, dim=rng.choice((16, 32, 48, 64, 80, 128, 256)), dtype=rng.randrange(3))
-    set_all(case, batch=rng.randint(0, 2), pages=rng.randint(1, 2), heads=rng.randint(1, 3))
-    set_all(case, page=rng.choice((16, 64, 80)), corrected=rng.randint(0, 1))
-    set_all(case, arrangement=rng.randrange(3), threads=rng.randint(1, 2))
-    r.format, r.bits, r.group = form(rng, r.dim)
-    size, rows = SIZES[r.dtype], r.batch * r.pages * r.heads * r.page
-    case.strides("rows.", (r.batch, r.heads, r.pages * r.page), r.dim * size, size)
-    if r.format == CODEBOOK:
-        case.hold("levels", 4 << r.bits)
-        case.hold("boundaries", (4 << r.bits) - 4)
-    params = rows * 2 * groups(r.format, r.dim, r.group)
-    case.hold("codes", rows * r.dim * r.bits // 8, written=True)
-    case.hold("scale", params, written=True)
-    if r.format == AFFINE:
-        case.hold("bias", params, written=True)
+    set_all(case, sides=rng.randint(1, 2), batch=rng.randint(0, 3), heads=rng.randint(1, 3))
+    set_all(case, page=rng.choice((16, 64, 80)), count=rng.choice((0, 1, 1, 5, 100)))
+    r.threads = rng.randint(1, 2)
+    opened = rng.choice((0, 1, 4)) if r.batch else 0
+    sealed = rng.choice((0, 0, 3)) if opened or (r.batch and r.count >= r.page) else 0
+    copies = [(rng.randrange(opened), opened - 1)] if opened and rng.random() < 0.7 else []
+    writes = []
+    for _ in range(rng.randint(0, 3) if opened else 0):
+        rows = rng.randint(0, min(r.count, r.page))
+        row, column = rng.randint(0, r.page - rows), rng.randint(0, r.count - rows)
+        writes.append((rng.randrange(r.batch), rng.randrange(opened), row, rows, column))
+    if opened and not copies:
+        writes.append((0, opened - 1, 0, 0, 0))
+    seals = []
+    for slot in range(sealed):
+        whole = r.count >= r.page and (not opened or rng.random() < 0.5)
+        source = -1 if whole else rng.randrange(opened)
+        column = rng.randint(0, r.count - r.page) if whole else -5
+        seals.append((rng.randrange(r.batch), slot, source, column))
+    for name, steps in (("copies", copies), ("writes", writes), ("seals", seals)):
+        setattr(r, f"num_{name}", len(steps))
+        flat = [n for step in steps for n in step]
+        if flat:
+            case.hold(name, struct.pack(f"@{len(flat)}q", *flat))
+    for i in range(r.sides):
+        path = f"side[{i}]"
+        own = case.structs[f"{path}.stored"]
+        own.arrangement = rng.randrange(3)
+        side(case, f"{path}.stored", r.heads, r.page, sealed, opened, r.page, written=True)
+        case.hold(f"{path}.stored", ctypes.sizeof(own))
+        size = SIZES[own.dtype]
+        case.strides(f"{path}.rows.", (r.batch, r.heads, r.count), own.dim * size, size)
 
 
 def rotate(case: Case) -> None:
@@ -200,4 +282,4 @@ def put(case: Case) -> None:
         case.hold(f"side[{i}].room", reach if own.slots else 0, written=True)
 
 
-BUILDERS = {"attend": attend, "seal": seal, "rotate": rotate, "put": put}
+BUILDERS = {"attend": attend, "store": store, "rotate": rotate, "put": put}

@@ -12,9 +12,13 @@ HEADER = Path(__file__).parents[2] / "src" / "native" / "kvant.h"
 NUMBERS = {"int64_t": ctypes.c_int64, "double": ctypes.c_double}
 ENTRIES = {
     "attend": "kvant_request",
-    "seal": "kvant_seal_request",
+    "store": "kvant_store_request",
     "rotate": "kvant_rotate_request",
     "put": "kvant_put_request",
+}
+POINTED = {  # of a request: the structs that it points to
+    "attend": {"keys": "kvant_side", "values": "kvant_side", "extent": "kvant_extent"},
+    "store": {"side[0].stored": "kvant_side", "side[1].stored": "kvant_side"},
 }
 
 
@@ -68,6 +72,13 @@ def places(holder: Any, path: str = "") -> Iterator[Place]:
                 yield from places(one, f"{own}[{i}].")
         else:
             yield Place(own, kind, holder, name)
+
+
+def all_places(entry: str) -> Iterator[Place]:
+    """Those of the request and of all that it points to."""
+    yield from places(STRUCTS[ENTRIES[entry]]())
+    for path, name in POINTED.get(entry, {}).items():
+        yield from places(STRUCTS[name](), f"{path}.")
 
 
 def loaded(path: str) -> ctypes.CDLL:

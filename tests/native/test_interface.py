@@ -17,20 +17,22 @@ import pytest
 import torch
 
 from kvant import Cache, attend
-from kvant.attention.native import interface, sealing
-from kvant.native import library, rotated, rotation, rows
+from kvant.attention.native import records
+from kvant.native import library, rotated, rotation
 from native.cases import AFFINE, FP8, Case, nbytes_of
-from native.interface import ENTRIES, STRUCTS, Pointer, loaded, places
+from native.interface import ENTRIES, STRUCTS, Pointer, all_places, loaded, places
 from native.memory import memory
 
 pytestmark = pytest.mark.skipif(
     library().functions is None, reason="the native library is not here"
 )
 RECORDS = {
-    "attend": interface.RECORD,
-    "seal": sealing.RECORD,
-    "rotate": rotation.RECORD,
-    "put": rows.RECORD,
+    "kvant_side": records.SIDE,
+    "kvant_extent": records.EXTENT,
+    "kvant_request": records.REQUEST,
+    "kvant_store_request": records.STORE,
+    "kvant_rotate_request": rotation.RECORD,
+    "kvant_put_request": struct.Struct("@27q"),
 }
 
 
@@ -45,10 +47,16 @@ def rich(case: Case) -> bool:
     """Is there more than one of everything?"""
     r = case.request
     if case.entry == "attend":
-        many = min(r.batch, r.heads, r.num_pages, r.num_dense, r.num_sinks, r.queries) > 1
-        return many and r.keys.format == AFFINE
-    if case.entry == "seal":
-        return min(r.batch, r.heads, r.pages) > 1 and r.format == AFFINE
+        e, keys, values = (case.structs[path] for path in ("extent", "keys", "values"))
+        many = min(e.batch, r.heads, e.sealed.width, e.open.width, r.num_own, r.queries) > 1
+        slots = all(field.nbytes > 2 * field.slot for field in (keys.codes, keys.open, values.open))
+        return many and slots and keys.format == AFFINE and not e.by_column
+    if case.entry == "store":
+        sides = case.structs["side[0].stored"], case.structs["side[1].stored"]
+        many = min(r.batch, r.heads, r.count, r.sides, r.num_writes, r.num_seals) > 1
+        many = many and r.num_copies == 1 and r.count > r.page
+        slots = all(side.open.nbytes > 2 * side.open.slot for side in sides)
+        return many and slots and all(side.format == AFFINE for side in sides)
     return min(r.batch, r.heads, r.count) > 1 and getattr(r, "sides", 2) == 2
 
 
@@ -80,13 +88,13 @@ def cases(entry: str, path: str | None = None) -> Iterator[Callable[[], Case]]:
 def pointers() -> list[tuple[str, str]]:
     return [
         (entry, place.path)
-        for entry, name in ENTRIES.items()
-        for place in places(STRUCTS[name]())
+        for entry in ENTRIES
+        for place in all_places(entry)
         if place.kind is Pointer
     ]
 
 
-@pytest.mark.parametrize("name", ENTRIES.values())
+@pytest.mark.parametrize("name", STRUCTS)
 def test_each_pointer_travels_with_its_bytes(name: str) -> None:
     paths = [place.path for place in places(STRUCTS[name]())]
     for place in places(STRUCTS[name]()):
@@ -94,9 +102,9 @@ def test_each_pointer_travels_with_its_bytes(name: str) -> None:
             assert paths[paths.index(place.path) + 1] == nbytes_of(place.path)
 
 
-@pytest.mark.parametrize("entry", ENTRIES)
-def test_a_record_is_as_long_as_its_struct(entry: str) -> None:
-    assert RECORDS[entry].size == ctypes.sizeof(STRUCTS[ENTRIES[entry]])
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_is_as_long_as_its_struct(name: str) -> None:
+    assert RECORDS[name].size == ctypes.sizeof(STRUCTS[name])
 
 
 @pytest.mark.parametrize("missing", [1, 16])
@@ -118,26 +126,32 @@ def test_a_byte_too_few_is_refused(
 
 BEYOND = {
     "attend": {
-        "batch heads queries page num_pages num_dense num_sinks": lambda was: 3 * was + 1,
-        "keys.dense.batch values.dense.head keys.dense.row values.sinks.row": lambda was: 3 * was,
+        "extent.batch heads queries num_own extent.page": lambda was: 3 * was + 1,
+        "extent.sealed.width extent.open.width": lambda was: 3 * was + 9,
+        "own_keys.batch own_values.head own_keys.row": lambda was: 3 * was,
+        "keys.open.slot values.open.head keys.open.row": lambda was: 3 * was,
         "keys.codes.slot values.codes.head keys.scale.slot keys.bias.head": lambda was: 3 * was,
-        "q.batch q.head q.row": lambda was: 3 * was,
+        "q.batch q.head q.row extent.sealed.stride extent.open.stride": lambda was: 3 * was,
         "keys.format values.dtype q_dtype out_dtype": lambda was: 4,
         "keys.bits": lambda was: 7,
         "keys.group": lambda was: was + 16,
         "keys.dim values.dim": lambda was: was - 8,
-        "group threads columns": lambda was: 0,
-        "first_page dense_from": lambda was: 1 << 60,
-        "tail dense_until own_from window mask_sinks chunk": lambda was: -2,
-        "table_stride": lambda was: 3 * was,
+        "keys.arrangement group threads": lambda was: 0,
+        "extent.sealed.first extent.open.first": lambda was: 1 << 30,
+        "extent.tail extent.dense_until extent.sinks num_dense": lambda was: -2,
+        "extent.by_column window mask_sinks chunk": lambda was: -2,
     },
-    "seal": {
-        "batch pages heads page rows.batch rows.head rows.row": lambda was: 3 * was,
-        "dtype arrangement": lambda was: 3,
-        "format": lambda was: 0,
-        "bits": lambda was: 7,
-        "dim": lambda was: was - 8,
-        "group": lambda was: was + 1,
+    "store": {
+        "batch heads count page num_copies num_writes num_seals": lambda was: 3 * was + 1,
+        "side[0].rows.batch side[1].rows.head side[0].rows.row": lambda was: 3 * was,
+        "side[0].stored.open.slot side[1].stored.open.head": lambda was: 3 * was,
+        "side[0].stored.open.row side[1].stored.codes.slot": lambda was: 3 * was,
+        "side[1].stored.scale.head side[0].stored.bias.slot": lambda was: 3 * was,
+        "side[0].stored.dtype side[1].stored.arrangement sides": lambda was: 3,
+        "side[0].stored.format": lambda was: 4,
+        "side[1].stored.bits": lambda was: 7,
+        "side[1].stored.dim": lambda was: was - 8,
+        "side[0].stored.group": lambda was: was + 1,
         "threads": lambda was: 1 << 40,
     },
     "rotate": {
@@ -174,30 +188,70 @@ def test_a_number_that_leads_too_far_is_refused(
             assert huge > 0 or refusal is not None
 
 
-@pytest.mark.parametrize("entry", [-1, 7, 1 << 31, 1 << 62, -(1 << 63)])
-def test_a_page_that_is_not_there_is_refused(functions: ctypes.CDLL, entry: int) -> None:
-    for make in cases("attend"):
-        count = len(make().contents["page_table"]) // 8
-        for at in range(count - make().request.num_pages, count):
+SLOTS_OF = {
+    "sealed": "sealed: slots that the codes, scales and biases do not have",
+    "open": "open: slots that the open pages do not have",
+}
+
+
+@pytest.mark.parametrize("table", SLOTS_OF)
+@pytest.mark.parametrize("slot", [-1, 100, 1 << 31, 1 << 62, -(1 << 63)])
+def test_a_page_that_is_not_there_is_refused(functions: ctypes.CDLL, slot: int, table: str) -> None:
+    path = f"extent.{table}.data"
+    for make in cases("attend", path):
+        for at in make().readable[table]:
             case = make()
-            table = bytearray(case.contents["page_table"])
-            struct.pack_into("@q", table, 8 * at, entry + 100 if entry == 7 else entry)
-            case.hold("page_table", bytes(table))
-            assert (
-                case.call(functions)
-                == "page_table: slots that the codes, scales and biases do not have"
-            )
+            entries = bytearray(case.contents[path])
+            struct.pack_into("@q", entries, 8 * at, slot)
+            case.hold(path, bytes(entries))
+            assert case.call(functions) == SLOTS_OF[table]
 
 
-@pytest.mark.parametrize("start", [-1, 1 << 62, -(1 << 63)])
-def test_a_sequence_that_begins_nowhere_is_refused(functions: ctypes.CDLL, start: int) -> None:
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("value", [1 << 62, -(1 << 63), (1 << 63) - 1])
+def test_a_sequence_that_is_nowhere_is_refused(
+    functions: ctypes.CDLL, number: int, value: int
+) -> None:
     for make in cases("attend"):
         case = make()
-        case.hold("start", case.contents["start"][8:] + struct.pack("@q", start))
-        assert case.call(functions) == "start: no column that can be counted"
+        numbers = bytearray(case.contents["extent.numbers"])
+        struct.pack_into("@q", numbers, len(numbers) - 48 + 8 * number, value)
+        case.hold("extent.numbers", bytes(numbers))
+        refusal = case.call(functions)
+        assert refusal is not None and refusal.startswith("numbers: ")
 
 
-@pytest.mark.parametrize(("entry", "path"), [("attend", "keys."), ("seal", "")])
+LIMITS = {  # of each number: below zero, or beyond what there is
+    "copies": ("open", "open"),
+    "writes": ("batch", "open", "page", "page", "count"),
+    "seals": ("batch", "sealed", "open", "count"),
+}
+
+
+@pytest.mark.parametrize(
+    ("steps", "at"), [(steps, at) for steps, limits in LIMITS.items() for at in range(len(limits))]
+)
+@pytest.mark.parametrize("value", [-7, 100_000, 1 << 62, -(1 << 63), (1 << 63) - 1])
+def test_a_step_to_where_nothing_is_is_refused(
+    functions: ctypes.CDLL, steps: str, at: int, value: int
+) -> None:
+    served = 0
+    for make in cases("store", steps):
+        width = len(LIMITS[steps])
+        for step in range(len(make().contents[steps]) // 8 // width):
+            case = make()
+            numbers = bytearray(case.contents[steps])
+            source = struct.unpack_from("@q", numbers, 8 * (width * step + 2))[0] if at == 3 else -1
+            struct.pack_into("@q", numbers, 8 * (width * step + at), value)
+            case.hold(steps, bytes(numbers))
+            refusal = case.call(functions)
+            unread = (steps, at) == ("seals", 3) and source >= 0
+            served += refusal is None
+            assert unread or (refusal is not None and refusal.startswith(f"{steps}: "))
+    assert not served or (steps, at) == ("seals", 3)
+
+
+@pytest.mark.parametrize(("entry", "path"), [("attend", "keys."), ("store", "side[0].stored.")])
 def test_a_bias_of_other_codes_is_refused(functions: ctypes.CDLL, entry: str, path: str) -> None:
     """Kernels go by it wherever there is one."""
     for make in cases(entry):
@@ -208,16 +262,37 @@ def test_a_bias_of_other_codes_is_refused(functions: ctypes.CDLL, entry: str, pa
         assert case.call(functions) == "bias: only affine codes have one"
 
 
-@pytest.mark.parametrize("path", ["page_table", "start"])
+@pytest.mark.parametrize("path", ["extent.sealed.data", "extent.open.data", "extent.numbers"])
 @pytest.mark.parametrize("over", ["out", "lse"])
 def test_outputs_over_the_table_are_refused(functions: ctypes.CDLL, path: str, over: str) -> None:
     """Kernels go by the table while others of them write."""
-    for make in cases("attend"):
+    for make in cases("attend", path):
         case = make()
         case.hold(over, case.contents[path] + bytes(1 << 20))
         found = case.places()
         found[path].set(found[over].value)
         assert case.call(functions) == "out: memory that says where rows lie"
+
+
+@pytest.mark.parametrize("path", ["keys", "values", "extent"])
+def test_outputs_over_what_is_pointed_to_are_refused(functions: ctypes.CDLL, path: str) -> None:
+    for make in cases("attend"):
+        case = make()
+        found = case.places()
+        found["out"].set(case.lies_at[path])
+        found["out_nbytes"].set(1 << 23)
+        case.lies_at["out"] = case.memory.take(b"")
+        case.contents["out"] = b""
+        assert case.call(functions) == "out: memory that says where rows lie"
+
+
+@pytest.mark.parametrize("steps", LIMITS)
+def test_pages_over_the_steps_are_refused(functions: ctypes.CDLL, steps: str) -> None:
+    for make in cases("store", steps):
+        case = make()
+        found = case.places()
+        found["side[0].stored.open.data"].set(case.lies_at[steps] // 64 * 64)
+        assert case.call(functions) == "stored: memory that says where rows go"
 
 
 def test_python_says_what_is_refused() -> None:
@@ -226,7 +301,7 @@ def test_python_says_what_is_refused() -> None:
     q = torch.randn(1, 2, 1, 32)
     attend(q, view, backend="native")
     lost = replace(view, page_table=view.page_table + 1000)
-    with pytest.raises(RuntimeError, match="refuses what it was asked: page_table: slots"):
+    with pytest.raises(RuntimeError, match="refuses what it was asked: sealed: slots"):
         attend(q, lost, backend="native")
     with pytest.raises(RuntimeError, match="signs: fewer than channels"):
         rotated(torch.randn(1, 1, 1, 64), (ctypes.c_float * 32)(), last=False)
@@ -235,7 +310,7 @@ def test_python_says_what_is_refused() -> None:
 def test_no_sequence_has_nothing_to_attend_to(functions: ctypes.CDLL) -> None:
     """Bug: the number of threads was divided by that of sequences."""
     case = Case("attend", random.Random(1), memory())
-    case.request.batch = 0
+    case.structs["extent"].batch = 0
     assert case.call(functions) is None
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf import zoo
-from kvant import attention
+from kvant.attention import attending
 from kvant.attention.reference import Reference
 from kvant.codecs.affine import Affine
 from kvant.probing.predictions import Damage, compared, damage
@@ -106,7 +106,7 @@ def test_what_is_no_number_is_infinite_damage(monkeypatch: pytest.MonkeyPatch) -
 
 def with_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels open pages themselves; the reference asks the codec."""
-    monkeypatch.setattr(attention, "BACKENDS", [Reference()])
+    monkeypatch.setattr(attending, "BACKENDS", [Reference()])
 
 
 @pytest.mark.parametrize(

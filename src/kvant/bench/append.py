@@ -1,8 +1,9 @@
 """What one appended token costs, against the rows already there and the way memory grows.
 
-`concat` (step 1) copies everything for every token and is the baseline; `stepped` (step 256) and
-`reserved` (capacity) must not. `copied` counts what really moved: dense rows that an append carried
-to other memory, a token on average.
+`concat` is what a cache without pages does, torch.cat of all rows for every token, and the
+baseline. `paged` (by a page), `stepped` (step 256) and `reserved` (capacity) are ours, which must
+not. `copied` counts what really moved: rows that an append carried to other memory, a token on
+average.
 """
 
 from __future__ import annotations
@@ -10,38 +11,71 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import torch
 import typer
+from torch import Tensor
 
 from kvant.bench.report import Json, numbers, run, show
 from kvant.cache import Cache
 
-WAYS = {"concat": "step=1", "stepped": "step=256", "reserved": "capacity={capacity}"}
+WAYS = {"paged": "", "stepped": ",step=256", "reserved": ",capacity={capacity}"}
 BUDGET = 4e9  # bytes that the baseline may copy for one figure
+
+
+class Store(Protocol):
+    """What rows are appended to."""
+
+    def append(self, rows: Tensor) -> None: ...
+    def lies(self) -> tuple[int, int]:
+        """Where its dense rows lie, and how many there is room for."""
+
+
+class Concat:
+    """Keys and values as one tensor each, which every append makes anew."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.keys, self.values = rows.clone(), rows.clone()
+
+    def append(self, rows: Tensor) -> None:
+        self.keys = torch.cat([self.keys, rows], 2)
+        self.values = torch.cat([self.values, rows], 2)
+
+    def lies(self) -> tuple[int, int]:
+        return self.keys.data_ptr(), self.keys.shape[2]
+
+
+class Paged:
+    """One layer of a cache."""
+
+    def __init__(self, spec: str, rows: Tensor) -> None:
+        self.layer: Any = Cache(1, spec)[0]
+        self.append(rows)
+
+    def append(self, rows: Tensor) -> None:
+        self.layer.append(rows, rows)
+
+    def lies(self) -> tuple[int, int]:
+        slots = self.layer.storage.used[0]
+        return self.layer.storage.sides["keys"].open.data_ptr(), slots * self.layer.spec.page
 
 
 @dataclass
 class Run:
-    """One cache, and what each token appended to it took."""
+    """One way, and what each token appended to it took."""
 
-    cache: Cache
+    store: Store
     tokens: int
     seconds: list[float] = field(default_factory=list)
     copied: int = 0
 
-    def append(self, row: torch.Tensor) -> None:
-        place, rows = self.storage()
+    def append(self, row: Tensor) -> None:
+        place, rows = self.store.lies()
         begin = time.perf_counter()
-        self.cache[0].append(row, row)
+        self.store.append(row)
         self.seconds.append(time.perf_counter() - begin)
-        self.copied += rows if self.storage()[0] != place else 0
-
-    def storage(self) -> tuple[int, int]:
-        """Where the dense rows lie, and how many they are."""
-        keys = self.cache[0].view().keys  # type: ignore[attr-defined]
-        return keys.room.data_ptr(), keys.count
+        self.copied += rows if self.store.lies()[0] != place else 0
 
     def figures(self) -> dict[str, float]:
         return {
@@ -53,16 +87,14 @@ class Run:
 
 
 def measure(text: str, length: int, tokens: int, heads: int, dim: int) -> dict[str, Run]:
-    """Append to a cache of each way in turn; the baseline stops when its budget is spent."""
+    """Append to each in turn; the baseline stops when its budget is spent."""
     affordable = int(BUDGET / (length * heads * dim * 8))  # keys and values, read and written
-    counts = dict.fromkeys(WAYS, tokens) | {"concat": max(8, min(tokens, affordable))}
     rows = torch.zeros(1, heads, length, dim, dtype=torch.bfloat16)
     row = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
-    runs = {}
+    runs = {"concat": Run(Concat(rows), max(1, min(tokens, max(8, affordable))))}
     for way, option in WAYS.items():
-        cache = Cache(1, f"{text},{option.format(capacity=length + tokens)}")
-        cache[0].append(rows, rows)
-        runs[way] = Run(cache, counts[way])
+        spec = text + option.format(capacity=length + tokens)
+        runs[way] = Run(Paged(spec, rows), tokens)
     for done in range(tokens):
         for one in runs.values():
             if done < one.tokens:

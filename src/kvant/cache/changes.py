@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,6 +22,8 @@ from kvant.extent import (
     ranges,
 )
 
+NEXT_ROW = np.array([0, 0, 1, 0, 0])  # to be added to writes
+
 
 @dataclass(frozen=True)
 class Pools:
@@ -35,6 +37,15 @@ class Pools:
         step = max(1, kind.step // kind.page)
         return cls(Pool(step), Pool(step))
 
+    @property
+    def shared(self) -> bool:
+        """Is there more than one who holds slots?"""
+        return len(self.open.holders) > 1
+
+    def copy(self) -> Pools:
+        """The same counts, to try something out."""
+        return Pools(self.open.copy(), self.sealed.copy())
+
     def hold(self, extent: Extent) -> None:
         """Count all slots of an extent once more."""
         self.open.hold(extent.open_slots())
@@ -47,15 +58,16 @@ class Pools:
 
 def advanced(extent: Extent, count: int, pools: Pools, *, dense: bool = False) -> Change:
     """`count` more columns of every sequence. `dense`: they all see each other as they came."""
-    if count == 1 and extent.calm:
-        return _calmly(extent)
     kind, old = extent.kind, extent.numbers
     page, before = kind.page, extent.lengths
     numbers = old.copy()
     numbers[:, LENGTH] = after = before + count
     seen, rows = extent.rows, np.maximum(after, 0)
     first_open = numbers[:, FIRST_OPEN] = np.maximum(extent.first_open, kind.first_open(after))
-    first_sealed = np.maximum(extent.first_sealed, kind.first_sealed(after))
+    # Where none is sealed, none before the open ones will ever be.
+    none = extent.stop_sealed <= extent.first_sealed
+    begins = np.where(none, np.maximum(extent.first_sealed, extent.first_open), extent.first_sealed)
+    first_sealed = np.maximum(begins, kind.first_sealed(after))
     numbers[:, FIRST_SEALED] = first_sealed
     due = kind.paging.all_due(rows)
     numbers[:, STOP_SEALED] = np.maximum(np.maximum(extent.stop_sealed, due), first_sealed)
@@ -91,14 +103,9 @@ def advanced(extent: Extent, count: int, pools: Pools, *, dense: bool = False) -
     rest = np.maximum(edge, first_sealed)
     which, number = _both(ranges(begin, edge), ranges(rest, due))
     sealed_table = _wide(extent.sealed, int(due.max(initial=0)))
-    holes = ranges(edge, np.minimum(rest, due))
-    sealed_table[holes] = 0
+    sealed_table[ranges(edge, np.minimum(rest, due))] = 0  # nobody reads these
     sealed_table[which, number] = slots = pools.sealed.take(len(which))
-    came = number * page - before[which]
-    from_open = number * page < seen[which]  # the others came just now, whole
-    source = np.full(len(which), -1)
-    source[from_open] = open_table[which[from_open], number[from_open]]
-    seals = np.stack([which, slots, source, came], 1)
+    seals = _seals(which, number, slots, extent, open_table)
 
     # What goes once all layers have written.
     there, at = _both(extent.sealed_pages(), (which, number))
@@ -112,31 +119,61 @@ def advanced(extent: Extent, count: int, pools: Pools, *, dense: bool = False) -
     state = Extent(kind, numbers, sealed_table, open_table, calm)
     seen_from = numbers.copy()
     seen_from[:, FIRST_OPEN] = extent.first_open
-    below = np.maximum(extent.stop_sealed, edge) > extent.first_sealed
-    seen_from[:, FIRST_SEALED] = np.where(below, extent.first_sealed, first_sealed)
-    same = not (len(dropped[0]) - len(copies) or len(dropped[1]))
+    below = np.maximum(extent.stop_sealed, edge) > begins
+    seen_from[:, FIRST_SEALED] = np.where(below, begins, first_sealed)
+    same = not (len(kept) or len(dropped[1]))  # queries see pages that close, sinks or not
     during = state if same else replace(state, numbers=seen_from, memo={})
-    taken = np.concatenate([fresh, copies[:, 1]]), slots
     return Change(
-        extent, during, state, count, dense, copies, writes, seals, taken=taken, dropped=dropped
+        before=extent,
+        during=during,
+        after=state,
+        count=count,
+        dense=dense,
+        copies=copies,
+        writes=writes,
+        seals=seals,
+        taken=(np.concatenate([fresh, copies[:, 1]]), slots),
+        dropped=dropped,
+        room=(pools.open.size, pools.sealed.size),
     )
 
 
-def _calmly(extent: Extent) -> Change:
-    """One more column, which changes nothing but the lengths."""
+def _seals(which: Ints, number: Ints, slots: Ints, extent: Extent, open_table: Ints) -> Ints:
+    """From where pages are sealed: from open ones, or from rows that came just now, whole."""
+    first = number * extent.kind.page
+    source = np.full(len(which), -1)
+    held = first < extent.rows[which]
+    source[held] = open_table[which[held], number[held]]
+    return np.stack([which, slots, source, first - extent.lengths[which]], 1)
+
+
+def calmly(extent: Extent) -> Change:
+    """One more column of a calm extent: it changes nothing but the lengths."""
     numbers = extent.numbers.copy()
     numbers[:, LENGTH] += 1
-    after = Extent(extent.kind, numbers, extent.sealed, extent.open, extent.calm - 1)
+    writes = _next(extent) if extent.newest is None else extent.newest + NEXT_ROW
+    after = Extent(
+        extent.kind,
+        numbers,
+        extent.sealed,
+        extent.open,
+        extent.calm - 1,
+        newest=writes,
+        shared=extent.shared,
+    )
+    return Change(extent, after, after, 1, writes=writes)
+
+
+def _next(extent: Extent) -> Ints:
+    """Where the next token goes, of sequences whose padding is over."""
     lengths, page = extent.lengths, extent.kind.page
-    which = np.arange(len(numbers))
-    if lengths.min(initial=0) < 0:
-        which = np.flatnonzero(lengths >= 0)
+    which = np.flatnonzero(lengths >= 0)
     writes = np.zeros((len(which), 5), np.int64)
     writes[:, 0] = which
     writes[:, 1] = extent.open[which, lengths[which] // page]
     writes[:, 2] = lengths[which] % page
     writes[:, 3] = 1
-    return Change(extent, after, after, 1, writes=writes)
+    return writes
 
 
 def _calm(kind: Kind, lengths: Ints) -> int:
@@ -227,3 +264,62 @@ def _wide(table: Ints, width: int) -> Ints:
 
 def _both(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> tuple[Ints, Ints]:
     return np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])
+
+
+def placed(kind: Kind, numbers: Ints, pools: Pools) -> Extent:
+    """The extent whose pages lie in slots one after the other, in the order of their sequences."""
+    blank = np.zeros((len(numbers), 0), np.int64)
+    extent = Extent(kind, numbers, blank, blank)
+    sealed = _table(extent.sealed_pages(), pools.sealed, len(numbers))
+    return Extent(kind, numbers, sealed, _table(extent.open_pages(), pools.open, len(numbers)))
+
+
+def _table(pages: tuple[Ints, Ints], pool: Pool, batch: int) -> Ints:
+    which, number = pages
+    table = np.zeros((batch, int(number.max(initial=-1)) + 1), np.int64)
+    table[which, number] = pool.take(len(which))
+    return table
+
+
+def most_pages(kind: Kind, length: int) -> tuple[int, int]:
+    """The most pages, open and sealed, of a sequence on its way to a length, token by token.
+
+    What is let go at a token is there until the next one. Numbers of pages repeat with the page
+    once a window is full, and fall only where the first pages are sealed late.
+    """
+    late = min(length, kind.paging.dense_until + kind.slack)
+    lengths = np.unique(np.concatenate([_last(length, kind.page), _last(late, kind.page)]))
+    first = kind.first_open(lengths - 1)
+    stop = -(-lengths // kind.page)
+    opened = stop - first + np.minimum(kind.sink_pages, first)
+    sealed = kind.paging.all_due(lengths) - kind.first_sealed(lengths - 1)
+    return int(opened.max(initial=0)), max(0, int(sealed.max(initial=0)))
+
+
+def most_slots(kind: Kind, lengths: Iterable[int]) -> tuple[int, int]:
+    """The slots, open and sealed, of pools in which sequences came to these lengths like that."""
+    pages = [most_pages(kind, kind.capacity or length) for length in lengths]
+    step = Pools.of(kind).open.step
+    opened, sealed = (-(-sum(some) // step) * step for some in zip(*pages, strict=True))
+    return opened, sealed
+
+
+def most_beside(extent: Extent, coming: int) -> tuple[int, int]:
+    """The most slots, open and sealed, that a cache holds on its way some tokens further.
+
+    At once or one by one, and whoever else holds its pages: those of now may stay until the way is
+    over, and the page that a sequence has begun is copied. The bound of a cache by itself is lower,
+    see `most_slots`: it gives back what a chunk took.
+    """
+    kind, after = extent.kind, np.maximum(extent.lengths + coming, 0)
+    came = -(-after // kind.page) - extent.stop_open
+    most = np.array([most_pages(kind, length)[0] for length in after.tolist()])
+    opened = np.minimum(came, most) + (after > extent.rows)
+    due = np.maximum(kind.paging.all_due(after) - extent.stop_sealed, 0)
+    here = len(np.unique(extent.open_slots())), len(np.unique(extent.sealed_slots()))
+    spare = Pools.of(kind).open.step - 1
+    return here[0] + int(opened.sum()) + spare, here[1] + int(due.sum()) + spare
+
+
+def _last(length: int, page: int) -> Ints:
+    return np.arange(max(1, length - 2 * page), length + 1)

@@ -7,53 +7,104 @@ change apart from that; where an interrupt came between, they are counted anew.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from threading import RLock
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from kvant.cache.changes import Pools, advanced
+from kvant.cache.changes import (
+    Pools,
+    advanced,
+    calmly,
+    most_beside,
+    most_pages,
+    most_slots,
+    placed,
+)
 from kvant.cache.pool import Pool
-from kvant.errors import CapacityError
+from kvant.cache.storage import Storage
+from kvant.contracts import Follower
+from kvant.errors import CapacityError, UnsupportedView
 from kvant.extent import Change, Extent, Ints, Kind
 
 log = logging.getLogger("kvant")
 
+T = TypeVar("T")
+SERIALS = itertools.count()  # of holders of slots
 NOTHING = np.zeros(0, np.int64)
 Slots = tuple[Ints, Ints]  # of open pages and of sealed ones
+Retired = tuple[int, Slots]  # by kind
 
 
 @dataclass(frozen=True)
 class Book:
     """The committed extents, one a kind, and what a forward under way makes of them."""
 
-    extents: tuple[Extent, ...] = ()  # none before the first rows
+    pools: tuple[Pools, ...]  # by kind
+    extents: tuple[Extent, ...] = ()  # by kind; none before the first rows
     states: tuple[Any, ...] = ()  # of the layers that recur
+    storages: dict[int, Storage] = field(default_factory=dict)  # by leaf; shared with other caches
     changes: dict[int, Change] = field(default_factory=dict)  # by kind
-    retired: tuple[tuple[int, Slots], ...] = ()  # by kind; dropped when the next change begins
+    retired: tuple[Retired, ...] = ()  # dropped when the next change begins
+
+    @cached_property
+    def lengths(self) -> set[int]:
+        """How many columns layers have seen: one number, as a rule."""
+        return {e.columns for e in self.extents} | {past.now.length for past in self.states}
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens that all have, of the longest sequence."""
+        return min(self.lengths, default=0)
 
 
 class Ledger:
     """The integers of a cache: a `Holder` of slots in the pools of its kinds."""
 
-    def __init__(self, kinds: Sequence[Kind], pools: Sequence[Pools], leaves: int) -> None:
-        self.kinds, self.pools, self.leaves = tuple(kinds), tuple(pools), leaves
-        self.book = Book()
+    def __init__(
+        self,
+        kinds: Sequence[Kind],
+        pools: Sequence[Pools],
+        leaves: Sequence[int | None],
+        states: tuple[Any, ...] = (),
+        storages: Mapping[int, Storage] | None = None,
+        lock: Any = None,
+    ) -> None:
+        self.serial = next(SERIALS)
+        self.kinds = tuple(kinds)
+        self.leaves = tuple(leaves)  # the kind of each; None: it recurs
+        self.book = Book(tuple(pools), (), states, dict(storages or {}))
         self.arrived: set[int] = set()
         self.coming: dict[int, Any] = {}  # states of layers that recur, of the forward under way
         self.abandoned = 0
+        self.changes = 0  # appends and verbs, by which memory may have changed
+        self.backend: str | None = None  # that reads all layers; None: the first that does
+        self.speculating = False  # may a chunk be drafts? Then it is read as single tokens are
+        self.followers: tuple[Follower, ...] = ()
+        self.to_follow: int | None = None  # the length of a forward that they were not told of
+        self.lock = lock or RLock()  # of all caches that share these pools
         for pool in self._all():
-            pool.holders.add(self)
+            pool.join(self)
 
     def __del__(self) -> None:
         """Anywhere, even inside of a pool: so slots are left to whoever takes the next ones."""
-        for kind, pools in enumerate(self.pools):
+        book: Book | None = self.__dict__.get("book")
+        for kind, pools in enumerate(book.pools if book is not None else ()):
             for pool, slots in zip((pools.open, pools.sealed), self._held(kind), strict=True):
                 pool.holders.discard(self)
-                pool.orphans.append(slots)
+                pool.orphans.append((self.serial, slots))
+
+    @property
+    def pools(self) -> tuple[Pools, ...]:
+        return self.book.pools
 
     @property
     def batch(self) -> int:
@@ -67,43 +118,185 @@ class Ledger:
                 return self._held(kind)[1]
         return NOTHING
 
-    def change(self, kind: int, count: int, padding: Sequence[int], *, dense: bool) -> Change:
-        """What `count` more columns do to a kind: made by the first of its layers that asks."""
-        change = self.book.changes.get(kind)
+    @property
+    def blank(self) -> bool:
+        """Has no sequence a token, nor padding that was begun?"""
+        return all((e.lengths == -e.padding).all() and not e.rows.any() for e in self.book.extents)
+
+    def committed(self, kind: int) -> Extent | None:
+        return self.book.extents[kind] if self.book.extents else None
+
+    def extent(self, kind: int, leaf: int) -> Extent | None:
+        """Where a layer is: what a forward under way brought it counts.
+
+        Threads may ask while another one commits: then what holds from now on counts.
+        """
+        arrived, book = leaf in self.arrived, self.book
+        change = book.changes.get(kind) if arrived else None
         if change is not None:
-            return change
-        extents = self.book.extents
-        extent = extents[kind] if extents else Extent.empty(self.kinds[kind], padding)
-        capacity, longest = self.kinds[kind].capacity, int(extent.rows.max(initial=0)) + count
-        if capacity is not None and longest > capacity:
-            raise CapacityError(
-                f"{longest} tokens for a capacity of {capacity}: rewind, reset, or give the spec "
-                f"capacity={longest} or none"
+            return change.after
+        return book.extents[kind] if book.extents else None
+
+    def weight(self, kind: int) -> tuple[int, int]:
+        """Slots, open and sealed, that this cache holds or that nobody does."""
+        pools = self.pools[kind].open, self.pools[kind].sealed
+        if any(pool.orphans for pool in pools):
+            with self.counting():
+                for pool in pools:
+                    pool.collect()
+        held = self._held(kind)
+        opened, sealed = (len(np.unique(s)) + p.free for s, p in zip(held, pools, strict=True))
+        return opened, sealed
+
+    def weight_after(self, kind: int, extent: Extent, coming: int) -> tuple[int, int]:
+        """The most that it can be once so many tokens came, at once or one by one."""
+        now = self.weight(kind)
+        if self.pools[kind].shared:
+            need = most_beside(extent, coming)
+        else:
+            need = most_slots(extent.kind, (extent.lengths + coming).clip(0).tolist())
+        return max(now[0], need[0]), max(now[1], need[1])
+
+    def enter(self, leaf: int) -> None:
+        """A layer is to get rows: where it has some of a forward under way, that one died.
+
+        So did one that no layer has rows of yet.
+        """
+        self.changes += 1
+        if self.to_follow is not None:
+            self._follow()
+        if leaf in self.arrived or (self.book.changes and not self.arrived and not self.coming):
+            self.rollback()
+
+    def begin(
+        self,
+        kind: int,
+        batch: int,
+        count: int,
+        start: Sequence[int] | Tensor | None = None,
+        *,
+        dense: bool = False,
+    ) -> Change:
+        """What `count` more columns do to a kind: made by the first of its layers that asks."""
+        book = self.book
+        change = book.changes.get(kind)
+        if change is None and count == 1 and start is None and book.extents:
+            extent = book.extents[kind]
+            capacity = self.kinds[kind].capacity
+            fits = capacity is None or extent.columns < capacity
+            if extent.calm and fits and len(extent.numbers) == batch:
+                change = book.changes[kind] = calmly(extent)
+        if change is None:
+            given = None if start is None else _padding(start, batch)
+            change = self._changed(kind, batch, count, given, dense)
+        if start is not None or change.count != count or len(change.before.numbers) != batch:
+            _check_alike(change, batch, count, start)
+        return change
+
+    def expect(self) -> list[Change]:
+        """What one more token of every sequence does to the kinds, but for the rows themselves.
+
+        Those are written by somebody else, later: so no page may fall due with its own row.
+        """
+        self.changes += 1
+        if None in self.leaves or self.followers:
+            raise UnsupportedView("a layer that recurs: its state is no row that comes later")
+        if self.blank:
+            raise CapacityError("no token yet, whose rows say what memory is needed: append first")
+        for extent in self.book.extents:
+            due = extent.kind.paging.all_due(np.maximum(extent.lengths + 1, 0))
+            if (late := np.flatnonzero(due * extent.kind.page > extent.rows)).size:
+                raise CapacityError(
+                    f"no room for a row behind {int(extent.rows[late[0]])} tokens: its page falls "
+                    "due with it; append it"
+                )
+        try:
+            made = [self.begin(i, self.batch, 1, None, dense=False) for i in range(len(self.kinds))]
+        except CapacityError:
+            self.rollback()
+            raise
+        return [replace(change, writes=change.writes[:0], memo={}) for change in made]
+
+    def foresee(
+        self, kind: int, batch: int, count: int, start: Any, *, dense: bool
+    ) -> tuple[int, int]:
+        """The slots, open and sealed, by which the pools of a kind would grow."""
+        if kind in self.book.changes:
+            return 0, 0
+        given = None if start is None else _padding(start, batch)
+        extent = self._beginning(kind, batch, count, given)
+        scratch = self.pools[kind].copy()
+        if self.kinds[kind].capacity is not None and self.blank:
+            self._reserve(kind, batch, scratch)
+        for which, slots in self.book.retired:
+            if which == kind:
+                scratch.drop(*slots)
+        tables = replace(extent, sealed=extent.sealed.copy(), open=extent.open.copy())
+        advanced(tables, count, scratch, dense=dense)
+        pools = self.pools[kind]
+        return scratch.open.size - pools.open.size, scratch.sealed.size - pools.sealed.size
+
+    def _beginning(
+        self, kind: int, batch: int, count: int, given: tuple[int, ...] | None
+    ) -> Extent:
+        """The extent that rows are added to, or an error."""
+        one, extents = self.kinds[kind], self.book.extents
+        fresh = not extents or self.blank
+        extent = Extent.empty(one, given or (0,) * batch) if fresh else extents[kind]
+        if extent.batch != batch:
+            raise ValueError(
+                f"rows of {batch} sequences for a cache of {extent.batch}: a cache keeps the "
+                "sequences that it began with, which can be repeated, selected and merged "
+                "(kvant.merge)"
             )
-        if count == 1 and extent.calm and not self.book.retired:
-            change = advanced(extent, 1, self.pools[kind], dense=dense)
-            self.book.changes[kind] = change
-            return change
-        with self._counting():
+        longest = int(extent.rows.max(initial=0)) + count
+        if one.capacity is not None and longest > one.capacity:
+            raise CapacityError(
+                f"{longest} tokens for a capacity of {one.capacity}: rewind, reset, or give the "
+                f"spec capacity={longest} or none"
+            )
+        return extent
+
+    def _reserve(self, kind: int, batch: int, pools: Pools) -> None:
+        """Take all memory of a fixed capacity with the first token."""
+        capacity = self.kinds[kind].capacity
+        if capacity is not None:
+            opened, sealed = most_pages(self.kinds[kind], capacity)
+            pools.open.grow(batch * opened)
+            pools.sealed.grow(batch * sealed)
+
+    def _changed(
+        self, kind: int, batch: int, count: int, given: tuple[int, ...] | None, dense: bool
+    ) -> Change:
+        extent = self._beginning(kind, batch, count, given)
+        pools = self.pools[kind]
+        with self.counting():
             self._release()
-            self._reserve(kind, extent.batch)
-            change = advanced(extent, count, self.pools[kind], dense=dense)
-            self.book.changes[kind] = change
+            if self.blank:
+                self._reserve(kind, batch, pools)
+            change = self.book.changes[kind] = advanced(extent, count, pools, dense=dense)
         return change
 
     def arrive(self, leaf: int) -> bool:
         """A layer has its rows. Was it the last one? Then the forward is kept."""
-        if len(self.arrived) + 1 < self.leaves:
+        if len(self.arrived) + 1 < len(self.leaves):
             self.arrived.add(leaf)
             return False
         book = self.book
         changes = [book.changes[kind] for kind in range(len(self.kinds))]
-        dropped = tuple(
-            (kind, change.dropped)
-            for kind, change in enumerate(changes)
-            if len(change.dropped[0]) or len(change.dropped[1])
-        )
-        self.keep(Book(tuple(change.after for change in changes), book.states, {}, dropped))
+        states = tuple(self.coming.get(i, state) for i, state in enumerate(book.states))
+        dropped = tuple((kind, change.dropped) for kind, change in enumerate(changes))
+        gone = book.retired + tuple(one for one in dropped if len(one[1][0]) or len(one[1][1]))
+        after = tuple(change.after for change in changes)
+        if self.followers:
+            self.to_follow = min(extent.columns for extent in after)
+        self.keep(Book(book.pools, after, states, book.storages, {}, gone))
+        if self.followers:
+            self._follow()
+        if len(self.book.lengths) > 1:
+            log.warning("layers hold different numbers of tokens: %s", sorted(self.book.lengths))
+        if len(gone) > len(book.retired):
+            self._compact()
         return True
 
     def keep(self, book: Book) -> None:
@@ -112,51 +305,78 @@ class Ledger:
         self.arrived = set()
         self.coming = {}
 
-    def rollback(self) -> bool:
-        """Take back what a forward left that never reached every layer; was there one?"""
-        if not self.arrived and not self.book.changes:
-            return False
+    def rollback(self) -> None:
+        """Take back what a forward left that never reached every layer."""
+        self.changes += 1
+        self._follow()
         book = self.book
+        if not self.arrived and not book.changes:
+            return
+        if self.arrived:
+            log.warning(
+                "a forward appended to %d of %d layers and was abandoned: its tokens are taken"
+                " back",
+                len(self.arrived),
+                len(self.leaves),
+            )
+            self.abandoned += 1
         taken = tuple((kind, change.taken) for kind, change in book.changes.items())
+        if self.arrived:
+            for follower in self.followers:
+                follower.lose()
         self.keep(replace(book, changes={}, retired=book.retired + taken))
-        return True
 
     def adopt(
         self, extents: Iterable[Extent], states: tuple[Any, ...], changes: Iterable[Change] = ()
     ) -> None:
-        """Other extents over the same pools: their slots are held before the old ones go."""
-        with self._counting():
-            self._release()
-            new = tuple(extents)
-            old = self.book.extents
-            for pools, extent in zip(self.pools, new, strict=False):
-                pools.hold(extent)
-            retired = [(kind, change.taken) for kind, change in enumerate(changes)]
-            retired += [(k, (e.open_slots(), e.sealed_slots())) for k, e in enumerate(old)]
-            self.keep(Book(new, states, {}, tuple(retired)))
-            self._release()
+        """Other extents over the same pools, whose slots are held from now on."""
+        with self.counting():
+            taken = [(kind, change.taken) for kind, change in enumerate(changes)]
+            self.swap(extents, states, taken)
+
+    def swap(
+        self, extents: Iterable[Extent], states: tuple[Any, ...], taken: Iterable[Retired] = ()
+    ) -> None:
+        """The same, where counts change already; some of the slots were `taken` for it.
+
+        They are held before the old ones go.
+        """
+        self._release()
+        new = tuple(extents)
+        for pools, extent in zip(self.pools, new, strict=False):
+            pools.hold(extent)
+        old = [(k, (e.open_slots(), e.sealed_slots())) for k, e in enumerate(self.book.extents)]
+        retired = (*taken, *old)
+        self.keep(replace(self.book, extents=new, states=states, changes={}, retired=retired))
+        self._release()
 
     def check(self) -> None:
         """Are the slots of all pools free, or counted as often as they are held?"""
+        with self.counting():
+            pass  # where a change was interrupted, the next one counts them anew
         for pool in self._all():
             pool.check()
 
     @contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Counts change within; where that is interrupted, they are counted anew."""
-        pools = self._all()
-        for pool in pools:
-            if pool.torn:
-                pool.recount()
-            pool.torn = True
-        try:
-            yield
-        except Exception:
+    def counting(self) -> Iterator[None]:
+        """Counts change within; where that is interrupted, they are counted anew.
+
+        All slots are taken within that an extent is to hold: before, they are nobody's.
+        """
+        with self.lock:
+            pools = self._all()
             for pool in pools:
-                pool.recount()
-            raise
-        for pool in pools:
-            pool.torn = False
+                if pool.torn or pool.missing:
+                    pool.recount()
+                pool.torn = True
+            try:
+                yield
+            except Exception:
+                for pool in pools:
+                    pool.recount()
+                raise
+            for pool in pools:
+                pool.torn = False
 
     def _release(self) -> None:
         retired = self.book.retired
@@ -165,14 +385,46 @@ class Ledger:
             for kind, slots in retired:
                 self.pools[kind].drop(*slots)
 
-    def _reserve(self, kind: int, batch: int) -> None:
-        """The room of a fixed capacity is taken with the first token."""
-        one, pools = self.kinds[kind], self.pools[kind]
-        if one.capacity is None or self.book.extents:
-            return
-        open_pages, sealed_pages = most_pages(one, one.capacity)
-        pools.open.grow(batch * open_pages)
-        pools.sealed.grow(batch * sealed_pages)
+    def _follow(self) -> None:
+        """Tell followers of a forward that was kept, if they were not told."""
+        length = self.to_follow
+        if length is not None:
+            for follower in self.followers:
+                follower.follow(length)
+            self.to_follow = None
+
+    def _compact(self) -> None:
+        """Give back what a chunk took beyond what its tokens would have, where nobody else holds
+        pages.
+
+        View move to new tensors: whoever reads the old ones is not disturbed.
+        """
+        for kind, pools in enumerate(self.pools):
+            book = self.book
+            one, was = self.kinds[kind], book.extents[kind]
+            opened, sealed = most_slots(one, was.rows.tolist())
+            small = pools.open.size <= opened and pools.sealed.size <= sealed
+            if small or pools.shared:
+                continue
+            new = Pools.of(one)
+            self._reserve(kind, was.batch, new)
+            now = placed(one, was.numbers, new)
+            storages = book.storages | {
+                leaf: book.storages[leaf].copied(was, now, (new.open.size, new.sealed.size))
+                for leaf, own in enumerate(self.leaves)
+                if own == kind
+            }
+            for pool in (new.open, new.sealed):
+                pool.join(self)
+            self.keep(
+                replace(
+                    book,
+                    extents=_with(book.extents, kind, now),
+                    pools=_with(book.pools, kind, new),
+                    storages=storages,
+                    retired=tuple(one for one in book.retired if one[0] != kind),
+                )
+            )
 
     def _held(self, kind: int) -> Slots:
         book, parts = self.book, []
@@ -188,16 +440,28 @@ class Ledger:
         return [pool for pools in self.pools for pool in (pools.open, pools.sealed)]
 
 
-def most_pages(kind: Kind, length: int) -> tuple[int, int]:
-    """Open and sealed pages that a sequence never passes, a token at a time, up to a length."""
-    page, due = kind.page, kind.paging.due
-    total = -(-length // page)
-    kept = total if kind.window is None else min(total, (kind.window + kind.slack - 2) // page + 2)
-    opened, sealed = kept, 0
-    if kind.seals:
-        tail = kind.paging.tail or 0
-        behind = max(tail + kind.slack, kind.paging.dense_until + kind.slack)
-        opened = min(kept, (behind + page - 2) // page + 2)
-        sealed = min(due(length), kept)
-    apart = min(kind.sink_pages, total)
-    return min(total, opened + apart), sealed
+def _padding(start: Sequence[int] | Tensor, batch: int) -> tuple[int, ...]:
+    columns = torch.as_tensor(start)
+    if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
+        raise ValueError(f"start {start}: one whole number a sequence is needed")
+    given = tuple(columns.tolist())
+    if len(given) != batch or min(given, default=0) < 0:
+        raise ValueError(f"start {given}: one number >= 0 for each of {batch}")
+    return given
+
+
+def _check_alike(change: Change, batch: int, count: int, start: Any) -> None:
+    """Refuse rows that are not of the forward under way."""
+    before = change.before
+    if before.batch != batch or change.count != count:
+        raise ValueError(
+            f"rows of {batch} sequences and {count} tokens, where another layer of this forward "
+            f"got {before.batch} and {change.count}"
+        )
+    given, began = _padding(start, batch), tuple(before.padding.tolist())
+    if given != began:
+        raise ValueError(f"start {given} for sequences that began at {began}")
+
+
+def _with(values: tuple[T, ...], place: int, value: T) -> tuple[T, ...]:
+    return (*values[:place], value, *values[place + 1 :])

@@ -16,7 +16,10 @@ from kvant.extent import Bools, Ints
 
 
 class Holder(Protocol):
-    """Whoever holds slots."""
+    """Whoever holds slots; no two have the same number."""
+
+    @property
+    def serial(self) -> int: ...
 
     def slots(self, pool: Pool) -> Ints:
         """The slots of this pool that it holds, each as often as it does."""
@@ -29,8 +32,11 @@ class Pool:
         self.step = step  # slots by which it grows
         self.counts = np.zeros(0, np.int64)
         self.holders: WeakSet[Holder] = WeakSet()
-        self.orphans: deque[Ints] = deque()  # slots of holders that are gone, yet to be dropped
+        self.orphans: deque[tuple[int, Ints]] = (
+            deque()
+        )  # slots of holders that are gone, yet to be dropped
         self.torn = False  # was a change of counts interrupted?
+        self.joined: set[int] = set()  # the holders whose slots are counted
         self._free: list[int] = []
 
     @property
@@ -42,6 +48,23 @@ class Pool:
     def free(self) -> int:
         return len(self._free)
 
+    def copy(self) -> Pool:
+        """The same counts, which nobody holds."""
+        twin = Pool(self.step)
+        twin.counts, twin._free = self.counts.copy(), list(self._free)
+        return twin
+
+    def join(self, holder: Holder) -> None:
+        """From now on, this one is asked for its slots."""
+        self.joined.add(holder.serial)
+        self.holders.add(holder)
+
+    @property
+    def missing(self) -> bool:
+        """Did a holder go without leaving its slots? Its end was interrupted."""
+        there = {one.serial for one in self.holders} | {serial for serial, _ in list(self.orphans)}
+        return not self.joined <= there
+
     def grow(self, size: int) -> None:
         """Let there be so many slots."""
         more = -(-size // self.step) * self.step - self.size
@@ -51,8 +74,7 @@ class Pool:
 
     def take(self, count: int) -> Ints:
         """Free slots, held once from now on; the pool grows where there are too few."""
-        while self.orphans:
-            self.drop(self.orphans.popleft())
+        self.collect()
         if count > len(self._free):
             self.grow(self.size - len(self._free) + count)
         slots = np.array(self._free[: -count - 1 : -1], np.int64)
@@ -70,22 +92,32 @@ class Pool:
         gone = np.unique(slots[self.counts[slots] == 0])
         self._free.extend(gone[::-1].tolist())
 
+    def collect(self) -> None:
+        """Drop what holders left that are gone."""
+        while self.orphans:
+            serial, slots = self.orphans.popleft()
+            if serial in self.joined:  # else they were counted anew without it
+                self.joined.remove(serial)
+                self.drop(slots)
+
     def shared(self, slots: Ints) -> Bools:
         """Which of these does somebody else hold, too? They must not be written to."""
         return self.counts[slots] > 1
 
     def recount(self) -> None:
         """Count anew what holders hold: after an interrupt."""
-        self.counts = self._counted()
-        self.orphans.clear()
+        living = list(self.holders)  # who goes from here on leaves its slots
+        self.counts = self._counted(living)
+        self.joined = {one.serial for one in living}
         self._free = np.flatnonzero(self.counts == 0)[::-1].tolist()
         self.torn = False
 
     def check(self) -> None:
         """Every slot is free, or counted as often as it is held."""
-        held = self._counted()
-        for slots in self.orphans:
-            np.add.at(held, slots, 1)
+        held = self._counted(list(self.holders))
+        for serial, slots in list(self.orphans):
+            if serial in self.joined:
+                np.add.at(held, slots, 1)
         wrong = np.flatnonzero(held != self.counts)
         assert not len(wrong), (
             f"slots {wrong.tolist()} are held {held[wrong].tolist()} times, "
@@ -94,8 +126,8 @@ class Pool:
         free = sorted(self._free)
         assert free == np.flatnonzero(self.counts == 0).tolist(), f"free slots {free}"
 
-    def _counted(self) -> Ints:
+    def _counted(self, holders: list[Holder]) -> Ints:
         counts = np.zeros(self.size, np.int64)
-        for holder in self.holders:
+        for holder in holders:
             np.add.at(counts, holder.slots(self), 1)
         return counts

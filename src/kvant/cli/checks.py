@@ -87,10 +87,10 @@ def check_saved(path: Path, model: str | None) -> None:
 def _rows(head: Header) -> list[Rows]:
     """Of the layers that keep any."""
     return [
-        (tensor.shape[1], tensor.shape[3])
+        (tensor.shape[1], tensor.shape[2])
         for index in range(len(head.spec.layers))
         for name, tensor in head.tensors.items()
-        if name.startswith(f"{index}/") and name.endswith("keys.dense")
+        if name.startswith(f"{index}/") and name.endswith("keys.open")
     ]
 
 

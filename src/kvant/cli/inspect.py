@@ -63,39 +63,38 @@ def _of_file(path: Path) -> tuple[dict[str, Any], list[Line]]:
         size = path.stat().st_size
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    starts = (one.shape for name, one in head.tensors.items() if name.endswith("/start"))
-    batches = (shape[0] for shape in starts if len(shape) == 1)
     told = {
         "file": str(path),
         "version": head.version,
         "checksum": "SHA-256 verified",
         "nbytes": size,
-        "tokens": _tokens(head.numbers),
-        "sequences": next(batches, None),
+        "tokens": max(head.columns, default=_tokens(head.numbers)),
+        "sequences": len(head.columns) or None,
         "about": dict(head.about),
     }
     return told, [_saved(head, index, one) for index, one in enumerate(head.spec.layers)]
 
 
 def _tokens(numbers: Mapping[str, int]) -> int:
-    """Tokens seen: every layer says so, and a recurrent one calls it now."""
-    ends = [n for name, n in numbers.items() if name.rpartition("/")[2] in ("length", "now")]
+    """Tokens seen, by what recurrent layers say."""
+    ends = [n for name, n in numbers.items() if name.rpartition("/")[2] == "now"]
     return max(ends, default=0)
 
 
 def _saved(head: Header, index: int, recipe: Recipe) -> Line:
     own = {n: t for n, t in head.tensors.items() if n.startswith(f"{index}/")}
-    sides = [t for n, t in own.items() if n.endswith(("keys.dense", "values.dense"))]
-    dense = [one for one in sides if len(one.shape) == 4]
+    sides = [t for n, t in own.items() if n.endswith(("keys.open", "values.open"))]
+    rows = [one for one in sides if len(one.shape) == 3]
     nbytes = sum(tensor.nbytes for tensor in own.values())
-    return Line(_kind(recipe), _dense_rows(dense), _recipe(recipe), nbytes)
+    return Line(_kind(recipe), _rows(rows), _recipe(recipe), nbytes)
 
 
-def _dense_rows(dense: Sequence[Stored]) -> str:
-    if not dense:
+def _rows(sides: Sequence[Stored]) -> str:
+    """[rows, heads, dim] of each side, those of open pages."""
+    if not sides:
         return ""
-    dims = "/".join(dict.fromkeys(str(one.shape[-1]) for one in dense))
-    return _heads(dense[0].shape[1], dims, dense[0].dtype)
+    dims = "/".join(dict.fromkeys(str(one.shape[2]) for one in sides))
+    return _heads(sides[0].shape[1], dims, sides[0].dtype)
 
 
 def _of_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[Line]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant import checkpoints
+from kvant.attention import check_backend
 from kvant.cli.checks import check_drawing, check_saved, check_spec
 from kvant.cli.options import spec_of
 from kvant.cli.reply import Reading, show
@@ -35,6 +36,7 @@ class Wanted:
     device: str | None
     dtype: str
     prefill_chunk: int
+    backend: str | None = None
 
     @property
     def spec(self) -> str:
@@ -53,6 +55,7 @@ class Wanted:
         check_drawing(drawn, max_new_tokens=most, max_context=self.max_context)
         strategy_of(self.strategy, self.threshold, self.bytes)
         check_spec(self.spec)
+        check_backend(self.backend)
         named_device(self.device)
         named_dtype(self.dtype)
         checkpoints.check(self.model)
@@ -90,6 +93,7 @@ class Wanted:
             threshold=self.threshold,
             budget=self.bytes,
             draft=self._drafter(),
+            backend=self.backend,
         )
         if self.load is not None:
             session.resume(self.load)

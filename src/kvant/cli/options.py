@@ -24,6 +24,9 @@ Threshold = Annotated[int, Option(help="Tokens from which on `long` keeps anythi
 Budget = Annotated[str | None, Option(help="Bytes that `adaptive` may take: 64MiB.")]
 PrefillChunk = Annotated[int, Option(min=1, help="Tokens of a prompt that are read at once.")]
 Draft = Annotated[str | None, Option(help="Guess ahead: ngram, or a smaller model.")]
+Backend = Annotated[
+    str | None, Option(help="What reads the cache: native, triton, reference; else what can.")
+]
 Guard = Annotated[bool, Option(help="Warn where the format does the model harm.")]
 Load = Annotated[Path | None, Option(help="Go on from a saved conversation.")]
 Device = Annotated[

@@ -36,6 +36,7 @@ def generate(
     budget: int | str | None = None,
     draft: Any | Drafter | None = None,
     max_drafts: int = 8,
+    backend: str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Step]:
     """Stream the continuation of a prompt, a `Step` for each token.
@@ -45,7 +46,8 @@ def generate(
     which the caller may read what there was. `strategy` is always, disabled (compute everything
     anew), long (keep only what passes `threshold` tokens) or adaptive (stay under `budget` bytes,
     "64MiB" too). `draft` guesses tokens that are verified together: "ngram", or a smaller model
-    with the same tokenizer. What is wrong with the arguments is said here, before the first step.
+    with the same tokenizer. `backend` reads every layer ("reference", "native", "triton"), else
+    the first that can. What is wrong with the arguments is said here, before the first step.
     """
     session = Session(
         model,
@@ -59,6 +61,7 @@ def generate(
         budget=budget,
         draft=draft,
         max_drafts=max_drafts,
+        backend=backend,
     )
     return session.send(
         tokens_of_prompt(tokenizer, prompt),

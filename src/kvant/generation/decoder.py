@@ -52,6 +52,9 @@ class Memory(Protocol):
     def nbytes(self) -> int: ...
     @property
     def spec(self) -> CacheSpec: ...
+
+    backend: str | None
+
     def nbytes_after(self, coming: int, spec: AnySpec | None = None) -> int: ...
     def reachable(self, to: int) -> int: ...
     def rewind(self, to: int) -> None: ...
@@ -173,7 +176,7 @@ class HostDecoder:
         if cache not in self._replayers:
             capture = capturing(self._capture, self.model.generation_config.compile_config)
             self._replayers[cache] = Replayer(self.model, self._forward, capture)
-        out = self._replayers[cache].logits(cache, token)
+        out = self._replayers[cache].logits(cache, [token])
         return None if out is None else out[0, -1:].to(torch.float32, copy=True)
 
     def _forward(self, ids: Tensor, positions: Tensor, memory: Any, last: int = 1) -> Tensor:

@@ -47,6 +47,7 @@ class Session:
         budget: int | str | None = None,
         draft: Any | Drafter | None = None,
         max_drafts: int = 8,
+        backend: str | None = None,
     ) -> None:
         """`template=False` lets messages continue one text, whatever template there is.
 
@@ -56,6 +57,8 @@ class Session:
             raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
         decoder = decoder_of(model)
         memory = decoder.memory(kv_cache, tokenizer)
+        if backend is not None:
+            memory.backend = backend
         if memory.length:
             raise ValueError(
                 f"a cache of {memory.length} tokens: begin with an empty one; kvant.Session keeps "
@@ -165,13 +168,20 @@ class Session:
         files.save(self.memory, path, about=said.about())
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], model: Any, tokenizer: Any) -> Session:
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: Any,
+        tokenizer: Any,
+        *,
+        backend: str | None = None,
+    ) -> Session:
         """The conversation in a file, with the model that held it."""
         saved = files.read(path)
         said = Transcript.of(path, saved.about)
         said.check_model(path, decoder_of(model).identity)
         with refusing(path):
-            session = cls(model, tokenizer, saved.spec, template=said.template)
+            session = cls(model, tokenizer, saved.spec, template=said.template, backend=backend)
         session._become(path, saved)
         return session
 
@@ -198,6 +208,7 @@ class Session:
         said.check_model(path, old.decoder.identity)
         with refusing(path):
             memory = old.decoder.memory(saved.spec)
+            memory.backend = old.memory.backend
             memory.restore(saved.snapshot)
             tokens = said.tokens(memory.length, old.decoder.vocabulary)
         self.reader = Reader(old.decoder, memory, old.strategy, old.chunk)

@@ -26,12 +26,13 @@ class Attachment:
     """What was changed in a model, to undo it."""
 
     spec: AnySpec
+    backend: str | None = None
     implementations: list[tuple[Any, str]] = field(default_factory=list)  # by configuration
     folded: list[Any] = field(default_factory=list)  # modules with an `expand_kv` of ours
 
 
-def attach(model: nn.Module, spec: AnySpec = "raw") -> None:
-    """Let `model.generate(...)` use a cache with this spec, until `detach`.
+def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = None) -> None:
+    """Let `model.generate(...)` use a cache with this spec, read by this backend, until `detach`.
 
     A model inside a wrapper is attached itself, and with it the parts that it hands over to.
     A copy of an attached model is attached by itself, also one that was pickled.
@@ -39,11 +40,13 @@ def attach(model: nn.Module, spec: AnySpec = "raw") -> None:
     model = host_model(model)
     parts = generating(model)
     for part in parts:
-        cache_for(part, spec)  # a spec that does not fit is refused before anything changes
+        cache_for(
+            part, spec, backend=backend
+        )  # a spec that does not fit is refused before anything changes
     if any(MARK in part.__dict__ for part in parts):
         detach(model)
     for part in parts:
-        part.__dict__[MARK] = Attachment(spec)
+        part.__dict__[MARK] = Attachment(spec, backend)
         part.__dict__[PREPARE] = partial(_prepare, part)
     attachment: Attachment = model.__dict__[MARK]
     if any(layer.attends for layer in host_layers(model)):
@@ -93,7 +96,8 @@ def _prepare(
             )
         attachment: Attachment = self.__dict__[MARK]
         mask: Tensor | None = model_kwargs.get("attention_mask")
-        cache = cache_for(self, attachment.spec, attention_mask=mask)
+        backend = attachment.backend
+        cache = cache_for(self, attachment.spec, attention_mask=mask, backend=backend)
         if generation_config.is_assistant:
             cache.activate_past_recording()
         model_kwargs[name] = cache

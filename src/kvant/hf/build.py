@@ -26,8 +26,12 @@ def cache_for(
     spec: AnySpec = "raw",
     *,
     attention_mask: Tensor | None = None,
+    backend: str | None = None,
 ) -> HostCache | PairedCache:
     """An empty cache for `model.generate(..., past_key_values=cache)`.
+
+    `backend` is the one that is to read every layer ("reference", "native", "triton"), else the
+    first that can.
 
     The mask of a left-padded batch is needed before the first rows only where the spec has sinks:
     each sequence keeps its own first positions.
@@ -40,10 +44,13 @@ def cache_for(
     told = None if inside.config.is_encoder_decoder else attention_mask  # else it is the encoder's
     padding = None if told is None else _padding(told)
     own = HostCache(layers, full, padding=padding, attachable=attachable)
+    own.backend = backend
     if not crosses(inside):
         return own
     check_crossing(inside, full)
-    return PairedCache(own, HostCache(layers, full, cross=True, attachable=attachable))
+    cross = HostCache(layers, full, cross=True, attachable=attachable)
+    cross.backend = backend
+    return PairedCache(own, cross)
 
 
 def loaded(

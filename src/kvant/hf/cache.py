@@ -14,11 +14,10 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvant.cache import Cache
 from kvant.errors import CacheError
-from kvant.hf.assembly import layer_for, memories
+from kvant.hf.assembly import layer_for, recurrences
 from kvant.hf.context import Context
 from kvant.hf.detect import HostLayer
 from kvant.hf.pace import Pace
-from kvant.hf.recurrence import Recurrence
 from kvant.hf.verbs import Verbs
 from kvant.recipes import CacheSpec
 
@@ -42,7 +41,7 @@ class HostCache(Verbs, TransformersCache):
         cross: bool = False,
         attachable: bool = False,
     ) -> None:
-        states = Cache(spec=spec, states=memories(described, spec))
+        states = Cache(spec=spec, followers=recurrences(described, spec))
         told = None if padding is None else tuple(padding)
         self._hold(tuple(described), Context(states, told, cross, attachable), {})
 
@@ -54,8 +53,8 @@ class HostCache(Verbs, TransformersCache):
         self.context = context
         self._turn = False
         self._opening = next((i for i, one in enumerate(described) if one.attends), None)
-        followers = context.states.followers
-        self._pace = Pace(described, [one for one in followers if isinstance(one, Recurrence)])
+        followers: list[Any] = context.states.followers
+        self._pace = Pace(described, followers)
         layers = [layer_for(context, i, one, own.get(i)) for i, one in enumerate(described)]
         super().__init__(layers=layers)
 
@@ -79,7 +78,8 @@ class HostCache(Verbs, TransformersCache):
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )
-        self._pace.check()
+        if self._pace.recurrences:
+            self._pace.check()
         return updated
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -96,8 +96,9 @@ class HostCache(Verbs, TransformersCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen; a forward that has not reached all layers does not count."""
-        if self.states.layers:
-            return self.states.length
+        states = self.context.states
+        if states.contents.leaves:
+            return states.length
         length: int = super().get_seq_length(layer_idx)
         return length
 
@@ -184,10 +185,35 @@ class HostCache(Verbs, TransformersCache):
             self.layers[layer_idx].prefetch()
 
     def fork(self) -> HostCache:
-        """A second cache with the same tokens, independent of this one from now on."""
+        """A second cache with the same tokens, which shares pages until one writes to them."""
+        return self._with(self.states.fork(), self.context.padding)
+
+    def extract(self, sequence: int) -> HostCache:
+        """A cache of one of the sequences alone, which shares its pages."""
+        self._check_ours("extract")
+        return self._with(self.states.extract(sequence), None)
+
+    def remove(self, sequence: int) -> None:
+        """Let one of the sequences go; the others stay as they are."""
+        self._check_ours("remove")
+        rest = [i for i in range(self.states.batch) if i != sequence]
+        self.states.extract(sequence)  # refuses a number that there is not
+        self.batch_select_indices(torch.tensor(rest))
+
+    def merged(self, others: Sequence[Any]) -> HostCache:
+        """The sequences of this cache and of others of the same model under one."""
+        for cache in (self, *others):
+            if not isinstance(cache, HostCache) or cache.described != self.described:
+                raise ValueError("caches of different models: they have no layers in common")
+            cache._check_ours("merge")
+        return self._with(self.states.merged([cache.states for cache in others]), None)
+
+    def _with(self, states: Cache, padding: tuple[int, ...] | None) -> HostCache:
+        """A cache of the same model with other states."""
         notes, replays = copy.deepcopy((self.context.notes, self.context.replays))
-        states = self.states.fork()
-        context = replace(self.context, states=states, notes=notes, replays=replays)
+        context = replace(
+            self.context, states=states, padding=padding, notes=notes, replays=replays
+        )
         twin = HostCache.__new__(HostCache)
         twin._hold(
             self.described, context, copy.deepcopy(self._foreign(), {id(self.context): context})

@@ -57,7 +57,7 @@ class Context:
         `held` rows of a layer before `count` more: when a first forward died, its repetition has
         the same prompt, and is let through, once.
         """
-        if self.begun or not held or self.states.interrupted:  # then those are on their way out
+        if self.begun or not held:
             return
         self.begun = self.states.length > 0
         if self.begun:

@@ -16,12 +16,12 @@ Forward = Callable[[Tensor, Tensor], Tensor]  # of tensors that keep their addre
 Capture = Callable[[Forward, Tensor, Tensor], Forward]
 
 
-def captured(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
+def captured(forward: Forward, ids: Tensor, lengths: Tensor) -> Forward:
     """A replay, which reads the same two tensors whatever it is given, and writes over its output.
 
     An operation that cannot be captured, as one that waits for the device, raises an error.
     """
-    _check_unsynchronized(forward, ids, places)
+    _check_unsynchronized(forward, ids, lengths)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(ids.device)
     with (
         torch.cuda.device(ids.device),
@@ -33,7 +33,7 @@ def captured(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
             capture_error_mode="thread_local",  # other threads may do what it would forbid them
         ),
     ):
-        out = forward(ids, places)
+        out = forward(ids, lengths)
 
     def replay(*same: Tensor) -> Tensor:
         graph.replay()
@@ -42,12 +42,12 @@ def captured(forward: Forward, ids: Tensor, places: Tensor) -> Forward:
     return replay
 
 
-def _check_unsynchronized(forward: Forward, ids: Tensor, places: Tensor) -> None:
+def _check_unsynchronized(forward: Forward, ids: Tensor, lengths: Tensor) -> None:
     """An error where something waits for the device, which leaves more behind in a capture."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        forward(ids, places)
+        forward(ids, lengths)
     finally:
         torch.cuda.set_sync_debug_mode(before)
 
@@ -58,13 +58,13 @@ def capturing(capture: Capture, config: CompileConfig | None) -> Capture:
 
 
 def _compiled(
-    capture: Capture, config: CompileConfig, forward: Forward, ids: Tensor, places: Tensor
+    capture: Capture, config: CompileConfig, forward: Forward, ids: Tensor, lengths: Tensor
 ) -> Forward:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     # Handles are nothing that a compiler understands; the operators behind them are.
-    graph = make_fx(forward, _error_on_data_dependent_ops=True)(ids, places)
+    graph = make_fx(forward, _error_on_data_dependent_ops=True)(ids, lengths)
     how = {"backend": config.backend, "options": config.options}
     compiled = torch.compile(graph, fullgraph=True, dynamic=False, **how)
-    compiled(ids, places)  # compiles, which cannot be captured
-    return capture(compiled, ids, places)
+    compiled(ids, lengths)  # compiles, which cannot be captured
+    return capture(compiled, ids, lengths)

@@ -35,12 +35,13 @@ class Handle(Lazy):
         side: SideName,
         dtype: torch.dtype,
         device: torch.device,
-        shape: Sequence[int] | None = None,
+        shape: Sequence[int],
         times: int = 1,
     ) -> Handle:
-        made: Handle = cls.shaped(shape or source.shape(side), dtype, device)
+        made: Handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._real, made._shape = None, torch.Size(shape)
         made.source, made.side, made.times = source, side, times
-        made.whole = shape is None or len(shape) == 4
+        made.whole = len(shape) == 4
         return made
 
     def laid(self, shape: Sequence[int], times: int) -> Handle:
@@ -74,8 +75,11 @@ class Handle(Lazy):
 
 def pair(source: Source, dtype: torch.dtype, device: torch.device) -> tuple[Handle, Handle]:
     """The keys and the values of a source."""
-    keys = Handle.of(source, "keys", dtype, device)
-    return keys, Handle.of(source, "values", dtype, device)
+    keys, values = source.shapes()
+    return (
+        Handle.of(source, "keys", dtype, device, keys),
+        Handle.of(source, "values", dtype, device, values),
+    )
 
 
 def source_of(key: Any, value: Any) -> Source | None:
@@ -83,7 +87,7 @@ def source_of(key: Any, value: Any) -> Source | None:
     if type(key) is not Handle or type(value) is not Handle or key.source is not value.source:
         return None
     alike = key.times == value.times and key.whole and value.whole
-    alike = alike and not (key.touched or value.touched)
+    alike = alike and key._real is None and value._real is None
     return key.source if alike and (key.side, value.side) == ("keys", "values") else None
 
 

@@ -8,7 +8,6 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.recurrence import Recurrence
-from kvant.layers import Group
 
 
 class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
@@ -19,9 +18,8 @@ class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
     @property
     def beside(self) -> Any:
         """The host's layer."""
-        state = self.context.states[self.index]
-        assert isinstance(state, Group) and isinstance(state["recurrence"], Recurrence)
-        return state["recurrence"].layer
+        state: Recurrence = self.context.states[self.index]["recurrence"]
+        return state.layer
 
     @property
     def conv_states(self) -> Any:

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvant.attention import dense_rows
 from kvant.hf.handles import Handle, pair
-from kvant.hf.reading import Question, Reading, SideName
+from kvant.hf.reading import Question, Reading, SideName, dense_rows
 
 Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -26,10 +25,11 @@ Expand = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 class LatentReading(Reading):
     """Latents stand where the host expects keys, rotated channels where it expects values."""
 
-    def shape(self, side: SideName) -> tuple[int, ...]:
-        batch, heads, _, dim = self.view.keys.room.shape
-        rank = self.view.value_dim
-        return (batch, heads, self.shown, rank if side == "keys" else dim - rank)
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        view = self.view
+        _, heads, _, dim = view.keys.open.shape
+        lead, rank = (view.batch, heads, self.shown), view.value_dim
+        return (*lead, rank), (*lead, dim - rank)
 
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
         """They are no keys and no values yet."""
@@ -37,7 +37,7 @@ class LatentReading(Reading):
 
     def rows(self, side: SideName, why: str) -> Tensor:
         self.check_dense(why)
-        rows = dense_rows(self.view, self.view.keys, self.view.columns - self.shown)
+        rows = dense_rows(self.view, "keys", self.shown)
         rank = self.view.value_dim
         part = rows[..., :rank] if side == "keys" else rows[..., rank:]
         return part.to(self.dtype).contiguous()
@@ -54,13 +54,11 @@ class Unfolded:
     rotated: Handle
     made: tuple[Tensor, Tensor] | None = None
 
-    def shape(self, side: SideName) -> tuple[int, ...]:
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         module = self.module
         batch, _, shown, _ = self.latents.shape
-        dim = module.v_head_dim
-        if side == "keys":
-            dim = module.qk_nope_head_dim + self.rotated.shape[-1]
-        return (batch, _heads(module), shown, dim)
+        lead, keys = (batch, _heads(module), shown), module.qk_nope_head_dim
+        return (*lead, keys + self.rotated.shape[-1]), (*lead, module.v_head_dim)
 
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
         module, plain = self.module, self.module.qk_nope_head_dim

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from kvant.contracts import LayerState, View
+from kvant.cache import Attention, Group
+from kvant.contracts import View
 from kvant.errors import CacheError
 from kvant.hf.context import Context
 from kvant.hf.detect import HostLayer, narrows
@@ -23,7 +24,6 @@ from kvant.hf.handles import Handle, pair
 from kvant.hf.latents import LatentReading
 from kvant.hf.notes import Notes
 from kvant.hf.reading import CrossReading, Reading, Source
-from kvant.layers import Attention, Group
 from kvant.recipes import LayerSpec
 
 log = logging.getLogger("kvant")
@@ -40,20 +40,34 @@ class AttentionLayer(CacheLayerMixin):
         self.context = context
         self.index = index
         self.described = described
-        self.state = _attention_of(context.states[index])
+        self._window = described.window
         self.is_sliding = described.window is not None
         self.notes = context.notes.setdefault(index, Notes())
         self.kind: type[Reading] = CrossReading if context.cross else Reading
         if described.latent is not None:
             self.kind = LatentReading
         self.dtype = torch.float32
+        self._known: Any = None  # the contents of the cache that `_state` and `_narrow` are of
+        self._state: Attention
+        self._narrow = False
         self._reading: weakref.ref[Reading] | None = None  # whoever reads it keeps it
         super().__init__()
 
     @property
+    def state(self) -> Attention:
+        """Where its rows are: a recode or a restore puts another one there."""
+        contents = self.context.states.contents
+        if contents is not self._known:
+            state = contents.by_layer[self.index]
+            self._state = state["attention"] if isinstance(state, Group) else state
+            self._narrow = narrows(self.described, self._state.spec)
+            self._known = contents
+        return self._state
+
+    @property
     def narrow(self) -> bool:
         """Does the recipe let a query see less than the model would?"""
-        return narrows(self.described, self.recipe)
+        return narrows(self.described, self.state.spec)
 
     @property
     def recipe(self) -> LayerSpec:
@@ -87,26 +101,35 @@ class AttentionLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.requires_grad:
             _warn_of_gradients()
-        count, state = key_states.shape[2], self.state
-        self.context.check_once(self.index)
-        self.context.check_begun(state.length, count)
-        speculated = state.ledger.speculating or (self.context.recording and state.length > 0)
-        stored = count > 1 and (speculated or self.recipe.prefill == "stored")
-        start = self.context.start(key_states.shape[0]) if state.length == 0 else None
-        rows = self._rows(key_states, value_states)
+        count, context, state = key_states.shape[2], self.context, self.state
+        ledger, narrow = state.ledger, self._narrow
+        if state.leaf in ledger.arrived:
+            context.check_once(self.index)
+        if not context.begun:
+            context.check_begun(state.length, count)
+        start, stored = None, False
+        if count > 1:
+            speculated = ledger.speculating or (context.recording and state.length > 0)
+            stored = speculated or state.spec.prefill == "stored"
+        if context.padding is not None and state.length == 0:
+            start = context.start(key_states.shape[0])
+        rows: tuple[Tensor, ...] = (key_states, value_states)
+        if self.described.latent is not None:  # in one stream, values inside the keys
+            rows = (torch.cat(rows, -1),)
         view = state.append(*rows, start=start, prefill="stored" if stored else None)
-        if view.columns == count and not stored and not self.narrow:
+        reading = None if self._reading is None else self._reading()
+        if reading is not None:
+            reading.current = False
+        if count > 1 and view.extent.columns == count and not stored and not narrow:
             # A first chunk sees its own rows, as they came.
             self.notes.prompts += 1
-            self.expire()
+            self._reading = None
             return key_states, value_states
-        return self._pair(self._read(view, count, stored))
+        return pair(self._read(view, count, stored), self.dtype, self.device)
 
-    def arrive(self, backend: str) -> None:
+    def arrive(self) -> None:
         """A forward has put the row of a token to where it was expected, and attended with it."""
         self.expire()
-        self.state.arrive()
-        self.state.tally.attended[backend] += 1
         self.notes.fused += 1
 
     def get_seq_length(self) -> int:
@@ -115,6 +138,8 @@ class AttentionLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Of the keys that the next `update` returns: how many, and the first one's column."""
         length = self.get_seq_length()
+        if query_length == 1 and self.context.states.ragged:
+            return 1, length  # every row of a sequence is seen, or left out by its own window
         past = length if self.described.window is None else min(length, self.described.window - 1)
         return past + query_length, length - past
 
@@ -157,19 +182,16 @@ class AttentionLayer(CacheLayerMixin):
     def _move(self, device: torch.device) -> None:
         self.expire()
         self.context.moves += 1
-        self.context.states[self.index].move(device)
-
-    def _rows(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """Compressed rows and the part with positions lie in one stream, values inside the keys."""
-        return (keys, values) if self.described.latent is None else (torch.cat([keys, values], -1),)
+        state = self.context.states[self.index]
+        for part in state.values() if isinstance(state, Group) else [state]:
+            part.move(device)
 
     def _read(self, view: View, count: int, stored: bool) -> Reading:
-        self.expire()
-        shown = view.columns
-        if self.described.window is not None:
-            shown = min(view.columns - count, self.described.window - 1) + count
-        stored = stored and self.recipe.seals  # raw rows are the same for every query
-        reading = self.kind(view, count, shown, self.dtype, self.notes, self.narrow, stored)
+        shown, window = view.extent.columns, self._window
+        if window is not None and shown - count >= window:
+            shown = window - 1 + count
+        stored = stored and self._state.spec.seals  # raw rows are the same for every query
+        reading = self.kind(view, count, shown, self.dtype, self.notes, self._narrow, stored)
         reading.packs = self.described.packs
         self._reading = weakref.ref(reading)
         return reading
@@ -177,7 +199,10 @@ class AttentionLayer(CacheLayerMixin):
     def _again(self) -> Reading:
         """The rows as the newest token sees them, for one query."""
         reading = None if self._reading is None else self._reading()
-        return reading or self._read(self.state.view(), 1, stored=False)
+        if reading is None:
+            self.expire()
+            reading = self._read(self.state.view(), 1, stored=False)
+        return reading
 
     def _nothing(self) -> Tensor | None:
         """The rows of a layer that has forgotten what it had, as the host's own has them."""
@@ -185,12 +210,6 @@ class AttentionLayer(CacheLayerMixin):
 
     def _pair(self, source: Source) -> tuple[Handle, Handle]:
         return pair(source, self.dtype, self.device)
-
-
-def _attention_of(state: LayerState) -> Attention:
-    part = state["attention"] if isinstance(state, Group) else state
-    assert isinstance(part, Attention)
-    return part
 
 
 @lru_cache(maxsize=1)

@@ -12,7 +12,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvant.attention import attend, dense_rows
+from kvant.attention import attend
+from kvant.cache.reading import columns
 from kvant.contracts import Mask, View
 from kvant.errors import CacheError, UnsupportedView
 from kvant.hf.lazies import dense
@@ -26,6 +27,10 @@ NARROW = (
 STORED = (
     "each token of this chunk sees rows of its own (prefill=stored, or a speculation): "
     "kvant.attach the model, or take a raw format"
+)
+RAGGED = (
+    "the sequences of this cache have different lengths, and dense rows without a mask would show "
+    "tokens that are not there: kvant.attach the model, or extract the sequences one by one"
 )
 SideName = Literal["keys", "values"]
 
@@ -45,7 +50,9 @@ class Question:
 class Source(Protocol):
     """Where the keys and values that a host sees come from."""
 
-    def shape(self, side: SideName) -> tuple[int, ...]: ...
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of the keys, and of the values."""
+
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
         """Attention [B, heads, T, D], or None where dense rows are needed after all."""
 
@@ -69,12 +76,15 @@ class Reading:
     current: bool = True
     unpacked: bool = False
 
-    def shape(self, side: SideName) -> tuple[int, ...]:
-        batch, heads, _, dim = self.view.keys.room.shape
-        return (batch, heads, self.shown, dim if side == "keys" else self.view.value_dim)
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        view = self.view
+        _, heads, _, dim = view.keys.open.shape
+        lead = (len(view.extent.numbers), heads, self.shown)
+        return (*lead, dim), (*lead, view.value_dim)
 
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
-        self.check_current()
+        if not self.current:
+            self.check_current()
         mask, asked = question.mask, q.shape
         packed = self.packed(q, question)
         if packed:
@@ -86,11 +96,11 @@ class Reading:
             return None
         view, rule = seen
         self.notes.masks += isinstance(rule, Tensor)
-        out = self.over(q, view, rule, question)
+        out = self.over(q, view, None if rule is view.mask else rule, question)
         self.notes.fused += 1
         return out.reshape(*asked[:3], -1)
 
-    def over(self, q: Tensor, view: View, rule: Mask | Tensor, question: Question) -> Tensor:
+    def over(self, q: Tensor, view: View, rule: Mask | Tensor | None, question: Question) -> Tensor:
         """Attention over all rows, those that were appended included."""
         out = attend(
             q,
@@ -105,8 +115,7 @@ class Reading:
 
     def rows(self, side: SideName, why: str) -> Tensor:
         self.check_dense(why)
-        part = self.view.keys if side == "keys" else self.view.values
-        rows = dense_rows(self.view, part, self.view.columns - self.shown)
+        rows = dense_rows(self.view, side, self.shown)
         if side == "values":
             rows = rows[..., : self.view.value_dim]
         return rows.to(self.dtype).contiguous()
@@ -117,7 +126,7 @@ class Reading:
         The host does so for one token (`pack_gqa`), which may be the last of several. Sizes cannot
         tell: as many tokens as a group has heads look the same. None: nothing can tell.
         """
-        heads, mask = self.view.keys.room.shape[1], question.mask
+        heads, mask = self.view.keys.open.shape[1], question.mask
         self.grouped |= q.shape[1] > heads
         if not question.packable or q.shape[1] != heads or q.shape[2] == 1:
             return False
@@ -129,9 +138,10 @@ class Reading:
 
     def fits(self, q: Tensor) -> bool:
         """Are these the queries of the tokens that were appended, or of the last of them?"""
-        batch, heads, _, dim = self.view.keys.room.shape
-        tokens = q.shape[2] in (1, self.count)  # a model may need the last one's logits only
-        return tokens and q.shape[::3] == (batch, dim) and q.shape[1] % heads == 0
+        _, heads, _, dim = self.view.keys.open.shape
+        batch, asked, tokens, width = q.shape
+        fits = batch == len(self.view.extent.numbers) and width == dim and asked % heads == 0
+        return fits and tokens in (1, self.count)  # a model may need the last one's logits only
 
     def check_current(self) -> None:
         if not self.current:
@@ -144,11 +154,18 @@ class Reading:
         """Refuse dense rows that would not be what attention sees; count the others once."""
         self.check_current()
         refusal = NARROW if self.narrow else STORED if self.stored else None
+        refusal = RAGGED if self.view.extent.ragged else refusal
         if refusal is not None:
             raise UnsupportedView(f"{why} needs dense rows, but {refusal}")
         if not self.unpacked:
             self.notes.materialized[why] += 1
             self.unpacked = True
+
+
+def dense_rows(view: View, side: SideName, shown: int) -> Tensor:
+    """The newest columns as the newest query sees them, out of their frame."""
+    stored, length = view.keys if side == "keys" else view.values, view.extent.columns
+    return stored.codec.frame.outputs(columns(view, side, length - shown, length))
 
 
 def as_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -164,8 +181,8 @@ class CrossReading(Reading):
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
         """Each query as one more head of its group, at the newest column."""
         self.check_current()
-        batch, heads, _, dim = self.view.keys.room.shape
-        if q.shape[::3] != (batch, dim) or q.shape[1] % heads or q.shape[2] == 0:
+        heads, dim = self.view.keys.open.shape[1::2]
+        if q.shape[::3] != (self.view.batch, dim) or q.shape[1] % heads or q.shape[2] == 0:
             return None
         folded, mask = as_heads(q, dense(question.mask, "a mask over an encoder's rows"))
         self.notes.masks += mask is not None

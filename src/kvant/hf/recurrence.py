@@ -8,35 +8,62 @@ back to a checkpoint, a restore or a reset makes it one again.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvant.contracts import Fields, Follower, LayerState, Snapshot
-from kvant.errors import CacheError
-from kvant.layers.reach import check_reach
-from kvant.layers.recurrent import NOTHING, Moment, Past, Recurrent
+from kvant.cache.recurrent import NOTHING, Moment, Past, exposed, restored
+from kvant.contracts import Fields, Snapshot, Tally
+from kvant.errors import CacheError, RewindError
 from kvant.recipes import RecurrentSpec
 
 KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}  # name in a file: the host's
 
 
-class Recurrence(Recurrent):
-    """A `Recurrent` whose present state lies in a layer of the host's; a `Follower`."""
+class Recurrence:
+    """A state that lies in a layer of the host's; a `Follower`."""
+
+    held = 0  # rows, whatever the length
+    max_held: int | None = 0
+    capacity: int | None = None
 
     def __init__(self, spec: RecurrentSpec, layer: LinearAttentionLayer) -> None:
-        super().__init__(spec)
+        self.spec = spec
         self.layer = layer
+        self.tally = Tally()
+        self.length = 0
+        self.checkpoints: tuple[Moment, ...] = ()
         self.lost = False
         self.touched = False  # by a forward that has not come to its end
 
-    def leaves(self) -> list[LayerState]:
-        return []
+    @property
+    def past(self) -> Past:
+        return Past(Moment(self.length, self._live()), self.checkpoints)
 
-    def followers(self) -> list[Follower]:
-        return [self]
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 before the first state."""
+        return self.past.batch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.past.nbytes
+
+    @property
+    def nbytes_used(self) -> int:
+        return self.nbytes
+
+    def nbytes_after(self, coming: int, recipe: RecurrentSpec) -> int:
+        """The same at every length; who takes a checkpoint adds to it."""
+        return self.nbytes
+
+    def read(self) -> Fields:
+        """A copy of the state now, by name."""
+        return self.past.now.copied().state
 
     def touch(self) -> None:
         """A forward begins here; if the one before did not end, it died."""
@@ -47,7 +74,7 @@ class Recurrence(Recurrent):
 
     def follow(self, length: int) -> None:
         self.touched = False
-        self._stand(length, self._past.checkpoints)
+        self.length = length
 
     def lose(self) -> None:
         self.touched = False
@@ -63,69 +90,79 @@ class Recurrence(Recurrent):
                 f"rewind to a checkpoint ({self.reachable(self.length)} is the longest) or reset"
             )
 
-    @property
-    def astray(self) -> bool:
-        """Is the state of no length?"""
-        return self.lost or self.touched
-
-    @property
-    def _now(self) -> Moment:
-        return Moment(self._past.now.length, self._live())
-
     def append(self, *args: Any, **kwargs: Any) -> Any:
         raise TypeError("the host changes this state; nobody appends to it")
 
-    nbytes_with = append
-
     def reachable(self, to: int) -> int:
-        if not self.astray and to >= self.length - self._recorded():
+        if not self._astray and to >= self.length - self._recorded():
             return min(to, self.length)
-        points = (moment.length for moment in self._past.checkpoints)
+        points = (moment.length for moment in self.checkpoints)
         return max((length for length in points if length <= to), default=0)
 
     def rewind(self, to: int) -> None:
-        check_reach(self, to)
-        kept = tuple(moment for moment in self._past.checkpoints if moment.length <= to)
-        if not self.astray and to >= self.length - self._recorded():
+        if self.reachable(to) != to:
+            raise RewindError(f"length {to}: {self.reachable(to)} is the longest that can be")
+        kept = tuple(moment for moment in self.checkpoints if moment.length <= to)
+        if not self._astray and to >= self.length - self._recorded():
             if self.layer.record_past:
                 self.layer.crop(to - self.length)
-            self._stand(to, kept)
+            self.length, self.checkpoints = to, kept
             return
-        self._settle(Past(kept[-1].copied() if to else NOTHING, kept))
-        self.lost = False
+        self.become(Past(kept[-1].copied() if to else NOTHING, kept))
 
     def checkpoint(self) -> None:
+        """Come back to the present length from here on; the oldest checkpoint may go for it."""
         self._check_still()
-        super().checkpoint()
-
-    def commit(self) -> None:
-        """The layer gets what was restored; until then it has what it had."""
-        if self._past is not self._committed:
-            self._settle(self._past)
-            self.lost = False
+        if all(moment.length != self.length for moment in self.checkpoints):
+            marked = (*self.checkpoints, self.past.now.copied())
+            self.checkpoints = marked[-self.spec.max_checkpoints :]
 
     def exposed(self) -> Snapshot:
         self._check_still()
-        return super().exposed()
+        return exposed(self.past)
+
+    def restored(self, snapshot: Snapshot) -> Past:
+        return restored(self.spec, snapshot)
+
+    def become(self, past: Past) -> None:
+        """Let the host's layer have the present state of this past."""
+        self._give(past.now.state)
+        self.touched = self.lost = False
+        self.length, self.checkpoints = past.now.length, past.checkpoints
 
     def fork(self) -> Recurrence:
         self._check_still()
         twin = Recurrence(self.spec, copy.deepcopy(self.layer))
-        kept = tuple(moment.copied() for moment in self._past.checkpoints)
-        twin._stand(self.length, kept)
+        twin.length = self.length
+        twin.checkpoints = tuple(moment.copied() for moment in self.checkpoints)
         return twin
 
     def select(self, index: Tensor) -> None:
         self._check_still()
-        super().select(index)
+        self.become(self.past.selected(index))
+
+    def joined(self, others: Sequence[Any]) -> Recurrence:
+        """The sequences of all of these, which have no checkpoint in common."""
+        for one in others:
+            one._check_still()
+        twin = Recurrence(self.spec, copy.deepcopy(self.layer))
+        pasts = [one.past for one in others]
+        names = pasts[0].now.state
+        state = {name: torch.cat([past.now.state[name] for past in pasts]) for name in names}
+        twin.become(Past(Moment(max(past.now.length for past in pasts), state)))
+        return twin
 
     def move(self, device: torch.device) -> None:
         self._check_still()
-        super().move(device)
+        self.become(self.past.moved(device))
 
     def reset(self) -> None:
-        super().reset()
-        self.lost = False
+        self.become(Past())
+
+    @property
+    def _astray(self) -> bool:
+        """Is the state of no length?"""
+        return self.lost or self.touched
 
     def _check_still(self) -> None:
         """The verbs come between forwards: one that is under way has died."""
@@ -144,15 +181,6 @@ class Recurrence(Recurrent):
                     tensor = tensor[..., -layer.conv_kernel_size[index] :]
                 live[f"{kind}{index}"] = tensor
         return live
-
-    def _settle(self, past: Past) -> None:
-        self._give(past.now.state)
-        self.touched = False
-        self._stand(past.now.length, past.checkpoints)
-
-    def _stand(self, length: int, checkpoints: tuple[Moment, ...]) -> None:
-        """Be at a length whose state is the host's to keep."""
-        self._past = self._committed = Past(Moment(length, {}), checkpoints)
 
     def _give(self, state: Fields) -> None:
         """Let the host's layer have this state and no other."""

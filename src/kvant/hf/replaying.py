@@ -1,8 +1,9 @@
 """Tokens one after the other through a forward that is captured once and then replayed.
 
-The cache makes room and seals what falls due before, and counts the token after: it is at every
-token what ordinary forwards would have made it. A graph lasts while memory stays where it is, which
-a capacity sees to. What cannot be captured is told by `refusal`, and ordinary forwards go on.
+The cache expects a token before, which makes room and seals what falls due, and is told after: it
+is at every token what ordinary forwards would have made it. A graph lasts while memory stays where
+it is, which a capacity sees to. What cannot be captured is told by `refusal`, and ordinary forwards
+go on.
 
 Holds the memory that a graph reads, but not the cache. What is changed of the model during a reply
 is noticed when a page falls due or something else is read.
@@ -21,8 +22,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DummyLayer
 
 from kvant.attention import Step
-from kvant.contracts import View
+from kvant.attention.triton.places import MovingPlace
 from kvant.errors import CapacityError, UnsupportedView
+from kvant.extent import Change
 from kvant.hf.attention import switched
 from kvant.hf.baking import baked, unfit
 from kvant.hf.cache import HostCache
@@ -34,7 +36,7 @@ from kvant.lasting import lasting
 
 log = logging.getLogger("kvant")
 FAILED: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # to be captured, and why
-Call = Callable[[Tensor, Tensor, Any], Tensor]  # (ids [1, 1], positions [1, 1], cache) -> logits
+Call = Callable[[Tensor, Tensor, Any], Tensor]  # (ids [B, 1], positions [B, 1], cache) -> logits
 
 
 class Passing(Exception):
@@ -49,22 +51,24 @@ class Replayer:
         self.call = call
         self.capture = capture
         self.refusal: str | None = None
-        with lasting():
-            self._ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-        self._places = self._ids
+        self._ids = torch.zeros(0, 1, dtype=torch.int64)
         self._baked: list[object] = []  # of the model,
         self._held: list[Tensor] = []  # and its tensors, which the graph reads
+        self._places: list[MovingPlace] = []  # of the kinds
         self._steps: list[Step] = []
         self._forward: Forward | None = None  # for these steps; the second time it is a replay
         self._ran = self._captured = False
         self._changes = (-1, -1)  # of the cache, when it was left
 
-    def logits(self, cache: HostCache, token: int) -> Tensor | None:
-        """After one more token, until the next one; None where an ordinary forward has to do it."""
+    def logits(self, cache: HostCache, tokens: list[int]) -> Tensor | None:
+        """After one more token of each sequence, until the next one.
+
+        None where an ordinary forward has to do it.
+        """
         refusal = self.refusal or FAILED.get(self.model)
         if refusal is None:
             try:
-                return self._logits(cache, token)
+                return self._logits(cache, tokens)
             except CapacityError:  # there is no room, or a page falls due with its own row
                 return None
             except Passing as error:
@@ -77,59 +81,69 @@ class Replayer:
         cache.context.replays.refusal = refusal
         return None
 
-    def _logits(self, cache: HostCache, token: int) -> Tensor:
-        layers = _attending(cache)
-        if cache.context.changes != self._changes or cache.length >= self._until:
-            self._follow(cache, layers)
-        self._ids.fill_(token)
-        self._places[:, 0] = cache.length + 1
+    def _logits(self, cache: HostCache, tokens: list[int]) -> Tensor:
+        layers, states = _attending(cache), cache.states
+        alike = cache.context.changes == self._changes
+        changes = states.expect()
+        if alike and all(change.calm for change in changes):
+            for place in self._places:
+                place.lengths.add_(1)
+        else:
+            self._follow(cache, layers, changes)
+        self._ids.copy_(torch.tensor(tokens)[:, None])
         out = self._run()
-        for layer, step in zip(layers, self._steps, strict=True):
-            layer.arrive(step.backend)
+        states.arrive(self._steps[0].backend)
+        for layer in layers:
+            layer.arrive()
         self._changes = cache.context.changes
         cache.context.replays.tokens += self._captured
         cache.context.replays.refusal = None
         return out
 
-    @property
-    def _until(self) -> int:
-        """The length up to which nothing has to be sealed, and no memory is needed."""
-        return min(step.until for step in self._steps)
-
-    def _follow(self, cache: HostCache, layers: list[AttentionLayer]) -> None:
-        """Let the cache make room; where its memory is another one, or the model's, begin anew."""
+    def _follow(
+        self, cache: HostCache, layers: list[AttentionLayer], changes: list[Change]
+    ) -> None:
+        """Go on where pages lie now; where memory is another, or the model's, begin anew."""
         if (reason := unfit(self.model)) is not None:
             raise Passing(reason)
         if (now := baked(self.model)) != self._baked:
-            self._baked, self._steps, self._forward = now, [], None
+            self._baked, self._steps = now, []
             self._held = [x.detach() for x in (*self.model.parameters(), *self.model.buffers())]
-        cache.states.rollback()  # what a forward that died has left
-        views: list[View] = []
-        for layer in layers:
-            view = layer.state.expect()
-            if self._steps and not self._steps[len(views)].follow(view):
-                self._steps, self._forward = [], None  # one memory that moved ends the graph of all
-            views.append(view)
-        if not self._steps:
-            self._ran = self._captured = False
-            with lasting():
-                self._places = self._ids.new_zeros(len(layers), 4)
-                self._steps = [Step.of(*given) for given in zip(views, self._places, strict=True)]
-            self._forward = self._stepping(StepCache(cache.layers, self._steps))
+        pages = [layer.state.expected(changes[layer.state.kind]) for layer in layers]
+        moved = len(self._steps) != len(pages) or len(self._places) != len(changes)
+        moved = moved or any(
+            not step.follows(one) for step, one in zip(self._steps, pages, strict=True)
+        )
+        moved = moved or any(  # one of them ends the graph of all
+            not place.follow(change.during)
+            for place, change in zip(self._places, changes, strict=True)
+        )
+        if not moved:
+            return
+        self._steps, self._forward = [], None
+        self._ran = self._captured = False
+        device = self.model.device
+        self._places = [MovingPlace(change.during, device) for change in changes]
+        with lasting():
+            self._ids = torch.zeros(changes[0].before.batch, 1, dtype=torch.int64, device=device)
+        places = [self._places[layer.state.kind] for layer in layers]
+        self._steps = [Step.of(*given) for given in zip(pages, places, strict=True)]
+        self._forward = self._stepping(StepCache(cache.layers, self._steps))
 
     def _stepping(self, cache: StepCache) -> Forward:
-        def forward(ids: Tensor, places: Tensor) -> Tensor:
+        def forward(ids: Tensor, lengths: Tensor) -> Tensor:
             with switched(self.model):
-                return self.call(ids, places[:1, :1] - 1, cache)
+                return self.call(ids, lengths[:, None] - 1, cache)
 
         return forward
 
     def _run(self) -> Tensor:
         """The first time as it is: kernels are compiled, and what is made once is made."""
         assert self._forward is not None
+        given = self._ids, self._places[0].lengths
         if self._ran and not self._captured:
             try:
-                self._forward = self.capture(self._forward, self._ids, self._places)
+                self._forward = self.capture(self._forward, *given)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # the next cache need not try again
@@ -137,7 +151,7 @@ class Replayer:
                 raise
             self._captured = True
         self._ran = True
-        return self._forward(self._ids, self._places)
+        return self._forward(*given)
 
 
 def _told(error: Exception) -> str:

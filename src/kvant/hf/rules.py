@@ -1,7 +1,9 @@
 """The host's masks, as rules over positions or as they are.
 
-A mask that is a known pattern, or that hides left padding and nothing else, becomes a rule: then
-nothing grows with the context, and the padding is all that the view has to learn.
+The host counts columns: all sequences of a batch end in the same one, and what stands before the
+first token of a sequence is padding. A mask that is a known pattern, or that hides left padding and
+nothing else, becomes a rule: then nothing grows with the context. Padding that was told is not
+stored; rows that only a mask tells to be padding are stored like others, and hidden.
 """
 
 from __future__ import annotations
@@ -29,13 +31,19 @@ def rule_of(
 
     `narrow` says that the view's own window is narrower than anything that the host knows of.
     """
+    if count > 1 and view.mask.chunk is not None and view.extent.ragged:
+        raise UnsupportedView(
+            "chunks of sequences of different lengths begin in different columns, of which the "
+            "host's mask knows nothing: read one token at a time"
+        )
     if isinstance(mask, LazyMask):
         rule, padding = mask.rule, mask.padding
         if rule is not None and padding is not None and _agree(view, padding):
             return padded(view, padding), both(view.mask, rule)
         mask = dense(mask, "a pattern of the host's")
     if mask is None:  # the host hides nothing
-        view = unpadded(view) if not view.keys.sinks.shape[2] else begun(view, count)
+        if view.extent.padded:
+            check_shown(view, count)
         if causal or count == 1:
             return view, view.mask
         return (view, Mask(causal=False)) if view.mask == Mask() else None
@@ -44,24 +52,25 @@ def rule_of(
         return padded(view, padding), view.mask
     if mask.shape[2] == 1:
         mask = mask.expand(-1, -1, count, -1)  # one row for all
-    view = untold(view, mask)
+    check_stored(view, mask)
     return view, within_window(view, count, mask) if narrow else mask
 
 
 def _padding_of(view: View, mask: Tensor) -> list[int] | None:
     """The padding, where a mask for one query says no more than that."""
-    batch, heads, count, columns = mask.shape
-    if (heads, count, mask.dtype) != (1, 1, torch.bool) or view.mask.chunk is not None:
+    _, heads, count, columns = mask.shape
+    chunk = view.mask.chunk is not None
+    if (heads, count, mask.dtype) != (1, 1, torch.bool) or chunk:
         return None
     version = None if mask.is_inference() else mask._version
     seen_at, known = getattr(mask, PADDING, (None, []))
     if seen_at is None or seen_at != version:
         known = left_padding(mask[:, 0, 0]) or []
         setattr(mask, PADDING, (version, known))
-    if not known or (any(known) and view.keys.sinks.shape[2] and not view.padding):
+    if not known or (any(known) and view.extent.kind.sinks and not told(view)):
         return None
-    before = view.columns - columns
-    return [n and n + before for n in known] * (view.start.shape[0] // batch)
+    before = view.extent.columns - columns
+    return [n and n + before for n in known] * (view.batch // len(known))
 
 
 def _told_by(view: View, count: int, mask: Tensor, narrow: bool) -> list[int] | None:
@@ -71,7 +80,7 @@ def _told_by(view: View, count: int, mask: Tensor, narrow: bool) -> list[int] | 
     # A window of the view's own is narrower than the host's, and lies on top.
     rule = replace(view.mask, window=None, sinks=0) if narrow else view.mask
     version = None if mask.is_inference() else mask._version
-    asked = (version, rule, view.columns, view.start.shape[0], view.padding)
+    asked = (version, rule, view.extent.columns, view.batch, tuple(_starts(view)))
     known: tuple[object, list[int] | None] = getattr(mask, TOLD, (None, None))
     if known[0] != asked:
         known = (asked, _found(view, count, mask, rule))
@@ -80,12 +89,13 @@ def _told_by(view: View, count: int, mask: Tensor, narrow: bool) -> list[int] | 
 
 
 def _found(view: View, count: int, mask: Tensor, rule: Mask) -> list[int] | None:
-    batch, before = view.start.shape[0], view.columns - mask.shape[-1]
-    guesses = [view.start.tolist()]
-    if view.padding == 0 and before == 0 and not view.keys.sinks.shape[2]:
+    batch, columns = view.batch, view.extent.columns
+    before = columns - mask.shape[-1]
+    guesses = [_starts(view)]
+    if not told(view) and before == 0 and not view.extent.kind.sinks:
         padding = left_padding(mask[:, 0, -1])
         guesses += [padding * (batch // len(padding))] if padding else []
-    k = torch.arange(view.columns, device=mask.device)
+    k = torch.arange(columns, device=mask.device)
     for guess in guesses:
         start = torch.tensor(guess, device=mask.device).view(-1, 1, 1, 1)
         seen = visible(rule, k[-count:, None] - start, k - start)
@@ -95,55 +105,65 @@ def _found(view: View, count: int, mask: Tensor, rule: Mask) -> list[int] | None
     return None
 
 
+def _starts(view: View) -> list[int]:
+    """The column of the first position of each sequence."""
+    extent = view.extent
+    starts: list[int] = (extent.columns - extent.lengths).tolist()
+    return starts
+
+
+def told(view: View) -> bool:
+    """Was padding told, and so not stored?"""
+    return view.extent.padded
+
+
 def _agree(view: View, padding: list[int]) -> bool:
-    """Does the mask say what was told before the first rows? If not, the mask is right."""
-    return view.padding == 0 or view.start.tolist() == padding
+    """Does the mask say no other than what was told before the first rows?"""
+    if view.extent.ragged and not any(padding):
+        return True
+    if told(view):
+        return _starts(view) == padding
+    # Chunks count from the first token: where that is hidden only, positions do not tell them.
+    return view.mask.chunk is None or not any(padding)
 
 
 def padded(view: View, padding: list[int]) -> View:
-    """The view, with the padding that only a mask tells of."""
-    most = max(padding, default=0)
-    if most == 0 or view.padding > 0:
+    """The view, with the padding hidden that only a mask tells of."""
+    if not any(padding) or told(view):
         return view
-    if view.keys.sinks.shape[2]:
+    if view.extent.kind.sinks:
         raise padding_needed()
-    return replace(view, start=torch.tensor(padding, device=view.start.device), padding=most)
+    return view._replace(extent=view.extent.hiding(padding))
 
 
-def unpadded(view: View) -> View:
-    """The view, without the padding that was told before the first rows."""
-    if view.padding == 0:
-        return view
-    return replace(view, start=torch.zeros_like(view.start), padding=0)
-
-
-def begun(view: View, count: int) -> View:
-    """The view, if no query stands where padding was told: without a mask nobody knows better."""
-    if view.columns - count < view.padding:
+def check_shown(view: View, count: int) -> None:
+    """Refuse to show padding that was told: it is not there. Without a mask nobody hides it."""
+    if not told(view):
+        return
+    window, columns = view.mask.window, view.extent.columns
+    low = 0 if window is None else max(0, columns - count - window + 1)
+    if low < max(_starts(view)):
         raise told_otherwise(view)
-    return view
 
 
-def untold(view: View, mask: Tensor) -> View:
-    """The view beside a mask that says otherwise than was told: what it shows is seen.
-
-    After a crop below the first token of a sequence it may begin elsewhere. Its sinks do not.
-    """
-    if view.padding == 0 or not view.keys.sinks.shape[2]:
-        return unpadded(view)
+def check_stored(view: View, mask: Tensor) -> None:
+    """Refuse a mask that shows what was told to be padding."""
+    if not told(view):
+        return
     newest = mask[:, :, -1:]
     shown = newest if mask.dtype == torch.bool else newest > torch.finfo(mask.dtype).min / 2
-    column = torch.arange(view.columns - mask.shape[-1], view.columns, device=mask.device)
-    if bool((shown & (column < view.start.view(-1, 1, 1, 1))).any()):
+    columns = view.extent.columns
+    column = torch.arange(columns - mask.shape[-1], columns, device=mask.device)
+    start = torch.tensor(_starts(view), device=mask.device).view(-1, 1, 1, 1)
+    if bool((shown & (column < start)).any()):
         raise told_otherwise(view)
-    return view
 
 
 def told_otherwise(view: View) -> CacheError:
     return CacheError(
-        f"sequences that began at columns {view.start.tolist()}, as was told before the first "
-        "rows, begin elsewhere by this mask, but their sinks do not: reset the cache, or give "
-        "this mask to kvant.cache_for(..., attention_mask=...) and read all tokens again"
+        f"sequences that began at columns {_starts(view)}, as was told before the first rows, "
+        "begin elsewhere by this mask, but padding is not stored: reset the cache, or give this "
+        "mask to kvant.cache_for(..., attention_mask=...) and read all tokens again"
     )
 
 
@@ -161,12 +181,13 @@ def within_window(view: View, count: int, mask: Tensor) -> Tensor:
             f"a mask of {mask.dtype} beside a window that the model does not have itself: "
             "kvant.attach the model, or leave the window out"
         )
-    sinks, whole = view.keys.sinks.shape[2], mask.shape[-1] == view.columns
-    if view.padding == 0 and sinks and whole and not bool(mask[:, :, -1, :sinks].all()):
+    sinks, columns = view.extent.kind.sinks, view.extent.columns
+    whole = mask.shape[-1] == columns
+    if not told(view) and sinks and whole and not bool(mask[:, :, -1, :sinks].all()):
         raise padding_needed()
-    k = torch.arange(view.columns - mask.shape[-1], view.columns, device=mask.device)
-    q = torch.arange(view.columns - count, view.columns, device=mask.device)
-    start = view.start.view(-1, 1, 1, 1)
+    k = torch.arange(columns - mask.shape[-1], columns, device=mask.device)
+    q = torch.arange(columns - count, columns, device=mask.device)
+    start = torch.tensor(_starts(view), device=mask.device).view(-1, 1, 1, 1)
     rule = replace(view.mask, causal=False, chunk=None)  # those the host's mask has already
     return mask & visible(rule, q[:, None] - start, k - start)
 

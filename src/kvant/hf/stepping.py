@@ -17,6 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvant.attention import Step
 from kvant.contracts import Mask, View
 from kvant.errors import CacheError, UnsupportedView
+from kvant.hf.detect import narrows
 from kvant.hf.handles import pair
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.notes import Notes
@@ -30,10 +31,10 @@ class StepReading(Reading):
     step: Step
     new: tuple[Tensor, Tensor]
 
-    def over(self, q: Tensor, view: View, rule: Mask | Tensor, question: Question) -> Tensor:
+    def over(self, q: Tensor, view: View, rule: Mask | Tensor | None, question: Question) -> Tensor:
         if isinstance(rule, Tensor) or view is not self.view:
             raise UnsupportedView("a mask that is a tensor")
-        step = replace(self.step, view=replace(view, mask=rule))
+        step = self.step if rule is None else replace(self.step, mask=rule)
         return step(
             q,
             *self.new,
@@ -51,7 +52,8 @@ class StepLayer(CacheLayerMixin):
 
     def __init__(self, layer: AttentionLayer, step: Step) -> None:
         self.step = step
-        self.is_sliding, self.narrow = layer.is_sliding, layer.narrow
+        self.is_sliding = layer.is_sliding
+        self.narrow = narrows(layer.described, layer.recipe)
         self.window, self.packs = layer.described.window, layer.described.packs
         super().__init__()
 
@@ -62,7 +64,7 @@ class StepLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         source = StepReading(
-            self.step.view,
+            self.step.pages,
             1,
             self.get_mask_sizes(1)[0],
             key_states.dtype,
@@ -75,12 +77,12 @@ class StepLayer(CacheLayerMixin):
         return pair(source, key_states.dtype, key_states.device)
 
     def get_seq_length(self) -> Tensor:
-        """Before this token."""
-        return self.step.place[0] - 1
+        """Columns before this token."""
+        return self.step.place.columns - 1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """As many columns as there may be: a mask that is made all the same is refused."""
-        most = self.step.until
+        most = self.step.place.tokens
         return most if self.window is None else min(most, self.window), 0
 
     def get_max_length(self) -> int:

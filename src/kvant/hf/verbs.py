@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from kvant.cache import Cache
+from kvant.cache import Cache, within
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
 from kvant.hf.context import Context
@@ -14,8 +14,7 @@ from kvant.hf.detect import HostLayer, recipes
 from kvant.hf.explanation import Explanation
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.notes import Notes
-from kvant.layers import within
-from kvant.recipes import AnySpec, CacheSpec
+from kvant.recipes import AnySpec, CacheSpec, attention_in
 
 
 class Verbs:
@@ -35,9 +34,23 @@ class Verbs:
         return self.states.spec
 
     @property
+    def backend(self) -> str | None:
+        """The one that reads every layer; None: the first that can."""
+        return self.states.backend
+
+    @backend.setter
+    def backend(self, name: str | None) -> None:
+        self.states.backend = name
+
+    @property
     def length(self) -> int:
         """Tokens that every layer has seen."""
         return self.get_seq_length()
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence, without padding."""
+        return self.states.lengths
 
     @property
     def held(self) -> int:
@@ -132,6 +145,8 @@ class Verbs:
         if to == 0 < self.states.length:  # the next tokens may be another batch's
             self.context.padding = None
         self.states.rewind(to)
+        if not any(recipe.retention.sinks for recipe in attention_in(*self.spec.layers)):
+            self.states.end_padding()  # a mask says which of the next tokens are padding
 
     def _recoded(self, spec: AnySpec) -> CacheSpec:
         """One recipe a layer, as a recode leaves them."""

@@ -30,6 +30,7 @@ def attach(
     *,
     tokenizer: Any = None,
     guard: bool = True,
+    backend: str | None = None,
 ) -> None:
     """Let `model.generate(...)` use a cache with this spec, until `detach`.
 
@@ -37,9 +38,10 @@ def attach(
     and one that changes its predictions too much is said in a warning; `guard=False` leaves that
     out. `auto` takes the smallest that does not, and that leaves the model what it recalls. A model
     inside a wrapper (torch.compile, peft) is attached itself, and with it the parts that it hands
-    over to; a copy is attached by itself, also a pickled one.
+    over to; a copy is attached by itself, also a pickled one. `backend` is the one that is to read
+    every layer, else the first that can.
     """
-    told = attached(model, spec, tokenizer, guard=guard)[1]
+    told = attached(model, spec, tokenizer, guard=guard, backend=backend)[1]
     if told is not None:
         warnings.warn(told, stacklevel=2)
 
@@ -50,6 +52,7 @@ def attached(
     tokenizer: Any,
     *,
     guard: bool,
+    backend: str | None = None,
     progress: Progress = silent,
 ) -> tuple[AnySpec, str | None]:
     """The spec that the model is attached with now, and what is to be said of it.
@@ -60,31 +63,33 @@ def attached(
     before = hf.attachments(model)
     try:
         if is_auto(spec):
-            return _chosen(model, spec, tokenizer, progress)
-        return spec, _attached(model, spec, tokenizer, guard)
+            return _chosen(model, spec, tokenizer, backend, progress)
+        return spec, _attached(model, spec, tokenizer, guard, backend)
     except BaseException:
         if (now := hf.attachments(model)) != before:
             if now:
                 hf.detach(model)
             for part, held in before.items():
-                hf.attach(part, held.spec)
+                hf.attach(part, held.spec, backend=held.backend)
         raise
 
 
 def _chosen(
-    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, progress: Progress
+    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, backend: str | None, progress: Progress
 ) -> tuple[AnySpec, str | None]:
     """Attached with what `auto` stands for; that it does no harm is just found out."""
     hf.attach(model, "raw")
     reading = hf.continuing(model)
     tried = trial(reading, tokenizer)
     found = resolved(reading, spec, tried, progress)
-    hf.attach(model, found)
+    hf.attach(model, found, backend=backend)
     return found, None if tried.exams() else UNASKED
 
 
-def _attached(model: PreTrainedModel, spec: AnySpec, tokenizer: Any, guard: bool) -> str | None:
-    hf.attach(model, spec)
+def _attached(
+    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, guard: bool, backend: str | None
+) -> str | None:
+    hf.attach(model, spec, backend=backend)
     seals = any(one.seals for one in attention_in(*recipes(host_layers(model), spec).layers))
     reader = hf.reader(model) if guard and seals else None
     if reader is None:

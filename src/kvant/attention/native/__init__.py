@@ -1,70 +1,136 @@
 """The backend for CPUs: C++ on the stored bytes, behind a plain C interface.
 
-It reads raw rows, affine, codebook and fp8 pages, all queries of a key head in one pass over its
-rows, and says of everything else why not. Sealed pages must lie as `Lanes` says.
+It stores rows and reads raw, affine, codebook and fp8 pages, all queries of a key head in one pass
+over its rows: one call a layer for all sequences. It says of everything else why not. Sealed pages
+must lie as `Lanes` says.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from kvant.attention.native.interface import FORMS, form, record
-from kvant.attention.native.lanes import Lanes
-from kvant.attention.native.sealing import sealed
-from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
+from kvant.attention.native import records
+from kvant.attention.native.records import LANES, NO_MEMORY, NO_ROWS, REQUEST, STORE
+from kvant.contracts import Fields, Mask, Request, Stored, Tiles, View
+from kvant.extent import Change
 from kvant.native import DTYPES, done, library
 
-__all__ = ["Native", "arrangement"]
-
-MAX_DIM, MAX_GROUP, BLOCK = 256, 16, 64  # of the kernels
-
-LANES = Lanes()
+MAX_GROUP = 16  # of the kernels
 PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
-UNEVEN = (3, 5)  # bits whose planes need rows of whole 32 channels
+KEYS, VALUES = (records.KEY, "keys"), (records.KEY, "values")
+NO_SIDE = (*NO_MEMORY, *NO_ROWS)
 
 
 class Native:
-    """Seals pages and attends over views with the compiled kernels."""
+    """Stores rows and attends over pages with the compiled kernels."""
 
     name = "native"
 
-    def supports(self, view: View, request: Request | None = None) -> str | None:
-        if view.start.device.type != "cpu":
-            return f"rows on {view.start.device}"
+    def supports(self, pages: View, request: Request | None = None) -> str | None:
         if library().functions is None:
             return library().reason
-        if view.values is view.keys:
+        if pages.values is pages.keys:
             return "values that lie inside the keys"
-        for name, side in (("keys", view.keys), ("values", view.values)):
-            if (reason := _refused(side, name, view)) is not None:
-                return reason
-        return None if request is None else _asks_too_much(request, view)
+        keys, values = records.side(pages.keys, "keys"), records.side(pages.values, "values")
+        if (reason := keys.unread or values.unread) is not None:
+            return reason
+        if pages.own is not None:
+            for name, kept in (("keys", keys), ("values", values)):
+                x = pages.own[name]
+                if type(x) is not Tensor or x.dtype != kept.dtype or x.stride(3) != 1:
+                    return f"{name} that came in a {type(x).__name__} of {x.dtype}, or in pieces"
+        return None if request is None else _unasked(request, keys.heads)
 
-    def seal(self, codec: Codec, rows: Tensor, side: str, tiles: Tiles | None) -> Fields | None:
-        functions = library().functions
-        if functions is None or rows.device.type != "cpu" or type(codec) not in FORMS:
-            return None
-        if type(rows) is not Tensor:
-            return None
-        return sealed(functions, codec, rows, side, tiles)
-
-    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
+    def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
         functions = library().functions
         assert functions is not None
-        q = request.q
+        keys = pages.keys.memo.get(KEYS) or records.side(pages.keys, "keys")
+        values = pages.values.memo.get(VALUES) or records.side(pages.values, "values")
+        own, q, mask, logits = pages.own, request.q, request.mask, request.sink_logits
+        assert isinstance(mask, Mask)
         batch, heads, queries, _ = q.shape
-        shape = (batch, heads, queries, view.values.room.shape[3])
-        out = torch.empty(shape, dtype=request.dtype, device=q.device)
+        out = torch.empty((batch, heads, queries, values.dim), dtype=request.dtype)
         assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
-        lse = out.new_empty(shape[:3], dtype=torch.float32) if request.lse else None
-        if request.sink_logits is not None:
-            request = replace(request, sink_logits=request.sink_logits.float().contiguous())
-        given = record(request, view, out, lse, torch.get_num_threads())
-        done(functions.kvant_attend(given))
+        lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.lse else None
+        if logits is not None:
+            logits = logits.float().contiguous()
+        came = 0 if own is None else own["keys"].shape[2]
+        record = REQUEST.pack(
+            *keys.place,
+            *values.place,
+            *records.extent(pages.extent),
+            *(keys.heads, heads // keys.heads, queries),
+            *(NO_ROWS if own is None else records.rows(own["keys"])),
+            *(NO_ROWS if own is None else records.rows(own["values"])),
+            *(came, came if pages.dense else 0),
+            *(mask.causal, mask.window or 0, mask.sinks, mask.chunk or 0),
+            *(request.scale, request.softcap or 0.0),
+            *(NO_MEMORY if logits is None else (logits.data_ptr(), logits.nbytes)),
+            *(*records.rows(q), DTYPES[q.dtype], out.data_ptr(), out.nbytes, DTYPES[out.dtype]),
+            *(NO_MEMORY if lse is None else (lse.data_ptr(), lse.nbytes)),
+            torch.get_num_threads(),
+        )
+        if (refusal := functions.kvant_attend(record)) is not None:
+            done(refusal)
         return out, lse
+
+    def stores(self, sides: Mapping[str, Stored]) -> bool:
+        """Are rows of these sides stored natively?"""
+        if library().functions is None or not 0 < len(sides) < 3:
+            return False
+        return all(records.side(stored, name).unstored is None for name, stored in sides.items())
+
+    def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
+        """Copy, write and seal what a change says of the rows that came; False where it is not.
+
+        Then nothing was written. View that are to be opened again are not opened here.
+        """
+        functions = library().functions
+        if functions is None or len(change.opens) or torch.compiler.is_compiling():
+            return False
+        batch, count = len(change.after.numbers), change.count
+        heads = page = 0
+        places: list[int] = []
+        for name, stored in sides.items():
+            kept = stored.memo.get((records.KEY, name)) or records.side(stored, name)
+            x = rows[name]
+            heads, page = kept.heads, kept.page
+            if kept.unstored is not None or type(x) is not Tensor or x.dtype != kept.dtype:
+                return False
+            if x.shape != (batch, heads, count, kept.dim) or x.stride(3) != 1 or not x.is_cpu:
+                return False
+            places += kept.place
+            places += records.rows(x)
+        if len(sides) == 1:
+            places += NO_SIDE
+        elif len(sides) != 2:
+            return False
+        record = STORE.pack(
+            *(len(sides), batch, heads, page, count),
+            *records.steps(change),
+            torch.get_num_threads(),
+            *places,
+        )
+        if (refusal := functions.kvant_store(record)) is not None:
+            done(refusal)
+        return True
+
+
+def _unasked(request: Request, heads: int) -> str | None:
+    """Why this is not computed, whatever it is asked of."""
+    q = request.q
+    if type(q) not in PLAIN:
+        return f"queries in a {type(q).__name__}"
+    if (group := q.shape[1] // heads) > MAX_GROUP:
+        return f"{group} queries share a key head: {MAX_GROUP} at most"
+    if q.dtype not in DTYPES or request.dtype not in DTYPES or q.stride(3) != 1:
+        return f"queries of {q.dtype}, or not contiguous"
+    if not isinstance(request.mask, Mask):
+        return "a mask that is a tensor"
+    return None
 
 
 def arrangement(device: torch.device) -> Tiles | None:
@@ -73,36 +139,4 @@ def arrangement(device: torch.device) -> Tiles | None:
     return LANES if native else None
 
 
-def _refused(side: Side, name: str, view: View) -> str | None:
-    room, codec = side.room, side.codec
-    dim = room.shape[3]
-    if type(room) is not Tensor:
-        return f"{name} in a {type(room).__name__}"
-    if type(codec) not in FORMS:
-        return f"{name} of {type(codec).__name__}"
-    if dim % 16 or dim > MAX_DIM:
-        return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
-    if room.dtype not in DTYPES or room.stride(3) != 1:
-        return f"{name} of {room.dtype}, or not contiguous"
-    if side.sealed and view.page % BLOCK:
-        return f"pages of {view.page} rows: a multiple of {BLOCK} is needed"
-    if "codes" not in side.sealed:
-        return None
-    if dim % 32 and (bits := form(codec, dim)[1]) in UNEVEN:
-        return f"{name} of {bits} bits, {dim} wide: a multiple of 32 is needed"
-    if view.tiles != LANES:
-        return "sealed pages that lie otherwise"
-    return None
-
-
-def _asks_too_much(request: Request, view: View) -> str | None:
-    group = request.q.shape[1] // view.keys.room.shape[1]
-    if type(request.q) not in PLAIN:
-        return f"queries in a {type(request.q).__name__}"
-    if group > MAX_GROUP:
-        return f"{group} queries share a key head: {MAX_GROUP} at most"
-    if request.q.dtype not in DTYPES or request.dtype not in DTYPES or request.q.stride(3) != 1:
-        return f"queries of {request.q.dtype}, or not contiguous"
-    if not isinstance(request.mask, Mask):
-        return "a mask that is a tensor"
-    return None
+__all__ = ["Native", "arrangement"]

@@ -1,24 +1,27 @@
 """The backend for GPUs: Triton kernels on the stored bytes.
 
 It reads raw rows, affine pages of 8 and 4 bits and codebook pages, keys and values each in their
-own, all queries of a key head in one pass over its rows; and says of everything else why not. Pages
-lie as files have them: those of a head are contiguous, and their bytes are loaded 16 at a time.
+own, all queries of a key head in one pass over its rows, and sequences of any lengths in one
+launch; it writes rows to their pages and seals them; and says of everything else why not. View lie
+as files have them: those of a head are contiguous, and their bytes are loaded 16 at a time.
 
-Triton is optional, and nothing of it is imported before a view is read.
+Triton is optional, and nothing of it is imported before pages are read.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from kvant.attention.triton.forms import DTYPES, MAX_DIM, unread
-from kvant.attention.triton.launching import BLOCK, NARROW, available, launch, shared
-from kvant.attention.triton.sealing import sealed, unsealed
-from kvant.contracts import Codec, Fields, Mask, Request, Side, Tiles, View
+from kvant.attention.triton.forms import DTYPES, MAX_DIM, laid, unread
+from kvant.attention.triton.launching import BLOCK, NARROW, Scope, available, launch, shared
+from kvant.attention.triton.sealing import stored, unstored
+from kvant.contracts import Fields, Mask, Request, Stored, View
+from kvant.extent import Change
 from kvant.launches import compiled, installed
 
 PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
@@ -26,35 +29,38 @@ PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
 
 @dataclass(frozen=True)
 class Triton:
-    """Seals pages and attends over views on a GPU, or on the CPU in Triton's interpreter."""
+    """Stores rows and attends over pages on a GPU, or on the CPU in Triton's interpreter."""
 
     name: str = "triton"
     device: str = "cuda"
 
-    def supports(self, view: View, request: Request | None = None) -> str | None:
-        if view.start.device.type != self.device:
-            return f"rows on {view.start.device}"
+    def supports(self, pages: View, request: Request | None = None) -> str | None:
+        if pages.keys.open.device.type != self.device:
+            return f"rows on {pages.keys.open.device}"
         if (reason := _missing(self.device)) is not None:
             return reason
-        if view.values is view.keys:
+        if pages.values is pages.keys:
             return "values that lie inside the keys"
-        for name, side in (("keys", view.keys), ("values", view.values)):
-            if (reason := _refused(side, name, view)) is not None:
+        for name, side in (("keys", pages.keys), ("values", pages.values)):
+            if (reason := _refused(side, name, pages)) is not None:
                 return reason
-        least, room = shared(view, NARROW, 1), available(view.start.device)
+        both = pages.keys.open, pages.values.open
+        least, room = shared(*both, NARROW, 1), available(both[0].device)
         if least > room:
             return f"rows that take {least} bytes of shared memory: {room} are there"
         return None if request is None else _asks_too_much(request)
 
-    def seal(self, codec: Codec, rows: Tensor, side: str, tiles: Tiles | None) -> Fields | None:
-        if rows.device.type != self.device or _missing(self.device) is not None:
-            return None
-        if tiles is not None or unsealed(codec, rows):
-            return None
-        return sealed(codec, rows)
+    def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
+        return launch(request, Scope.of(pages))
 
-    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
-        return launch(request, view)
+    def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
+        """Copy, write and seal; False where these rows, or what they are sealed to, are others'."""
+        if any(side.open.device.type != self.device for side in sides.values()):
+            return False
+        if _missing(self.device) is not None or unstored(change, rows, sides):
+            return False
+        stored(change, rows, sides)
+        return True
 
 
 def _missing(device: str) -> str | None:
@@ -75,39 +81,33 @@ def _compiled() -> set[bool]:
     return compiled(attend)
 
 
-def _refused(side: Side, name: str, view: View) -> str | None:
-    room, dim = side.room, side.room.shape[3]
-    if type(room) is not Tensor:
-        return f"{name} in a {type(room).__name__}"
+def _refused(side: Stored, name: str, pages: View) -> str | None:
+    rows, dim = side.open, side.open.shape[3]
+    if type(rows) is not Tensor:
+        return f"{name} in a {type(rows).__name__}"
     if (reason := unread(side.codec)) is not None:
         return f"{name} of {reason}"
     if dim % 16 or dim > MAX_DIM:
         return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
-    if (reason := _laid(name, room)) is not None:
+    if (reason := laid(name, rows)) is not None:
         return reason
-    if side.sealed and view.page % BLOCK:
-        return f"pages of {view.page} rows: a multiple of {BLOCK} is needed"
-    if "codes" in side.sealed and view.tiles is not None:
+    if side.sealed and pages.extent.kind.page % BLOCK:
+        return f"pages of {pages.extent.kind.page} rows: a multiple of {BLOCK} is needed"
+    if "codes" in side.sealed and side.tiles is not None:
         return "sealed pages that lie otherwise"
+    own = rows if pages.own is None else pages.own[name]
+    if own.dtype != rows.dtype or type(own) not in PLAIN:
+        return f"{name} that came as a {type(own).__name__} of {own.dtype}"
     return None
 
 
 def _asks_too_much(request: Request) -> str | None:
     if type(request.q) not in PLAIN:
         return f"queries in a {type(request.q).__name__}"
-    if (reason := _laid("queries", request.q)) is not None:
+    if (reason := laid("queries", request.q)) is not None:
         return reason
     if request.dtype not in DTYPES:
         return f"outputs of {request.dtype}"
     if not isinstance(request.mask, Mask):
         return "a mask that is a tensor"
-    return None
-
-
-def _laid(name: str, rows: Tensor) -> str | None:
-    """Why the values of these rows cannot be loaded."""
-    if rows.dtype not in DTYPES:
-        return f"{name} of {rows.dtype}"
-    if rows.stride(3) != 1:
-        return f"{name} with a stride of {rows.stride(3)} from channel to channel: 1 is needed"
     return None

@@ -1,35 +1,74 @@
-"""What a codec, and the rows beside its pages, are to the kernels."""
+"""What the bytes of a side, and the rows beside its pages, are to the kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.codecs import Affine, Codebook, Raw
 from kvant.codecs.levels import levels
 from kvant.codecs.packing import BLOCK, PLANES
-from kvant.contracts import Codec, Side
+from kvant.contracts import Codec, Fields, Form
 from kvant.lasting import lasting
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows and queries
-BITS: dict[type, tuple[int, ...]] = {Affine: (8, 4), Codebook: (4, 3, 2)}
+# The kinds of forms that kernels know: how many bits, and the fields of a sealed page.
+BITS = {"raw": (0,), "affine": (8, 4), "codebook": (4, 3, 2)}
+FIELDS = {"raw": ("rows",), "affine": ("codes", "scale", "bias"), "codebook": ("codes", "scale")}
+
+
+@dataclass(frozen=True)
+class Half:
+    """The keys, or the values: what they mean, and where they lie."""
+
+    form: Form
+    open: Tensor  # [slots, H, P, D]
+    sealed: Fields
+    own: Tensor | None = None  # [B, H, T, D]: rows that are read where they came
+
+
+def known(codec: Codec) -> Form:
+    """The form of a codec that the kernels read."""
+    assert codec.form is not None
+    return codec.form
 
 
 def unread(codec: Codec) -> str | None:
     """Why the kernels do not read this codec."""
-    if type(codec) is Raw:
-        return None
-    if type(codec) not in BITS:
-        return type(codec).__name__
-    bits, known = codec.bits, BITS[type(codec)]  # type: ignore[attr-defined]
-    return None if bits in known else f"{type(codec).__name__} of {bits} bits"
+    form, name = codec.form, type(codec).__name__
+    if form is None or form.kind not in BITS:
+        return name
+    return None if form.bits in BITS[form.kind] else f"{name} of {form.bits} bits"
+
+
+def laid(name: str, rows: Tensor) -> str | None:
+    """Why the values of these rows cannot be loaded."""
+    if rows.dtype not in DTYPES:
+        return f"{name} of {rows.dtype}"
+    if rows.stride(3) != 1:
+        return f"{name} with a stride of {rows.stride(3)} from channel to channel: 1 is needed"
+    return None
+
+
+def aligned(rows: Tensor) -> bool:
+    """Do all rows begin at multiples of 16 bytes?"""
+    size = rows.element_size()
+    steps = [n for n, many in zip(rows.stride()[:-1], rows.shape[:-1], strict=True) if many > 1]
+    return rows.data_ptr() % 16 == 0 and all(step * size % 16 == 0 for step in steps)
+
+
+def beside(rows: Tensor) -> Tensor:
+    """The channels of a row side by side, and rows where kernels load 16 bytes at a time."""
+    if rows.stride(-1) == 1 and (aligned(rows) or rows.shape[-1] * rows.element_size() % 16):
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 @lru_cache(maxsize=1)
@@ -48,11 +87,6 @@ def constant(value: Hashable) -> Any:
     return tl.constexpr(value)
 
 
-def form(codec: Codec, dim: int, dtype: torch.dtype, device: torch.device) -> Any:
-    """The `Form` of pages of rows of `dim` values that came in `dtype`."""
-    return beginning(cast(Hashable, codec), dim, dtype, device.type == "cpu")[0]
-
-
 def dot_type(dtype: torch.dtype, interpreted: bool) -> Any:
     """In which rows of a dtype are multiplied; the interpreter takes bfloat16 for integers."""
     from triton import language as tl
@@ -62,52 +96,51 @@ def dot_type(dtype: torch.dtype, interpreted: bool) -> Any:
 
 
 @lru_cache(maxsize=256)
-def beginning(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> tuple[Any, ...]:
+def beginning(form: Form, dim: int, dtype: torch.dtype, interpreted: bool) -> tuple[Any, ...]:
     """What a `Side` begins with: the same at every launch."""
-    form, dot = _form(codec, dim, dtype, interpreted), dot_type(dtype, interpreted)
-    return form, *map(constant, (dim, power(dim), dot))
+    made, dot = _form(form, dim, dtype, interpreted), dot_type(dtype, interpreted)
+    return made, *map(constant, (dim, power(dim), dot))
 
 
-def _form(codec: Hashable, dim: int, dtype: torch.dtype, interpreted: bool) -> Any:
+def _form(form: Form, dim: int, dtype: torch.dtype, interpreted: bool) -> Any:
     from triton import language as tl
 
-    from kvant.attention.triton.kernels.records import AFFINE, CODEBOOK, RAW, Form
+    from kvant.attention.triton.kernels.records import AFFINE, CODEBOOK, RAW
 
     dot, kind, groups, spread = dot_type(dtype, interpreted), RAW, 1, 1
     bits, width, stride, units, each = 8, dim, dim, 1, power(dim)
     parts = block = 1
-    if isinstance(codec, Affine | Codebook):
+    if form.kind != "raw":
         # Sixteen bits hold what is decoded best as a float16, whatever the rows are.
         dot = tl.float32 if dtype == torch.float32 else tl.float16
-        bits, block = codec.bits, gcd(dim, BLOCK)
+        bits, block = form.bits, gcd(dim, BLOCK)
         parts = 8 // PLANES[bits][0][0]
         width, stride = dim // parts, dim * bits // 8
         kind, each = CODEBOOK, power(width)
-    if isinstance(codec, Affine):
+    if form.kind == "affine":
         # All bytes of a unit have their first parts in one group, and their second ones.
-        kind, unit = AFFINE, max(codec.group, block if parts > 1 else 1)
-        groups, spread = -(-dim // codec.group), unit // codec.group
+        kind, unit = AFFINE, max(form.group, block if parts > 1 else 1)
+        groups, spread = -(-dim // form.group), unit // form.group
         units, each = power(-(-dim // unit)), unit // parts
     numbers = (bits, width, stride, units, each, parts, block, groups, spread)
     # A group may end inside of a word, and so may the second plane of 3 bits.
     words = kind is not RAW and dot == tl.float16 and spread == 1 and units * each == width
     words = words and each % (8 if bits == 3 else 4) == 0
     found = tuple(map(constant, curve(bits, dim) if kind is CODEBOOK else ()))
-    return Form._make((*map(constant, (kind.value, *numbers, dot, words)), found))
+    return records().Form._make((*map(constant, (kind.value, *numbers, dot, words)), found))
 
 
-def pages(side: Side) -> Any:
-    """The `Pages` of a side; it may have none."""
-    if not side.sealed:
-        return records().Pages(*(side.room,) * 4, 0, 0, 0, 0)
-    fields = side.sealed
-    codes = fields["rows"] if type(side.codec) is Raw else fields["codes"]
-    scale = fields.get("scale", codes)
-    bias, found = fields.get("bias", scale), scale
-    if isinstance(side.codec, Codebook):
+def pages(half: Half) -> Any:
+    """The `View` of a side; it may have none."""
+    if not half.sealed:
+        return records().Pages(*(half.open,) * 4, 0, 0, 0, 0)
+    codes, *others = (half.sealed[name] for name in FIELDS[half.form.kind])
+    scale = others[0] if others else codes
+    found = bias = others[-1] if others else codes
+    if half.form.kind == "codebook":
         # Loads of 16 bits are left alone by Triton's pipelining, which sends wider ones elsewhere.
-        dtype = torch.float32 if side.room.dtype == torch.float32 else torch.float16
-        found = table(side.codec.bits, side.room.shape[3], dtype, codes.device)
+        dtype = torch.float32 if half.open.dtype == torch.float32 else torch.float16
+        found = table(half.form.bits, half.open.shape[3], dtype, codes.device)
     return records().Pages(codes, scale, bias, found, *codes.stride()[:2], *scale.stride()[:2])
 
 
@@ -136,11 +169,16 @@ def third(dim: int) -> Any:
     """The `Form` of the plane that holds the third of 3 bits."""
     from triton import language as tl
 
-    from kvant.attention.triton.kernels.records import CODEBOOK, Form
+    from kvant.attention.triton.kernels.records import CODEBOOK
 
     width, block = dim // 8, gcd(dim, BLOCK)
     numbers = (1, width, dim * 3 // 8, 1, power(width), 8, block, 1, 1)
-    return Form._make((*map(constant, (CODEBOOK.value, *numbers, tl.float32, False)), ()))
+    return records().Form._make((*map(constant, (CODEBOOK.value, *numbers, tl.float32, False)), ()))
+
+
+def rows(tensor: Tensor) -> Any:
+    """The `Rows` of sequences or of pages."""
+    return records().Rows(tensor, *tensor.stride()[:3])
 
 
 def power(n: int) -> int:

@@ -3,122 +3,140 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import lru_cache
 from math import frexp
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvant.attention.triton.forms import beginning, constant, pages, power, records
-from kvant.contracts import Mask, Request, Side, View
+from kvant.attention.triton.forms import (
+    Half,
+    beginning,
+    beside,
+    constant,
+    known,
+    pages,
+    power,
+    records,
+    rows,
+)
+from kvant.attention.triton.places import Place
+from kvant.contracts import Mask, Request, View
+from kvant.extent import Kind
 from kvant.launches import on
 
-BLOCK = 64  # columns at a time: every page is a multiple of it
+BLOCK = 64  # rows at a time: every sealed page is a multiple of it
 PROGRAMS = 264  # two for each multiprocessor of the larger GPUs: ranges are split until there are
-LEAST = 4 * BLOCK  # columns a range: less is not worth a merge
+LEAST = 4 * BLOCK  # rows a range: less is not worth a merge
 SHARED = 1 << 17  # bytes for rows on their way: more would leave no room for a second program
 NARROW = 16  # queries that a program takes at least: a matrix product does
-FAR = (1 << 31) - 1  # beyond any column; kernels count in 32 bits
+FAR = (1 << 31) - 1  # beyond any position; kernels count in 32 bits
 SCRATCH = 1 << 25  # values that ranges give before they are merged, at a time
 
 
 @dataclass(frozen=True)
+class Scope:
+    """What kernels read: the rows of one layer, and where its sequences are."""
+
+    keys: Half
+    values: Half
+    place: Place
+    kind: Kind
+    dense: bool = False  # are own rows dense to all queries?
+
+    @classmethod
+    def of(cls, view: View) -> Scope:
+        own = {} if view.own is None else {n: beside(rows) for n, rows in view.own.items()}
+        keys, values = (
+            Half(known(stored.codec), stored.open, stored.sealed, own.get(name))
+            for name, stored in (("keys", view.keys), ("values", view.values))
+        )
+        place = Place.of(view.extent, view.keys.open.device)
+        return cls(keys, values, place, view.extent.kind, view.dense)
+
+    @property
+    def came(self) -> int:
+        """The columns that came with the forward itself."""
+        return 0 if self.keys.own is None else self.keys.own.shape[2]
+
+
+@dataclass(frozen=True)
 class Plan:
-    """How the queries at [oldest, oldest + queries) are cut into programs."""
+    """How so many queries of each sequence are cut into programs."""
 
     tile: int  # queries of a group, all its heads together
     tiles: int
-    span: int  # columns a range
     sealed: int  # ranges of sealed pages; of dense rows one at least: it reads the sinks
     dense: int
 
     @classmethod
-    def of(cls, view: View, heads: int, rows: int) -> Plan:
-        """For so many key heads in all, and queries of each."""
-        widest = 32 if view.keys.room.dtype == torch.float32 else 64
-        tile = min(widest, max(NARROW, power(rows)))
-        while tile > NARROW and shared(view, tile, 1) > available(view.start.device):
+    def of(cls, scope: Scope, heads: int, queries: int) -> Plan:
+        """For so many key heads in all, and queries of each; ranges are for the longest."""
+        both = scope.keys.open, scope.values.open
+        widest = 32 if both[0].dtype == torch.float32 else 64
+        tile = min(widest, max(NARROW, power(queries)))
+        while tile > NARROW and shared(*both, tile, 1) > available(both[0].device):
             tile //= 2
-        tiles = -(-rows // tile)
-        stored, open_ = view.page_table.shape[1] * view.page, view.keys.count
+        tiles = -(-queries // tile)
+        stored, dense = scope.place.stored, max(scope.place.opened, scope.came)
         ranges = max(1, PROGRAMS // (heads * tiles))
-        span = max(LEAST, -(-(stored + open_) // ranges))
+        span = max(LEAST, -(-(stored + dense) // ranges))
         span = -(-span // BLOCK) * BLOCK
-        return cls(tile, tiles, span, -(-stored // span), max(1, -(-open_ // span)))
+        return cls(tile, tiles, -(-stored // span), max(1, -(-dense // span)))
 
     @property
     def ranges(self) -> int:
         return self.sealed + self.dense
 
 
-def launch(
-    request: Request, view: View, place: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Outputs and log-sum-exp, of as many queries at a time as the scratch allows.
-
-    With a `place`, that of a `Step`, the view is all the memory that there is.
-    """
+def launch(request: Request, scope: Scope) -> tuple[Tensor, Tensor | None]:
+    """Outputs and log-sum-exp, of as many queries at a time as the scratch allows."""
     batch, heads, queries, _ = request.q.shape
-    dim = view.values.room.shape[3]
+    dim = scope.values.open.shape[3]
     out = torch.empty(batch, heads, queries, dim, dtype=request.dtype, device=request.q.device)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.lse else None
     step = max(1, SCRATCH // (2 * batch * heads * dim))
     with on(out.device):
         for first in range(0, queries, step):
-            _launch(request, view, first, min(first + step, queries), out, lse, place)
+            _launch(request, scope, range(first, min(first + step, queries)), out, lse)
     return out, lse
 
 
-def _launch(
-    request: Request,
-    view: View,
-    first: int,
-    stop: int,
-    out: Tensor,
-    lse: Tensor | None,
-    place: Tensor | None,
-) -> None:
-    """Queries [first, stop) of those asked for."""
+def _launch(request: Request, scope: Scope, which: range, out: Tensor, lse: Tensor | None) -> None:
+    """These of the queries that are asked for."""
     from kvant.attention.triton.kernels import attend
 
-    q, count = request.q[:, :, first:stop], stop - first
-    batch, all_heads = q.shape[:2]
-    heads, dim = view.keys.room.shape[1], view.values.room.shape[3]
-    plan = Plan.of(view, batch * heads, count * (all_heads // heads))
+    q, place = request.q[:, :, which.start : which.stop], scope.place
+    batch, all_heads, count, _ = q.shape
+    heads, dim = scope.keys.open.shape[1], scope.values.open.shape[3]
+    plan = Plan.of(scope, batch * heads, count * (all_heads // heads))
     shape = (plan.ranges, batch, all_heads, count)
     sizes = (*shape, dim), shape, shape
     found = records().Partial(*(out.new_empty(size, dtype=torch.float32) for size in sizes))
     attend.attend[plan.tiles * batch * heads, plan.ranges](
         found,
-        _asked(request, q, view),
-        _side(view.keys),
-        _side(view.values),
-        view.page_table,
-        view.page_table.stride(0),
-        view.start,
-        place,
-        _rule(request, view),
-        view.columns,
-        view.columns - request.q.shape[2] + first,
+        _asked(request, q, scope),
+        _side(scope.keys),
+        _side(scope.values),
+        place.rows,
+        place.rows.shape[1],
+        place.open_at,
+        _rule(request, scope),
+        scope.came,
+        request.q.shape[2] - which.start,
         count,
-        view.first_page,
-        view.page_table.shape[1],
-        view.dense_from,
-        view.keys.slot,
-        view.own_from,
         plan.sealed,
-        plan.span,
         TILE=plan.tile,
         BLOCK=BLOCK,
         MANY=request.q.shape[2] > 1,
+        OWN=scope.came > 0,
         num_warps=4 if plan.tile < 64 else 8,  # or weighted sums spill from the registers
-        num_stages=_stages(view, plan.tile),
+        num_stages=_stages(scope, plan.tile),
         enable_fp_fusion=True,
     )
-    _merge(found, request, plan.ranges, range(first, stop), out, lse)
+    _merge(found, request, plan.ranges, which, out, lse)
 
 
 def _merge(
@@ -148,11 +166,10 @@ def _merge(
     )
 
 
-def shared(view: View, tile: int, stages: int) -> int:
+def shared(keys: Tensor, values: Tensor, tile: int, stages: int) -> int:
     """Bytes of shared memory that a program takes, at most: blocks of rows, queries, weights."""
-    keys, values = view.keys.room, view.values.room
     size = max(keys.element_size(), values.element_size())
-    blocks = _blocks(view)
+    blocks = _blocks(keys, values)
     rows = max(blocks) if stages == 1 else stages * sum(blocks)
     return rows + tile * (power(keys.shape[3]) + BLOCK) * size
 
@@ -167,36 +184,36 @@ def available(device: torch.device) -> int:
     return getattr(there, "shared_memory_per_block_optin", 1 << 16)
 
 
-def _stages(view: View, tile: int) -> int:
+def _stages(scope: Scope, tile: int) -> int:
     """How many blocks of rows are loaded ahead: as many as the shared memory has room for."""
-    most = max(1, min(3, SHARED // sum(_blocks(view))))
-    room = available(view.start.device)
-    return next((n for n in range(most, 1, -1) if shared(view, tile, n) <= room), 1)
+    both = scope.keys.open, scope.values.open
+    most = max(1, min(3, SHARED // sum(_blocks(*both))))
+    room = available(both[0].device)
+    return next((n for n in range(most, 1, -1) if shared(*both, tile, n) <= room), 1)
 
 
-def _blocks(view: View) -> list[int]:
+def _blocks(*both: Tensor) -> list[int]:
     """Bytes of a block of keys, and of one of values."""
-    rooms = view.keys.room, view.values.room
-    return [BLOCK * power(room.shape[3]) * room.element_size() for room in rooms]
+    return [BLOCK * power(pages.shape[3]) * pages.element_size() for pages in both]
 
 
-def _side(side: Side) -> Any:
-    room, sinks, types = side.room, side.sinks, records()
-    return types.Side(
-        *beginning(cast(Hashable, side.codec), room.shape[3], room.dtype, room.is_cpu),
-        pages(side),
-        types.Rows(room, *room.stride()[:3]),
-        types.Rows(sinks, *sinks.stride()[:3]),
+def _side(half: Half) -> Any:
+    paged = half.open
+    return records().Side(
+        *beginning(half.form, paged.shape[3], paged.dtype, paged.is_cpu),
+        pages(half),
+        rows(paged),
+        rows(paged if half.own is None else half.own),
     )
 
 
-def _asked(request: Request, q: Tensor, view: View) -> Any:
-    room, cap, types = view.keys.room, request.softcap, records()
-    heads, scale = room.shape[1], float(request.scale)
+def _asked(request: Request, q: Tensor, scope: Scope) -> Any:
+    paged, cap = scope.keys.open, request.softcap
+    heads, scale = paged.shape[1], float(request.scale)
     before = 2.0 ** (frexp(scale)[1] - 1)
-    split = q.dtype != torch.bfloat16 and not q.is_cpu and room.dtype == torch.bfloat16
-    return types.Asked(
-        types.Rows(q, *q.stride()[:3]),
+    split = q.dtype != torch.bfloat16 and not q.is_cpu and paged.dtype == torch.bfloat16
+    return records().Asked(
+        rows(q),
         constant(heads),
         constant(q.shape[1] // heads),
         constant(split),
@@ -207,8 +224,8 @@ def _asked(request: Request, q: Tensor, view: View) -> Any:
     )
 
 
-def _rule(request: Request, view: View) -> Any:
-    mask, paging = request.mask, view.paging
+def _rule(request: Request, scope: Scope) -> Any:
+    mask, paging = request.mask, scope.kind.paging
     assert isinstance(mask, Mask)
     return records().Rule(
         constant(mask.causal),
@@ -220,5 +237,6 @@ def _rule(request: Request, view: View) -> Any:
         constant(paging.page),
         -1 if paging.tail is None else min(paging.tail, FAR),
         min(paging.dense_until, FAR),
-        view.keys.sinks.shape[2],
+        min(scope.kind.sinks, FAR),
+        constant(scope.dense and scope.came > 0),
     )

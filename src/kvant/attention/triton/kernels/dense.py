@@ -1,4 +1,4 @@
-"""A tile of queries over dense rows: those of a room, and the sinks."""
+"""A tile of queries over dense rows: those of open pages, and those that came just now."""
 
 import triton
 import triton.language as tl
@@ -9,9 +9,19 @@ from kvant.attention.triton.kernels.softmax import gathered, operand, scores
 
 @triton.jit
 def over_rows(
-    tile, asked, keys, values, rule, extent, ahead, span, BLOCK: tl.constexpr, MANY: tl.constexpr
+    tile,
+    asked,
+    keys,
+    values,
+    rule,
+    extent,
+    ahead,
+    span,
+    BLOCK: tl.constexpr,
+    MANY: tl.constexpr,
+    OWN: tl.constexpr,
 ):
-    """Maxima, totals and weighted sums over `span` columns from so many `ahead` on; channels."""
+    """Maxima, totals and weighted sums over `span` rows from so many `ahead` on; channels."""
     channel = tl.arange(0, keys.wide)
     mask = tile.there[:, None] & (channel < keys.dim)[None, :]
     q = tl.load(tile.rows[:, None] + channel[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -20,41 +30,61 @@ def over_rows(
     top = tl.full(tile.query.shape, float("-inf"), tl.float32)
     total = tl.zeros(tile.query.shape, tl.float32)
     out = tl.zeros([tile.query.shape[0], values.wide], tl.float32)
-    begin = tl.maximum(tile.low, seam(rule, extent, tile.first))
-    begin = tl.maximum(begin, extent.dense_from + ahead)
-    end = tl.minimum(extent.dense_from + ahead + span, extent.columns)
+    begin = tl.maximum(tile.low, seam(rule, extent.came, tile.first))
+    begin = tl.maximum(tl.maximum(begin, extent.begins), extent.dense_from + ahead)
+    end = tl.minimum(extent.dense_from + ahead + span, extent.length)
     if rule.causal:
         end = tl.minimum(end, tile.last + 1)
-    kept = tl.where(ahead == 0, rule.kept, 0)  # the sinks are read once
+    kept = tl.where(ahead == 0, tl.minimum(rule.kept, extent.length), 0)  # sinks are read once
     for position0 in range(0, kept, BLOCK):
         position = position0 + tl.arange(0, BLOCK)
-        there = (position < kept) & (position + tile.start < extent.columns)
-        seen = sees(rule, query - tile.start, position) & asks[:, None] & there[None, :]
+        there = (position >= extent.begins) & (position < kept)
+        seen = sees(rule, query, position) & asks[:, None] & there[None, :]
         some = tl.max(seen.to(tl.int32), 0) > 0
-        k = _rows(keys.sinks, keys, tile, position, some)
+        slot = _slot(rule, extent, position0, position, BLOCK)
+        k = _rows(keys, rule, extent, tile, slot, position, some, OWN)
         s = scores(high, low, size, k, asked, asked.split)
-        v = _rows(values.sinks, values, tile, position, some)
+        v = _rows(values, rule, extent, tile, slot, position, some, OWN)
         top, total, out = gathered(s, seen, v, top, total, out, MANY)
-    for column0 in range(begin, end, BLOCK):
-        column = column0 + tl.arange(0, BLOCK)
-        position = column - tile.start
-        seen = sees(rule, query - tile.start, position) & asks[:, None]
-        seen &= (position >= rule.kept)[None, :] & (column[None, :] >= border[:, None])
-        seen &= (column < end)[None, :]
+    for block in range(begin // BLOCK, tl.cdiv(end, BLOCK)):
+        position0 = tl.cast(block, tl.int32) * BLOCK
+        position = position0 + tl.arange(0, BLOCK)
+        seen = sees(rule, query, position) & asks[:, None]
+        seen &= (position >= rule.kept)[None, :] & (position[None, :] >= border[:, None])
+        seen &= ((position >= begin) & (position < end))[None, :]
         some = tl.max(seen.to(tl.int32), 0) > 0
-        row = column - extent.dense_from + extent.slot
-        k = _rows(keys.room, keys, tile, row, some)
+        slot = _slot(rule, extent, position0, position, BLOCK)
+        k = _rows(keys, rule, extent, tile, slot, position, some, OWN)
         s = scores(high, low, size, k, asked, asked.split)
-        v = _rows(values.room, values, tile, row, some)
+        v = _rows(values, rule, extent, tile, slot, position, some, OWN)
         top, total, out = gathered(s, seen, v, top, total, out, MANY)
     channel = tl.arange(0, values.wide)
     return top, total, out, channel, channel < values.dim
 
 
 @triton.jit
-def _rows(rows, side, tile, row, some):
+def _slot(rule, extent, position0, position, BLOCK: tl.constexpr):
+    """Of the open page of each position, or of all; where none is open, that of another."""
+    last = tl.maximum(extent.came - 1, 0)
+    if rule.page % BLOCK == 0:
+        slot = tl.load(extent.open + tl.minimum(position0, last) // rule.page)
+    else:
+        slot = tl.load(extent.open + tl.minimum(position, last) // rule.page)
+    return slot
+
+
+@triton.jit
+def _rows(side, rule, extent, tile, slot, position, some, OWN: tl.constexpr):
     """[N, dim]; zeros where nobody has seen `some`, whatever lies there."""
     channel = tl.arange(0, side.wide)
-    place = tile.b * rows.batch + tile.head * rows.head + row.to(tl.int64) * rows.row
+    row = (position % rule.page).to(tl.int64)
+    rows = side.open.data + slot * side.open.first + tile.head * side.open.head
+    rows = rows + row * side.open.row
+    if OWN:
+        own = side.own.data + tile.b * side.own.first + tile.head * side.own.head
+        # The last column is that of the newest token.
+        own = own + (position - extent.column).to(tl.int64) * side.own.row
+        # All rows begin at multiples of 16 bytes, which the compiler does not see behind a choice.
+        rows = tl.multiple_of(tl.where(position < extent.came, rows, own), 16)
     mask = some[:, None] & (channel < side.dim)[None, :]
-    return tl.load(rows.data + place[:, None] + channel[None, :], mask=mask, other=0.0).to(side.dot)
+    return tl.load(rows[:, None] + channel[None, :], mask=mask, other=0.0).to(side.dot)

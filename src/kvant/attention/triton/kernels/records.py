@@ -8,7 +8,12 @@ import triton.language as tl
 
 RAW, AFFINE, CODEBOOK = (tl.constexpr(kind) for kind in range(3))
 LARGEST = tl.constexpr(65504.0)  # of a float16
-COLUMNS, MOST, FIRST_PAGE, FIRST_COLUMN = (tl.constexpr(n) for n in range(4))  # of a place
+# Where sequences are: a row for each of these numbers, then the slots of its sealed pages and those
+# of its open ones, by page number. The first six are those of an extent.
+LENGTH, PADDING, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, BEGINS, MOST = (
+    tl.constexpr(n) for n in range(7)
+)
+NUMBERS = tl.constexpr(7)
 
 
 class Form(NamedTuple):
@@ -48,20 +53,10 @@ class Pages(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Dense rows [B, H, n, dim]."""
+    """Dense rows: those of sequences, [B, H, n, dim], or those of pages, [slots, H, P, dim]."""
 
     data: Any
-    batch: int
-    head: int
-    row: int
-
-
-class Paged(NamedTuple):
-    """Dense rows by pages, [B, n, H, P, dim]."""
-
-    data: Any
-    batch: int
-    page: int
+    first: int
     head: int
     row: int
 
@@ -74,8 +69,19 @@ class Side(NamedTuple):
     wide: tl.constexpr  # the power of two that holds dim
     dot: tl.constexpr  # the type that matrix products with dense rows take
     pages: Pages
-    room: Rows
-    sinks: Rows
+    open: Rows
+    own: Rows  # where rows came with the forward itself
+
+
+class Way(NamedTuple):
+    """Where rows of one side go: from open pages, or from where they came, into pages."""
+
+    to: Rows
+    open: Rows
+    own: Rows
+    dim: tl.constexpr
+    wide: tl.constexpr
+    aligned: tl.constexpr  # do all rows begin at multiples of 16 bytes?
 
 
 class Rule(NamedTuple):
@@ -91,6 +97,7 @@ class Rule(NamedTuple):
     tail: int  # below zero: pages never fall due
     dense_until: int
     kept: int
+    dense: tl.constexpr  # are own rows dense to all queries?
 
 
 class Asked(NamedTuple):
@@ -107,7 +114,7 @@ class Asked(NamedTuple):
 
 
 class Partial(NamedTuple):
-    """What each range of columns gives: weighted sums, maxima (of scores to base 2), totals."""
+    """What each range of rows gives: weighted sums, maxima (of scores to base 2), totals."""
 
     out: Any  # [ranges, B, H * group, T, dim]
     top: Any  # [ranges, B, H * group, T]
@@ -115,15 +122,19 @@ class Partial(NamedTuple):
 
 
 class Extent(NamedTuple):
-    """Which columns there are, and where they lie: made inside of a kernel, as is `Tile`."""
+    """Where the sequence of a program is: made inside of a kernel, as is `Tile`."""
 
-    columns: Any
-    oldest: Any  # column of the first query
-    first_page: Any
-    num_pages: Any
-    dense_from: Any
-    slot: Any
-    own_from: Any
+    length: Any
+    came: Any  # from this position on rows are read where they came,
+    column: Any  # the first column of which is this one, or padding below zero
+    begins: Any  # nobody sees a position before this one
+    oldest: Any  # the positions of the first query
+    newest: Any  # and of the last one
+    first_sealed: Any  # pages
+    stop_sealed: Any
+    dense_from: Any  # the position from which on dense rows are read
+    sealed: Any  # tables
+    open: Any
 
 
 class Tile(NamedTuple):
@@ -131,11 +142,10 @@ class Tile(NamedTuple):
 
     b: Any
     head: Any
-    start: Any  # padding of the sequence
     rows: Any  # where the queries lie, [M]
     there: Any
-    query: Any  # column
-    first: Any  # of these columns
+    query: Any  # position, below zero where it is padding
+    first: Any  # of these positions
     last: Any
     low: Any  # nobody sees a row below, but for sinks
     border: Any  # the seam of each

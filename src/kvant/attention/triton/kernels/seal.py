@@ -10,29 +10,32 @@ import triton.language as tl
 from kvant.attention.triton.kernels.fit import covering, fitted, nearest_codes
 from kvant.attention.triton.kernels.float16 import LIMIT, or_nan, saturated
 from kvant.attention.triton.kernels.pages import channels
+from kvant.attention.triton.kernels.put import COLUMN, ENTRY, SEQUENCE, SOURCE, TO, begin
 from kvant.attention.triton.kernels.records import AFFINE
 from kvant.attention.triton.kernels.sums import leaves, tree_sum
 
 
-@triton.jit(do_not_specialize=["num_pages"])
+@triton.jit
 def seal(
-    rows,
+    way,  # from where rows are
+    entries,  # as put.py has them: the slot is that of a sealed page
     pages,
     boundaries,
     form,
     third,
-    num_pages,
     HEADS: tl.constexpr,
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     CORRECTED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    unit = tl.program_id(0).to(tl.int64)
-    head, page, b = unit % HEADS, unit // HEADS % num_pages, unit // HEADS // num_pages
+    entry = entries + tl.program_id(0).to(tl.int64) // HEADS * ENTRY
+    head = tl.program_id(0).to(tl.int64) % HEADS
     n = tl.program_id(1) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    x = rows.data + b * rows.batch + page * rows.page + head * rows.head + n[:, None] * rows.row
-    n += unit * PAGE
+    source, sequence = tl.load(entry + SOURCE), tl.load(entry + SEQUENCE)
+    column = tl.load(entry + COLUMN)
+    x = begin(way, source, sequence, head, column, n)[:, None]
+    n += (tl.load(entry + TO) * HEADS + head) * PAGE
     if form.kind == AFFINE:
         _affine(x, n, pages, form, DIM, CORRECTED, ROWS)
     else:

@@ -16,7 +16,6 @@ def over_pages(
     asked,
     keys,
     values,
-    table,
     rule,
     extent,
     ahead,
@@ -24,7 +23,7 @@ def over_pages(
     BLOCK: tl.constexpr,
     MANY: tl.constexpr,
 ):
-    """Maxima, totals and weighted sums over `span` columns from so many `ahead` on; channels."""
+    """Maxima, totals and weighted sums over `span` rows from so many `ahead` on; channels."""
     split: tl.constexpr = asked.split and keys.form.dot == tl.bfloat16
     channel, there = _channels(keys.form)
     mask = tile.there[:, None] & there[None, :]
@@ -36,18 +35,18 @@ def over_pages(
     total = tl.zeros(tile.query.shape, tl.float32)
     channel, there = _channels(values.form)
     out = tl.zeros([tile.query.shape[0], channel.shape[0]], tl.float32)
-    base = extent.first_page * rule.page
+    base = extent.first_sealed * rule.page
     begin = tl.maximum(base + ahead, tile.low) // BLOCK
-    end = tl.minimum(base + ahead + span, base + extent.num_pages * rule.page)
-    end = tl.cdiv(tl.minimum(end, seam(rule, extent, tile.last)), BLOCK)
+    end = tl.minimum(base + ahead + span, extent.stop_sealed * rule.page)
+    end = tl.cdiv(tl.minimum(end, seam(rule, extent.came, tile.last)), BLOCK)
     for block in range(begin, end):
         first = tl.cast(block, tl.int32) * BLOCK
-        column = first + tl.arange(0, BLOCK)
-        position = column - tile.start
-        seen = sees(rule, query - tile.start, position) & asks[:, None]
-        seen &= (position >= rule.kept)[None, :] & (column[None, :] < border[:, None])
+        position = first + tl.arange(0, BLOCK)
+        seen = sees(rule, query, position) & asks[:, None]
+        seen &= (position >= tl.maximum(rule.kept, extent.begins))[None, :]
+        seen &= position[None, :] < border[:, None]
         some = tl.max(seen.to(tl.int32), 0) > 0
-        slot = tl.load(table + first // rule.page - extent.first_page)
+        slot = tl.load(extent.sealed + first // rule.page)
         row = first % rule.page + tl.arange(0, BLOCK)
         k = _opened(_page(keys.pages, slot, tile.head), keys.form, row, some)
         s = scores(high, low, size, k, asked, split)

@@ -1,0 +1,177 @@
+"""Attention over a view: one call, a plain list of backends, and no silent fallback."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvant.attention.native import Native
+from kvant.attention.reference import Reference, serves
+from kvant.attention.triton import Triton
+from kvant.contracts import Backend, Mask, Request, View
+from kvant.errors import UnsupportedView
+from kvant.lasting import check_lasts
+
+# In order of preference. The reference serves everything: what stands behind it runs where it is
+# asked for by name.
+BACKENDS: list[Backend] = [
+    Native(),
+    Triton(),
+    Reference(),
+    Reference("dequantize", at_once=sys.maxsize),
+    Triton("interpreted", device="cpu"),
+]
+
+
+def attend(
+    q: Tensor,
+    view: View,
+    *,
+    scale: float | None = None,
+    mask: Mask | Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of `q` [B, heads, T, D], the newest T columns, over a view: [B, heads, T, Dv].
+
+    An explicit `mask` tensor (booleans, True = seen, or numbers to add) replaces the view's rule;
+    its last dimension is aligned to the newest column; what lies before it, or was let go, is not
+    seen. No gradients are recorded.
+    """
+    check_lasts("attend")
+    _check(q, view, mask, sink_logits)
+    keys, frame = view.keys, view.values.codec.frame
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        rule = view.mask if mask is None else _four_dimensions(mask)
+        framed = q if keys.codec.frame.trivial else keys.codec.frame.queries(q)
+        # Outputs that are still to leave a frame are not rounded before that.
+        dtype = q.dtype if frame.trivial else torch.float32
+        request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
+        # What decides is the same for all tokens of a layer.
+        own, name = view.own is None, backend or view.backend
+        key = (name, own, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
+        chosen = keys.memo.get(key) if own else None
+        if chosen is None:
+            chosen = keys.memo[key] = _survey(view, request, name)[0]
+        out, lse = chosen.attend(request, view)
+        view.tally.attended[chosen.name] += 1
+        if not frame.trivial:
+            out = frame.outputs(out)
+        if out.shape[3] > view.value_dim:
+            out = out[..., : view.value_dim]
+        out = out if out.dtype == q.dtype else out.to(q.dtype)
+        return out if lse is None else (out, lse)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which backend reads a view, and why the ones before it do not."""
+
+    backend: str
+    refused: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: reads this view"]
+        return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.refused])
+
+
+@singledispatch
+def explain(view: Any) -> Any:
+    """Which backend would read this view, and why the others would not.
+
+    A host's cache explains itself, layer by layer.
+    """
+    raise TypeError(f"{type(view).__name__} cannot be explained: a view or a host's cache can")
+
+
+@explain.register
+def _(view: View) -> Explanation:
+    chosen, refused = _survey(view, None, view.backend)
+    return Explanation(chosen.name, refused)
+
+
+def _survey(
+    view: View, request: Request | None, name: str | None
+) -> tuple[Backend, tuple[tuple[str, str], ...]]:
+    """The first backend that reads this view, and why those before it do not."""
+    check_backend(name)
+    refused: list[tuple[str, str]] = []
+    for backend in BACKENDS:
+        if name in (None, backend.name):
+            reason = backend.supports(view, request)
+            if reason is None:
+                return backend, tuple(refused)
+            refused.append((backend.name, reason))
+    if name is not None:
+        raise UnsupportedView(f"backend {name!r} does not read this view: {refused[0][1]}")
+    raise UnsupportedView("; ".join(f"{name}: {reason}" for name, reason in refused))
+
+
+def check_backend(name: str | None) -> None:
+    """Refuse a name that no backend has."""
+    names = [backend.name for backend in BACKENDS]
+    if name is not None and name not in names:
+        raise ValueError(f"backend {name!r} is not one of {names}")
+
+
+def _four_dimensions(mask: Mask | Tensor) -> Mask | Tensor:
+    if isinstance(mask, Mask):
+        return mask
+    return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+
+
+def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | None) -> None:
+    """Refuse what does not fit, with both sides in the message."""
+    opened, batch, shape = view.keys.open, len(view.extent.numbers), q.shape
+    _, heads, _, dim = opened.shape
+    fits = len(shape) == 4 and shape[0] == batch and shape[3] == dim
+    if not fits or shape[1] % heads or shape[1] == 0:
+        single = "; of one sequence they are q[None]" if q.ndim == 3 else ""
+        raise ValueError(
+            f"queries of shape {list(q.shape)} do not fit keys of [{batch}, {heads}, ., {dim}]: "
+            f"[B, heads, T, D] is needed, heads a multiple of {heads}{single}"
+        )
+    if q.device != opened.device:
+        raise ValueError(f"queries on {q.device}, rows on {opened.device}")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"sink_logits {list(sinks.shape)} for {q.shape[1]} heads: one a head")
+    if mask is not None or shape[2] != 1:
+        _check_rows(q, view, mask)
+
+
+def _check_rows(q: Tensor, view: View, mask: Mask | Tensor | None) -> None:
+    """Refuse queries whose rows are not in the view."""
+    columns = view.extent.columns
+    if q.shape[2] > columns:
+        raise ValueError(f"{q.shape[2]} queries, but the view has {columns} tokens")
+    rule = mask if isinstance(mask, Mask) else view.mask
+    if not serves(view, q.shape[2], rule):
+        raise ValueError(
+            f"{q.shape[2]} queries under {rule}: rows that the oldest of them sees are not in this "
+            "view; use the view that their append returned, and neither a wider window nor more "
+            "sinks than its own"
+        )
+    if isinstance(mask, Tensor):
+        _check_mask(q, columns, mask)
+
+
+def _check_mask(q: Tensor, columns: int, mask: Tensor) -> None:
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise ValueError(f"a mask of {mask.dtype}: booleans or floating point numbers are needed")
+    lead = [1, 1, *mask.shape][-4:-2]
+    fits = mask.ndim in (2, 3, 4) and mask.shape[-2] == q.shape[2] and mask.shape[-1] > 0
+    fits = fits and lead[0] in (1, q.shape[0]) and lead[1] in (1, q.shape[1])
+    if not fits or mask.shape[-1] > columns:
+        raise ValueError(
+            f"mask {list(mask.shape)} does not fit {q.shape[2]} queries over {columns} "
+            f"tokens: [{q.shape[0]}, {q.shape[1]}, {q.shape[2]}, n] is needed, n <= {columns}"
+        )

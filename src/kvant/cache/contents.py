@@ -1,0 +1,243 @@
+"""What a cache holds: its layers, their storages and the ledger of their integers.
+
+It is replaced as a whole: a restore or a recode fills an empty one, and the cache then takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from reprlib import repr as short
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from kvant.cache import recode, snapshot
+from kvant.cache.changes import Pools, placed
+from kvant.cache.layer import Attention, kind_of
+from kvant.cache.ledger import Ledger
+from kvant.cache.recurrent import Past, Recurrent
+from kvant.cache.recurrent import restored as restored_past
+from kvant.contracts import Follower, Snapshot, Tiles
+from kvant.errors import CacheError, SnapshotMismatch
+from kvant.extent import Extent, Ints
+from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
+
+Layer = Any  # an Attention, a Recurrent, or a Follower
+
+
+class Group(dict[str, Layer]):
+    """The memories of a layer that has several, by name; each is appended to by itself."""
+
+    @property
+    def length(self) -> int:
+        return min(int(part.length) for part in self.values())
+
+    def read(self) -> dict[str, Any]:
+        """What every part reads as, by name."""
+        return {name: part.read() for name, part in self.items()}
+
+    def append(self, *args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"a layer of several memories is appended to by its parts: {', '.join(self)}"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Layers:
+    """What a cache holds: it is replaced as a whole."""
+
+    spec: CacheSpec
+    ledger: Ledger
+    leaves: Mapping[str, Layer]  # by the number of the layer, and the name of a part
+    by_layer: Mapping[int, Any]  # those that remember something
+
+    @cached_property
+    def capacity(self) -> int | None:
+        limits = [leaf.capacity for leaf in self.leaves.values()]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @classmethod
+    def of(
+        cls,
+        spec: CacheSpec,
+        tiles: Tiles | None,
+        followers: Mapping[str, Follower],
+        old: Layers | None = None,
+    ) -> Layers:
+        """Empty ones, in pools of their own; followers are as they are."""
+        every = dict(leaves_of(spec))
+        recipes = {name: recipe for name, recipe in every.items() if name not in followers}
+        kinds = list(
+            dict.fromkeys(kind_of(r) for r in recipes.values() if isinstance(r, LayerSpec))
+        )
+        states = tuple(Past() for r in recipes.values() if isinstance(r, RecurrentSpec))
+        own = [
+            kinds.index(kind_of(r)) if isinstance(r, LayerSpec) else None for r in recipes.values()
+        ]
+        ledger = Ledger(kinds, [Pools.of(kind) for kind in kinds], own, states)
+        ledger.followers = tuple(followers.values())
+        leaves: dict[str, Layer] = dict(followers)
+        place = 0
+        for leaf, (name, recipe) in enumerate(recipes.items()):
+            if isinstance(recipe, LayerSpec):
+                leaves[name] = Attention(recipe, ledger, kinds.index(kind_of(recipe)), leaf, tiles)
+            else:
+                leaves[name] = Recurrent(recipe, ledger, place, leaf)
+                place += 1
+        for one in leaves.values():
+            one.tally.told = next(iter(leaves.values())).tally.told  # it is said once a cache
+        if old is not None:
+            ledger.abandoned, ledger.changes = old.ledger.abandoned, old.ledger.changes
+            ledger.backend = old.ledger.backend
+            for name in recipes:
+                leaves[name].tally = old.leaves[name].tally
+        leaves = {name: leaves[name] for name in every}
+        return cls(spec, ledger, leaves, _by_layer(spec, leaves))
+
+    def twin(self, followers: Mapping[str, Follower]) -> Layers:
+        """The same over the same pools, without any sequences."""
+        old = self.ledger
+        states = tuple(Past() for _ in old.book.states)
+        ledger = Ledger(old.kinds, old.pools, old.leaves, states, old.book.storages, old.lock)
+        ledger.followers, ledger.backend = tuple(followers.values()), old.backend
+        leaves = {
+            name: followers[name] if name in followers else leaf.twin(ledger)
+            for name, leaf in self.leaves.items()
+        }
+        return Layers(self.spec, ledger, leaves, _by_layer(self.spec, leaves))
+
+    def attention(self) -> list[tuple[str, Attention]]:
+        return [(name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Attention)]
+
+    def recurrent(self) -> list[tuple[str, Recurrent]]:
+        return [(name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Recurrent)]
+
+    def followers(self) -> dict[str, Follower]:
+        ours = (Attention, Recurrent)
+        return {name: leaf for name, leaf in self.leaves.items() if not isinstance(leaf, ours)}
+
+
+def leaves_of(spec: CacheSpec) -> Iterator[tuple[str, LayerSpec | RecurrentSpec]]:
+    """The recipes of all memories, by the names that files know them by."""
+    for index, recipe in enumerate(spec.layers):
+        if isinstance(recipe, GroupSpec):
+            yield from ((f"{index}/{name}", part) for name, part in recipe.parts)
+        elif isinstance(recipe, LayerSpec | RecurrentSpec):
+            yield str(index), recipe
+
+
+def _by_layer(spec: CacheSpec, leaves: Mapping[str, Layer]) -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for index, recipe in enumerate(spec.layers):
+        if isinstance(recipe, SharedSpec):
+            found[index] = found[recipe.layer]
+        elif isinstance(recipe, GroupSpec):
+            found[index] = Group((name, leaves[f"{index}/{name}"]) for name, _ in recipe.parts)
+        elif not isinstance(recipe, EmptySpec):
+            found[index] = leaves[str(index)]
+    return found
+
+
+def _pieces(snapshot: Snapshot, names: list[str]) -> dict[str, Snapshot]:
+    """A snapshot by layer."""
+    parts: dict[str, tuple[dict[str, Tensor], dict[str, int]]] = {n: ({}, {}) for n in names}
+    for which, entries in enumerate((snapshot.tensors, snapshot.numbers)):
+        for key, value in entries.items():
+            name, _, rest = key.rpartition("/")
+            if name not in parts:
+                raise SnapshotMismatch(f"{key} belongs to none of the layers {short(names)}")
+            parts[name][which][rest] = value  # type: ignore[assignment]
+    return {name: Snapshot(*both) for name, both in parts.items()}
+
+
+def restore_into(layers: Layers, whole: Snapshot) -> dict[str, Any]:
+    """Fill layers that are empty; what followers are to become."""
+    pieces = _pieces(whole, list(layers.leaves))
+    ledger = layers.ledger
+    numbers: dict[int, Ints | None] = {}
+    pasts: list[Past] = []
+    followed: dict[str, Any] = {}
+    for name, leaf in layers.leaves.items():
+        try:
+            if isinstance(leaf, Recurrent):
+                pasts.append(restored_past(leaf.spec, pieces[name]))
+                continue
+            if not isinstance(leaf, Attention):
+                followed[name] = leaf.restored(pieces[name])
+                continue
+            kind = ledger.kinds[leaf.kind]
+            found = snapshot.restored(leaf.spec, kind, pieces[name], leaf.tiles)
+            if found is not None:
+                ledger.book.storages[leaf.leaf] = found[1]
+            mine = None if found is None else found[0]
+            known = numbers.setdefault(leaf.kind, mine)
+            if not np.array_equal(known, mine):  # type: ignore[arg-type]
+                raise SnapshotMismatch("other sequences than those of a layer of the same kind")
+        except SnapshotMismatch as error:
+            raise SnapshotMismatch(f"layer {name}: {error}") from None
+    given = [n for n in numbers.values() if n is not None]
+    if len(given) not in (0, len(numbers)):
+        raise SnapshotMismatch("some layers have tokens, others none")
+    batches = sorted({len(n) for n in given} | ({past.batch for past in pasts} - {0}))
+    if len(batches) > 1:
+        raise SnapshotMismatch(f"layers with batches of {batches}")
+    extents = [
+        placed(ledger.kinds[kind], one, ledger.pools[kind])
+        for kind, one in sorted(numbers.items())
+        if one is not None
+    ]
+    ledger.keep(replace(ledger.book, extents=tuple(extents), states=tuple(pasts)))
+    return followed
+
+
+def recode_into(new: Layers, old: Layers) -> None:
+    """Fill layers that are empty with what others read."""
+    ledger, book = new.ledger, old.ledger.book
+    if not book.extents:
+        return
+    extents: dict[int, Extent] = {}
+    for name, leaf in new.attention():
+        before = old.leaves[name]
+        assert isinstance(before, Attention)
+        was, kind = book.extents[before.kind], ledger.kinds[leaf.kind]
+        try:
+            recode.check_rows(was, kind)
+            if leaf.kind not in extents:
+                extents[leaf.kind] = recode.recoded(was, kind, ledger.pools[leaf.kind])
+            elif (extents[leaf.kind].lengths != was.lengths).any():
+                raise CacheError(
+                    f"{was.columns} tokens, {extents[leaf.kind].columns} in a layer before it: "
+                    "rewind to a length that all layers have"
+                )
+            if before.storage is None:
+                continue
+            storage = recode.storage_for(before.storage, leaf.spec)
+            pools = ledger.pools[leaf.kind]
+            storage.fit(pools.open.size, pools.sealed.size)
+            recode.refill(before.storage, was, storage, extents[leaf.kind], leaf.tally)
+            ledger.book.storages[leaf.leaf] = storage
+        except (CacheError, ValueError) as error:
+            raise type(error)(f"layer {name}: {error}") from error
+    after = tuple(extents[kind] for kind in range(len(ledger.kinds)))
+    ledger.keep(replace(ledger.book, extents=after))
+
+
+def brought(layers: Layers, there: Layers) -> Sequence[Extent]:
+    """The sequences of a cache in the pools of another: as they are, or copies of their pages."""
+    book = layers.ledger.book
+    mine = {name: leaf.storage for name, leaf in layers.attention()}
+    other = {name: leaf.storage for name, leaf in there.attention()}
+    if all(mine[name] is other[name] for name in mine):
+        return book.extents
+    pools = there.ledger.pools
+    extents = [placed(e.kind, e.numbers, p) for e, p in zip(book.extents, pools, strict=True)]
+    for name, leaf in layers.attention():
+        source, target = mine[name], other[name]
+        if source is None or target is None or source.geometry != target.geometry:
+            raise ValueError(f"layer {name}: rows of other shapes, or on another device")
+        target.fit(pools[leaf.kind].open.size, pools[leaf.kind].sealed.size)
+        target.take(source, book.extents[leaf.kind], extents[leaf.kind])
+    return extents

@@ -1,0 +1,166 @@
+"""The rows of an attention layer under another recipe.
+
+The new layer is what one would be that was given, as `prefill="stored"` gives them, the rows as the
+newest token sees them in the old one. A side whose codec, page and dtype stay keeps its sealed
+pages and open rows as they are: nothing is encoded twice. Rows that a window let go do not come
+back; where a page begins before the first row there is, zeros stand in for what nobody can see.
+Knows no format, and changes nothing in the old layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.attention.reference import Alike, seen_rows
+from kvant.attention.storing import seal_into
+from kvant.attention.writing import SEAL_AT_ONCE
+from kvant.cache.changes import Pools, placed
+from kvant.cache.storage import Storage
+from kvant.contracts import Mask, Tally, View
+from kvant.errors import CapacityError, SpecError
+from kvant.extent import BEGINS, FIRST_OPEN, FIRST_SEALED, STOP_SEALED, Extent, Ints, Kind
+from kvant.recipes import LayerSpec
+
+
+def check_rows(old: Extent, kind: Kind) -> None:
+    """Refuse to bring back what was let go, and more tokens than a capacity has room for."""
+    longest = int(old.rows.max(initial=0))
+    if kind.capacity is not None and longest > kind.capacity:
+        raise CapacityError(
+            f"{longest} tokens for a capacity of {kind.capacity}: rewind first, or give the spec "
+            f"capacity={longest} or none"
+        )
+    held, asked = _held(old), _low(kind, old.rows)
+    worst = int((held - asked).argmax())
+    if held[worst] > asked[worst]:
+        length, there = int(old.rows[worst]), int(old.rows[worst] - held[worst])
+        said = "all rows" if kind.window is None else f"window={kind.window}"
+        raise SpecError(
+            f"{said} of {length} tokens, but the last {there} are held: what a window let go does "
+            f"not come back; ask for at most window={there}, or reset first"
+        )
+    if kind.sinks > old.kind.sinks and (old.kind.sinks < np.minimum(held, old.rows)).any():
+        raise SpecError(
+            f"sinks={kind.sinks}, but of the first rows {old.kind.sinks} are held: what a window "
+            f"let go does not come back; ask for at most sinks={old.kind.sinks}, or reset first"
+        )
+
+
+def recoded(old: Extent, kind: Kind, pools: Pools) -> Extent:
+    """Where the same sequences lie in pages of another kind."""
+    numbers = old.numbers.copy()
+    begins = np.minimum(_reaching(old, old.first_row), old.rows)
+    first = np.maximum(kind.first_sealed(old.lengths), begins // kind.page)
+    due = kind.paging.all_due(old.rows)
+    numbers[:, BEGINS] = begins
+    numbers[:, FIRST_SEALED] = first
+    numbers[:, STOP_SEALED] = np.maximum(first, due)
+    numbers[:, FIRST_OPEN] = np.maximum(kind.first_open(old.lengths), begins // kind.page)
+    return placed(kind, numbers, pools)
+
+
+def refill(old: Storage, was: Extent, new: Storage, now: Extent, tally: Tally) -> None:
+    """Store what one layer reads in the slots of another."""
+    for which in range(was.batch):
+        recoding = Recoding(old, was, new, now, which, tally)
+        for name in new.sides:
+            recoding.open(name)
+            recoding.seal(name)
+
+
+@dataclass(frozen=True)
+class Recoding:
+    """One sequence in two storages, the second still without it."""
+
+    old: Storage
+    was: Extent
+    new: Storage
+    now: Extent
+    which: int
+    tally: Tally
+
+    @cached_property
+    def group(self) -> Alike:
+        keys = self.old.sides["keys"]
+        values = self.old.sides.get("values", keys)
+        pages = View(keys, values, None, self.was, False, Mask(), 0, self.tally)
+        return Alike(pages, np.array([self.which]))
+
+    def kept(self, name: str) -> bool:
+        """Are the pages and rows of this side taken over as they are?"""
+        old, new = self.old, self.new
+        same = old.spec.page == new.spec.page and old.spec.seals and new.spec.seals
+        same = same and old.spec.sides[name] == new.spec.sides[name]
+        return same and old.geometry.dtypes[name] == new.geometry.dtypes[name]
+
+    def open(self, name: str) -> None:
+        """Fill the open pages."""
+        page, stored = self.now.kind.page, self.new.sides[name]
+        which, numbers = self.now.open_pages()
+        for number in numbers[which == self.which].tolist():
+            slot = int(self.now.open[self.which, number])
+            start, stop = number * page, min((number + 1) * page, int(self.was.rows[self.which]))
+            rows = self.rows(name, start, stop)
+            opened = number >= self.was.first_open[self.which] or number < self.was.kind.sink_pages
+            if self.kept(name) and opened:
+                there = int(self.was.open[self.which, number])
+                rows = self.old.sides[name].open[there : there + 1, :, : stop - start]
+            stored.open[slot, :, : stop - start] = rows[0]
+
+    def seal(self, name: str) -> None:
+        """Fill the sealed pages, a few at a time."""
+        page, stored = self.now.kind.page, self.new.sides[name]
+        which, numbers = self.now.sealed_pages()
+        numbers = numbers[which == self.which]
+        if self.kept(name):
+            there = numbers >= self.was.first_sealed[self.which]
+            there &= numbers < self.was.stop_sealed[self.which]
+            self._copy(name, numbers[there])
+            numbers = numbers[~there]
+        for first in range(0, len(numbers), SEAL_AT_ONCE):
+            some = numbers[first : first + SEAL_AT_ONCE]
+            pages = [self.rows(name, n * page, (n + 1) * page) for n in some.tolist()]
+            slots = self.now.sealed[self.which, some]
+            seal_into(stored, name, torch.cat(pages), slots, self.tally)
+
+    def _copy(self, name: str, numbers: Ints) -> None:
+        source = torch.from_numpy(self.was.sealed[self.which, numbers])
+        to = torch.from_numpy(self.now.sealed[self.which, numbers])
+        old, new = self.old.sides[name], self.new.sides[name]
+        for field, tensor in new.sealed.items():
+            device = tensor.device
+            tensor[to.to(device)] = old.sealed[field][source.to(device)]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Positions [start, stop) in the frame and dtype of the new layer, [1, H, n, D]."""
+        rows = seen_rows(self.group, name, start, stop)  # type: ignore[arg-type]
+        frames = [side.spec.sides[name].frame for side in (self.old, self.new)]
+        dtype = self.new.geometry.dtypes[name]
+        if frames[0] == frames[1]:
+            return rows.to(dtype)
+        return frames[1].rows(frames[0].outputs(rows).to(dtype))
+
+
+def storage_for(old: Storage, spec: LayerSpec) -> Storage:
+    """An empty storage for the rows of another."""
+    return Storage(spec, old.geometry.of_dtype(spec.dtype), old.tiles)
+
+
+def _low(kind: Kind, rows: Ints) -> Ints:
+    """The first positions that the newest tokens see, sinks aside."""
+    return np.zeros_like(rows) if kind.window is None else np.maximum(rows - kind.window, 0)
+
+
+def _held(extent: Extent) -> Ints:
+    """The first positions that were promised to stay, and did."""
+    return _reaching(extent, np.maximum(extent.first_row, _low(extent.kind, extent.rows)))
+
+
+def _reaching(extent: Extent, first: Ints) -> Ints:
+    """The first positions there are: sinks count where they touch the others."""
+    return np.where(first <= extent.kind.sinks, 0, first)

@@ -1,0 +1,83 @@
+"""Rows at the door of an attention layer: what does not fit is refused before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvant.contracts import Fields, Order
+from kvant.recipes import DTYPES, LayerSpec
+
+
+class Known(Protocol):
+    """What the rows before these were like."""
+
+    def fits(self, rows: Fields) -> bool: ...
+
+
+def check_order(order: str) -> None:
+    if order not in ("BHTD", "BTHD"):
+        raise ValueError(f"order {order!r}: 'BHTD' or 'BTHD' is needed")
+
+
+def incoming(
+    spec: LayerSpec, keys: Tensor, values: Tensor | None, order: Order, known: Known | None
+) -> tuple[Fields, bool]:
+    """The tensors of an append as {side: [B, H, T, D]}, or a ValueError.
+
+    Are they like the rows before? Then they need no second look.
+    """
+    if (values is None) != (spec.value_dim is not None):
+        raise ValueError("values come with the keys, unless the spec's value_dim finds them there")
+    rows = {"keys": keys} if values is None else {"keys": keys, "values": values}
+    if order == "BHTD" and known is not None and known.fits(rows):
+        if keys.requires_grad or (values is not None and values.requires_grad):
+            rows = {n: t.detach() for n, t in rows.items()}
+        return rows, True
+    check_order(order)
+    for name, tensor in rows.items():
+        _check(name, tensor, order)
+    if spec.value_dim is not None and spec.value_dim > keys.shape[3]:
+        raise ValueError(f"values of {spec.value_dim} channels inside keys of {keys.shape[3]}")
+    if values is not None and (keys.shape[:3], keys.device) != (values.shape[:3], values.device):
+        raise ValueError(
+            f"keys {list(keys.shape)} on {keys.device} and values {list(values.shape)} on "
+            f"{values.device} differ in more than their last dimension and dtype"
+        )
+    if order == "BTHD":
+        rows = {name: tensor.transpose(1, 2) for name, tensor in rows.items()}
+    return {name: _stored(tensor, spec.dtype) for name, tensor in rows.items()}, False
+
+
+def _stored(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Without a graph, in the dtype of the spec; a call that changes nothing still takes time."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor if dtype in (None, tensor.dtype) else tensor.to(dtype)
+
+
+def _check(name: str, tensor: Tensor, order: Order) -> None:
+    if tensor.ndim != 4:
+        single = f": one sequence is {name}[None]" if tensor.ndim == 3 else ""
+        raise ValueError(
+            f"{name} of shape {list(tensor.shape)}: {order} needs 4 dimensions{single}"
+        )
+    heads = tensor.shape[1 if order == "BHTD" else 2]
+    if 0 in (tensor.shape[0], heads, tensor.shape[3]):
+        raise ValueError(f"{name} of shape {list(tensor.shape)}: only T may be 0")
+    if not stores(tensor.dtype):
+        raise ValueError(f"{name} of {tensor.dtype}: one of {', '.join(DTYPES)} is needed")
+
+
+def stores(dtype: torch.dtype) -> bool:
+    return dtype in DTYPES.values()
+
+
+def padding(start: Sequence[int] | Tensor) -> tuple[int, ...]:
+    columns = torch.as_tensor(start)
+    if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
+        raise ValueError(f"start {start}: one whole number a sequence is needed")
+    return tuple(columns.tolist())

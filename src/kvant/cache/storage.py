@@ -1,0 +1,199 @@
+"""The tensors of one layer, by slot: what a slot number means in memory.
+
+They grow by more slots. On a CPU much more address space is reserved than is touched, so that what
+is there stays where it is; elsewhere rows are copied to larger tensors, an eighth more than needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvant.attention import arrangement
+from kvant.cache.reserve import reserved
+from kvant.cache.tiles import retiled
+from kvant.contracts import Fields, Stored, Tiles
+from kvant.extent import Extent
+from kvant.recipes import LayerSpec
+
+MOVED_AT_ONCE = 32  # pages: bounds the scratch of a move
+RESERVED = 4  # times what is needed: address space costs nothing on a CPU
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What all rows of a layer have in common once the first ones came."""
+
+    heads: int
+    dims: Mapping[str, int]
+    dtypes: Mapping[str, torch.dtype]
+    device: torch.device
+
+    @classmethod
+    def of(cls, rows: Fields) -> Geometry:
+        keys = rows["keys"]
+        dims = {name: tensor.shape[3] for name, tensor in rows.items()}
+        dtypes = {name: tensor.dtype for name, tensor in rows.items()}
+        return cls(keys.shape[1], dims, dtypes, keys.device)
+
+    def of_dtype(self, dtype: torch.dtype | None) -> Geometry:
+        """The same in the dtype that a recipe asks for, if it asks for one."""
+        return self if dtype is None else replace(self, dtypes=dict.fromkeys(self.dims, dtype))
+
+    def fits(self, rows: Fields) -> bool:
+        """Is this the geometry of these rows? Asked at every token."""
+        shape = rows["keys"].shape
+        if len(shape) != 4:
+            return False
+        batch, _, count, _ = shape
+        for name, tensor in rows.items():
+            if tensor.shape != (batch, self.heads, count, self.dims[name]):
+                return False
+            if tensor.dtype != self.dtypes[name] or tensor.device != self.device:
+                return False
+        return True
+
+    def __str__(self) -> str:
+        parts = [f"{name} {self.dims[name]} wide in {self.dtypes[name]}" for name in self.dims]
+        return f"{self.heads} heads, {', '.join(parts)} on {self.device}"
+
+    def open_nbytes(self, spec: LayerSpec) -> int:
+        """Bytes of one open page."""
+        return sum(
+            self.heads * spec.page * dim * self.dtypes[name].itemsize
+            for name, dim in self.dims.items()
+        )
+
+    def sealed_nbytes(self, spec: LayerSpec) -> int:
+        """Bytes of one sealed page."""
+        return sum(
+            shape[0] * shape[1] * shape[2] * dtype.itemsize
+            for name in self.dims
+            for shape, dtype in self.fields(spec, name).values()
+        )
+
+    def fields(
+        self, spec: LayerSpec, name: str
+    ) -> dict[str, tuple[tuple[int, int, int], torch.dtype]]:
+        """The shape and the dtype of each field of a sealed page of one side."""
+        if not spec.seals:
+            return {}
+        return {
+            part: (
+                (self.heads, field.height(spec.page), field.width),
+                field.dtype or self.dtypes[name],
+            )
+            for part, field in spec.sides[name].fields(self.dims[name]).items()
+        }
+
+
+class Storage:
+    """What a layer stores; caches that share pages share it."""
+
+    def __init__(self, spec: LayerSpec, geometry: Geometry, tiles: Tiles | None = None) -> None:
+        self.spec = spec
+        self.geometry = geometry
+        self.tiles = arrangement(geometry.device) if tiles is None else tiles
+        self.used = self.room = (0, 0)  # slots, open and sealed: needed so far, and there
+        self.sides: dict[str, Stored] = {}
+        self._lie((0, 0))
+
+    @cached_property
+    def open_nbytes(self) -> int:
+        return self.geometry.open_nbytes(self.spec)
+
+    @cached_property
+    def sealed_nbytes(self) -> int:
+        return self.geometry.sealed_nbytes(self.spec)
+
+    def fit(self, opened: int, sealed: int) -> None:
+        """Have room for so many slots, keeping what is in those that there are."""
+        if opened > self.room[0] or sealed > self.room[1]:
+            need = max(opened, self.used[0]), max(sealed, self.used[1])
+            try:
+                self._lie((self._room(need[0], self.room[0]), self._room(need[1], self.room[1])))
+            except MemoryError:
+                self._lie(need)
+        self.used = max(opened, self.used[0]), max(sealed, self.used[1])
+
+    def moved(self, device: torch.device, tiles: Tiles | None) -> Storage:
+        """The same slots in the memory of another device, pages in these tiles or as it likes."""
+        twin = Storage(self.spec, replace(self.geometry, device=device), tiles)
+        if (device, twin.tiles) == (self.geometry.device, self.tiles):
+            return self
+        twin.fit(*self.used)
+        by = twin if device.type != "cpu" else self  # a GPU swaps bytes faster than they are sent
+        for name, stored in self.sides.items():
+            other, (opened, sealed) = twin.sides[name], self.used
+            other.open[:opened].copy_(stored.open[:opened])
+            for field, pages in stored.sealed.items():
+                for first in range(0, sealed, MOVED_AT_ONCE):
+                    some = slice(first, min(first + MOVED_AT_ONCE, sealed))
+                    part = pages[some].to(by.geometry.device)
+                    part = retiled(f"{name}.{field}", part, self.tiles, twin.tiles)
+                    other.sealed[field][some].copy_(part)
+        return twin
+
+    def copied(self, was: Extent, now: Extent, slots: tuple[int, int]) -> Storage:
+        """A storage of so many slots with the pages of one extent, where another says."""
+        twin = Storage(self.spec, self.geometry, self.tiles)
+        twin.fit(*slots)
+        twin.take(self, was, now)
+        return twin
+
+    def take(self, other: Storage, was: Extent, now: Extent) -> None:
+        """Copy the pages that lie in another storage where one extent says, as the other does."""
+        device = self.geometry.device
+        slots = [
+            tuple(
+                torch.from_numpy(n).to(device) for n in (extent.open_slots(), extent.sealed_slots())
+            )
+            for extent in (was, now)
+        ]
+        for name, stored in self.sides.items():
+            source = other.sides[name]
+            stored.open[slots[1][0]] = source.open[slots[0][0]]
+            for field, tensor in stored.sealed.items():
+                tensor[slots[1][1]] = source.sealed[field][slots[0][1]]
+
+    def _room(self, need: int, have: int) -> int:
+        if need <= have:
+            return have
+        return RESERVED * need if self.geometry.device.type == "cpu" else need + need // 8
+
+    def _lie(self, room: tuple[int, int]) -> None:
+        """Lie in tensors of so many slots."""
+        sides, geometry = {}, self.geometry
+        for name, codec in self.spec.sides.items():
+            shape = (geometry.heads, self.spec.page, geometry.dims[name])
+            old = self.sides.get(name)
+            rows = self._grown(
+                None if old is None else old.open, shape, geometry.dtypes[name], room, 0
+            )
+            fields = {
+                part: self._grown(None if old is None else old.sealed[part], shape, dtype, room, 1)
+                for part, (shape, dtype) in geometry.fields(self.spec, name).items()
+            }
+            sides[name] = Stored(codec, rows, fields, self.tiles)
+        # In one call: an interrupt finds the old tensors with their numbers, or the new ones.
+        self.__dict__.update(sides=sides, room=room)
+
+    def _grown(
+        self,
+        old: Tensor | None,
+        shape: tuple[int, int, int],
+        dtype: torch.dtype,
+        room: tuple[int, int],
+        which: int,
+    ) -> Tensor:
+        if old is not None and room[which] == self.room[which]:
+            return old
+        new = reserved((room[which], *shape), dtype, self.geometry.device)
+        if old is not None:
+            used = self.used[which]
+            new[:used] = old[:used]
+        return new

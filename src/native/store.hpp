@@ -1,0 +1,10 @@
+// Storing what came, for the entry points.
+#pragma once
+
+#include "kernels.hpp"
+
+namespace kvant {
+
+void store(const kvant_store_request &request, const Kernels &kernels);
+
+}  // namespace kvant

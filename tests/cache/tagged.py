@@ -1,0 +1,106 @@
+"""Rows whose value is their position, so that a failure reads [7, 8, 9, 11].
+
+Sequence b and head h add 1000 * (b * heads + h): rows of another head cannot pass for one's own.
+Every channel of a row is alike, which affine formats store exactly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvant import Cache, CacheSpec, LayerSpec, parse
+from kvant.cache import Attention
+from kvant.contracts import Codec, Retention, Snapshot, Tiles, View
+from kvant.recipes import Recipe
+
+
+class One:
+    """A cache of one layer, with the verbs of both."""
+
+    def __init__(
+        self, spec: Recipe, tiles: Tiles | None = None, cache: Cache | None = None
+    ) -> None:
+        self.cache = Cache(spec=CacheSpec((spec,)), tiles=tiles) if cache is None else cache
+
+    def __getattr__(self, name: str) -> Any:
+        layer = self.cache[0]
+        return getattr(layer if hasattr(layer, name) else self.cache, name)
+
+    def fork(self) -> One:
+        return One(self.spec, cache=self.cache.fork())
+
+    def recode(self, spec: LayerSpec) -> None:
+        self.cache.recode(CacheSpec((spec,)))
+
+    def snapshot(self) -> Snapshot:
+        """Its parts, by names without that of the layer."""
+        whole = self.cache.snapshot()
+        parts = [{n.removeprefix("0/"): x for n, x in told.items()} for told in _parts(whole)]
+        return Snapshot(*parts)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        parts = [{f"0/{name}": x for name, x in told.items()} for told in _parts(snapshot)]
+        self.cache.restore(Snapshot(*parts))
+
+
+def _parts(snapshot: Snapshot) -> tuple[Any, Any]:
+    return snapshot.tensors, snapshot.numbers
+
+
+def rows(
+    start: int,
+    stop: int,
+    batch: int = 1,
+    heads: int = 1,
+    dim: int = 8,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """[batch, heads, stop - start, dim]."""
+    owner = 1000 * torch.arange(batch * heads).view(batch, heads, 1, 1)
+    return (owner + torch.arange(start, stop).view(1, 1, -1, 1)).to(dtype).repeat(1, 1, 1, dim)
+
+
+def put(state: Attention | One, count: int, **shape: int) -> View:
+    """Append the next `count` rows."""
+    new = rows(state.length, state.length + count, **shape)
+    view: View = state.append(new, new)
+    return view
+
+
+def forward(cache: Cache, count: int, upto: int | None = None, **shape: int) -> list[View]:
+    """Append the next `count` rows to every layer, or to the first `upto` of them."""
+    place = cache.length
+    new = rows(place, place + count, **shape)
+    return [cache[i].append(new, new) for i in range(len(cache) if upto is None else upto)]
+
+
+def told(state: Attention | One, sequence: int = 0, head: int = 0) -> list[int]:
+    """The tags that one head reads, if all channels and both sides say the same."""
+    keys, values = state.read()
+    assert torch.equal(keys, values)
+    assert torch.equal(keys, keys[..., :1].expand_as(keys))
+    return [round(v) for v in keys[sequence, head, :, 0].tolist()]
+
+
+def same(a: Snapshot, b: Snapshot) -> None:
+    """Bit for bit; NaN equals itself."""
+    assert a.numbers == b.numbers
+    assert a.tensors.keys() == b.tensors.keys()
+    for name, tensor in a.tensors.items():
+        other = b.tensors[name]
+        assert (tensor.dtype, tensor.shape) == (other.dtype, other.shape), name
+        bits = [t.contiguous().flatten().view(torch.uint8) for t in (tensor, other)]
+        assert torch.equal(*bits), name
+
+
+def layer(text: str) -> LayerSpec:
+    spec = parse(text, 1).layers[0]
+    assert isinstance(spec, LayerSpec)
+    return spec
+
+
+def recipe(codec: Codec, rule: Retention, **rest: int) -> LayerSpec:
+    return LayerSpec(codec, codec, rule, **rest)  # type: ignore[arg-type]

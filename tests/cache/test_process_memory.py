@@ -1,0 +1,55 @@
+"""What a cache says that it takes, against what the process really takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="no mark to set back"
+)
+
+SCRIPT = """
+import json, sys
+import torch
+from kvant import Cache, attend
+from kvant.bench.memory import mark, resident
+
+text, LAYERS, ROWS, CHUNK = sys.argv[1], 4, 30720, 128
+torch.set_num_threads(1)
+rows = torch.randn(2, 1, 8, CHUNK, 128).bfloat16()
+q = torch.randn(1, 8, 1, 128).bfloat16()
+
+def fill(cache, count):
+    for _ in range(count // CHUNK):
+        for state in cache:
+            state.append(*rows)
+    for _ in range(2):
+        for state in cache:
+            attend(q, state.append(*rows[:, :, :, :1]))
+
+fill(Cache(2, text), 2 * CHUNK)  # what first calls take for good
+cache = Cache(LAYERS, text)
+before = mark()
+fill(cache, ROWS)
+peak, rest = resident("VmHWM") - before, resident("VmRSS") - before
+print(json.dumps({
+    "allocated": cache.nbytes, "used": cache.nbytes_used, "rest": rest, "peak": peak,
+    "scratch": max(state.nbytes for state in cache),
+}))
+"""
+
+
+@pytest.mark.parametrize("text", ["raw", "raw,capacity=40960", "affine4", "turbo4v2"])
+def test_it_is_what_the_process_takes(text: str) -> None:
+    run = [sys.executable, "-c", SCRIPT, text]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    told = json.loads(done.stdout)
+    claimed = told["used" if "capacity" in text else "allocated"]  # what is reserved is not there
+    assert abs(told["rest"] - claimed) <= 0.05 * claimed, told
+    # For a moment one layer moves to larger memory.
+    assert told["peak"] <= 1.05 * (claimed + told["scratch"]), told

@@ -1,0 +1,49 @@
+"""Reserved memory: tensors as any others, which are no part of the process while untouched."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvant.cache.reserve import FLAGS, OWN, reserved
+
+CPU = torch.device("cpu")
+SCRIPT = """
+import torch
+from kvant.cache.reserve import reserved
+from kvant.bench.memory import resident
+
+used = torch.empty(1 << 24, dtype=torch.uint8).fill_(1)
+del used
+before = resident("VmRSS")
+held = [reserved((1 << 24,), torch.uint8, torch.device("cpu")) for _ in range(8)]
+untouched = resident("VmRSS") - before
+held[0].fill_(1)
+touched = resident("VmRSS") - before
+held.clear()
+print(untouched, touched, resident("VmRSS") - before)
+"""
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("count", [0, 1, OWN // 4 - 1, OWN // 4, OWN])
+def test_a_tensor_as_any_other(count: int, dtype: torch.dtype) -> None:
+    with torch.inference_mode():
+        made = reserved((count, 1), dtype, CPU)
+    assert (made.shape, made.dtype, made.is_inference()) == ((count, 1), dtype, False)
+    made.fill_(3)
+    assert made.sum(dtype=torch.float64) == 3 * count
+
+
+@pytest.mark.skipif(
+    not (FLAGS and Path("/proc/self/status").exists()), reason="nobody tells what is resident"
+)
+def test_what_is_not_touched_is_not_resident_and_what_is_freed_is_gone() -> None:
+    run = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(run, capture_output=True, text=True, check=True)
+    untouched, touched, freed = map(int, done.stdout.split())
+    assert untouched < 1 << 20 < 1 << 24 <= touched < 17 << 20 and freed < 1 << 20

@@ -1,0 +1,156 @@
+"""View that several caches hold: who takes new ones, who copies, and who may write from where."""
+
+from __future__ import annotations
+
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+import torch
+
+from cache.tagged import forward, rows, same, told
+from kvant import Cache, merge
+
+SPECS = ("raw", "affine8", "affine4", "affine8,window=200,sinks=3")
+
+
+def slots(cache: Cache) -> list[int]:
+    """How many there are of each kind of pages, free or not."""
+    return [pool.size for pools in cache._ledger.pools for pool in (pools.open, pools.sealed)]
+
+
+def grown(text: str, count: int, num_layers: int = 2, **shape: int) -> Cache:
+    cache = Cache(num_layers, text)
+    forward(cache, count, **shape)
+    return cache
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_a_fork_of_many_tokens_takes_no_page(text: str) -> None:
+    cache = grown(text, 8192)
+    before = slots(cache)
+    twins = [cache.fork() for _ in range(5)]
+    cache.select([0] * 7)
+    assert slots(cache) == before
+    assert [slots(twin) for twin in twins] == [before] * 5
+    cache.check()
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8"])
+def test_who_writes_copies_the_page_that_is_begun_and_no_other(text: str) -> None:
+    cache = grown(text, 8192 + 7)
+    before = slots(cache)
+    twin = cache.fork()
+    forward(twin, 1)
+    assert [after - n for after, n in zip(slots(twin), before, strict=True)] == [1, 0]
+    forward(twin, 1)
+    forward(cache, 1)  # which holds the page alone by now
+    assert [after - n for after, n in zip(slots(twin), before, strict=True)] == [1, 0]
+    assert (told(cache[0])[-2:], told(twin[0])[-2:]) == ([8198, 8199], [8199, 8200])
+    cache.check()
+
+
+def test_a_fork_at_the_end_of_a_page_copies_nothing() -> None:
+    cache = grown("raw", 128)
+    twin = cache.fork()
+    forward(twin, 1)
+    assert slots(twin) == [3, 0]
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_what_is_extracted_and_merged_again_takes_no_page(text: str) -> None:
+    cache = grown(text, 300, batch=3)
+    before = slots(cache)
+    parts = [cache.extract(which) for which in (2, 0)]
+    merged = merge(parts)
+    assert slots(merged) == before
+    assert [told(merged[1], which) for which in (0, 1)] == [told(cache[1], w) for w in (2, 0)]
+    merged.check()
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_a_merge_of_caches_of_other_pools_copies_their_pages_once(text: str) -> None:
+    one, other = grown(text, 300), grown(text, 200)
+    merged = merge([one, other])
+    assert merged.lengths == [300, 200]
+    for _ in range(2):
+        for which, cache in enumerate((one, other)):
+            same(merged.extract(which).snapshot(), cache.snapshot())
+            cache.check()
+        merged.check()
+        forward(one, 70)
+        forward(other, 70)
+        more = torch.cat([rows(300, 370), rows(200, 270)])
+        for state in merged:
+            state.append(more, more)
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_a_sequence_that_is_removed_leaves_its_pages(text: str) -> None:
+    cache = grown(text, 300, batch=3)
+    expected, before = [told(cache[0], which) for which in (0, 2)], slots(cache)
+    cache.remove(1)
+    assert [told(cache[0], which) for which in (0, 1)] == expected
+    forward(cache, 100, batch=2)
+    assert slots(cache) == before or "window" in text or "affine" in text
+    cache.check()
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_threads_append_to_forks_of_one_cache(text: str) -> None:
+    cache, steps = grown(text, 190), 150
+    before, begin = cache.snapshot(), Barrier(2)
+
+    def work(number: int, twin: Cache) -> list[list[int]]:
+        begin.wait()
+        for step in range(steps):
+            tag = 1000 * number + step
+            for state in twin:
+                state.append(rows(tag, tag + 1), rows(tag, tag + 1))
+        return [told(state) for state in twin]
+
+    twins = [cache.fork() for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(work, (1, 2), twins))
+    for number, layers in enumerate(found, 1):
+        tail = list(range(1000 * number, 1000 * number + steps))
+        assert [layer[-steps:] for layer in layers] == [tail] * 2
+        assert [layer[-steps - 1] for layer in layers] == [189] * 2
+    same(before, cache.snapshot())
+    cache.check()
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8,window=100"])
+def test_forks_go_while_others_are_written_to(text: str) -> None:
+    """From whichever thread collects them, in the middle of whatever."""
+    cache, rounds, begin = grown(text, 130), 60, Barrier(2)
+
+    def fork_and_forget(source: Cache) -> None:
+        begin.wait()
+        for _ in range(rounds):
+            twin = source.fork()
+            forward(twin, 3)
+            ring = [twin]
+            ring.append(ring)  # type: ignore[arg-type]
+            del twin, ring
+            gc.collect(0)
+
+    def write(twin: Cache) -> list[int]:
+        begin.wait()
+        for _ in range(3 * rounds):
+            forward(twin, 1)
+        return told(twin[1])
+
+    with ThreadPoolExecutor(2) as pool:
+        forgetting = pool.submit(fork_and_forget, cache.fork())
+        found = pool.submit(write, cache.fork()).result(60)
+        forgetting.result(60)
+    assert found == list(range(130 + 3 * rounds))[-len(found) :]
+    gc.collect()
+    cache.check()
+    forward(cache, 1)
+    sizes = slots(cache)
+    for _ in range(3):
+        cache.fork()
+    assert slots(cache) == sizes

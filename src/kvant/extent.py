@@ -247,6 +247,7 @@ class Change:
     opens: Ints = field(default_factory=lambda: NO_PAIRS)  # sealed slot to open slot: decoded rows
     taken: tuple[Ints, Ints] = NO_SLOTS  # open, sealed
     dropped: tuple[Ints, Ints] = NO_SLOTS
+    own: bool = False  # are rows that came read where they came, and not from their pages?
     room: tuple[int, int] | None = None  # slots that there are now; None: as many as before
     memo: dict[Any, Any] = field(default_factory=dict)  # what writers worked out of it
 

@@ -223,8 +223,9 @@ def look(
     for which, sequence in enumerate(sequences):
         length = len(sequence.tokens)
         for query in range(max(0, length - change.count), length):
-            own = None if change.count == 1 else came[which]
-            reads(kind, rows, change.during, which, sequence.tokens, query, own, change.dense)
+            own = came[which] if change.own else None
+            dense = change.own and change.dense
+            reads(kind, rows, change.during, which, sequence.tokens, query, own, dense)
 
 
 def reads(

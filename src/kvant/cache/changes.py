@@ -22,6 +22,7 @@ from kvant.extent import (
     ranges,
 )
 
+FEW = 16  # columns of a draft, to which kernels give what single tokens get, to the bit
 NEXT_ROW = np.array([0, 0, 1, 0, 0])  # to be added to writes
 
 
@@ -134,8 +135,14 @@ def advanced(extent: Extent, count: int, pools: Pools, *, dense: bool = False) -
         seals=seals,
         taken=(np.concatenate([fresh, copies[:, 1]]), slots),
         dropped=dropped,
+        own=_own(count, (seen // page < first_open) | (dense & (due * page > seen))),
         room=(pools.open.size, pools.sealed.size),
     )
+
+
+def _own(count: int, needed: Bools) -> bool:
+    """Are rows read where they came? A few that lie in open pages are read as single tokens are."""
+    return count > 1 and (count > FEW or bool(needed.any()))
 
 
 def _seals(which: Ints, number: Ints, slots: Ints, extent: Extent, open_table: Ints) -> Ints:

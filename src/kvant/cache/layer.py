@@ -181,8 +181,8 @@ class Attention:
             if self.framed:
                 rows = {n: codec.frame.rows(rows[n]) for n, codec in self.spec.sides.items()}
             store(change, rows, storage.sides, self.tally)
-            own = rows if count > 1 else None
-            pages = self._pages(storage, change.during, own, change.dense)
+            own = rows if change.own else None
+            pages = self._pages(storage, change.during, own, change.own and change.dense)
             self.tally.appends += 1
             ledger.arrive(self.leaf)
         return pages

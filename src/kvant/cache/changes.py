@@ -72,31 +72,8 @@ def advanced(extent: Extent, count: int, pools: Pools, *, dense: bool = False) -
     numbers[:, FIRST_SEALED] = first_sealed
     due = kind.paging.all_due(rows)
     numbers[:, STOP_SEALED] = np.maximum(np.maximum(extent.stop_sealed, due), first_sealed)
-    new_page, stop = -(-seen // page), -(-rows // page)
-
-    # Open pages: new ones get slots, and the one that is begun is copied where others hold it.
-    open_table = _wide(extent.open, int(stop.max(initial=0)))
-    sinks = np.minimum(np.minimum(kind.sink_pages, first_open), stop)
-    which, number = _both(ranges(new_page, sinks), ranges(np.maximum(first_open, new_page), stop))
-    fresh = pools.open.take(len(which))
-    begun = np.flatnonzero((seen % page != 0) & (after > before))
-    begun_page = seen[begun] // page
-    old_slots = open_table[begun, begun_page]
-    shared = pools.open.shared(old_slots)
-    copies = np.zeros((int(shared.sum()), 2), np.int64)
-    if shared.any():
-        open_table = open_table.copy()
-        copies[:, 0] = old_slots[shared]
-        copies[:, 1] = pools.open.take(len(copies))
-        open_table[begun[shared], begun_page[shared]] = copies[:, 1]
-    open_table[which, number] = fresh
-
-    # Rows go to new pages that stay, and to the page that is begun.
-    which, number = np.concatenate([begun, which]), np.concatenate([begun_page, number])
-    row = np.maximum(seen[which] - number * page, 0)
-    end = np.minimum(rows[which] - number * page, page)
-    column = number * page + row - before[which]
-    writes = np.stack([which, open_table[which, number], row, end - row, column], 1)
+    new_page = -(-seen // page)
+    open_table, fresh, copies, writes = _opened(extent, after, first_open, pools.open)
 
     # Sealed pages: those that fall due. A chunk that is dense to itself seals none that it lets go.
     begin = np.maximum(extent.stop_sealed, extent.first_open)
@@ -138,6 +115,39 @@ def advanced(extent: Extent, count: int, pools: Pools, *, dense: bool = False) -
         own=_own(count, (seen // page < first_open) | (dense & (due * page > seen))),
         room=(pools.open.size, pools.sealed.size),
     )
+
+
+def _opened(
+    extent: Extent, after: Ints, first_open: Ints, pool: Pool
+) -> tuple[Ints, Ints, Ints, Ints]:
+    """The table of open pages, new slots in it, the pages to copy first, and where rows go.
+
+    New pages get slots, and the page that a sequence has begun is copied where others hold it.
+    """
+    page, before, seen, rows = extent.kind.page, extent.lengths, extent.rows, np.maximum(after, 0)
+    new_page, stop = -(-seen // page), -(-rows // page)
+    table = _wide(extent.open, int(stop.max(initial=0)))
+    sinks = np.minimum(np.minimum(extent.kind.sink_pages, first_open), stop)
+    which, number = _both(ranges(new_page, sinks), ranges(np.maximum(first_open, new_page), stop))
+    fresh = pool.take(len(which))
+    begun = np.flatnonzero((seen % page != 0) & (after > before))
+    begun_page = seen[begun] // page
+    old_slots = table[begun, begun_page]
+    shared = pool.shared(old_slots)
+    copies = np.zeros((int(shared.sum()), 2), np.int64)
+    if shared.any():
+        table = table.copy()
+        copies[:, 0] = old_slots[shared]
+        copies[:, 1] = pool.take(len(copies))
+        table[begun[shared], begun_page[shared]] = copies[:, 1]
+    table[which, number] = fresh
+
+    # Rows go to new pages that stay, and to the page that is begun.
+    which, number = np.concatenate([begun, which]), np.concatenate([begun_page, number])
+    row = np.maximum(seen[which] - number * page, 0)
+    end = np.minimum(rows[which] - number * page, page)
+    column = number * page + row - before[which]
+    return table, fresh, copies, np.stack([which, table[which, number], row, end - row, column], 1)
 
 
 def _own(count: int, needed: Bools) -> bool:

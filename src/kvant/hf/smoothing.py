@@ -130,8 +130,10 @@ def _scales(model: PreTrainedModel) -> list[Scales]:
         model.eval()  # what is dropped at random is none of the model's
         ids = ids.to(model.device)
         with switched(model):  # queries are seen by ours
-            for part in (ids[:, :1], ids[:, 1:]):
-                model(part, past_key_values=cache)  # behind a first token, attention asks the cache
+            model(ids[:, :1], past_key_values=cache)
+            for keys, _ in watched:
+                keys.asked = None  # a first token sees itself alone, whatever it asks
+            model(ids[:, 1:], past_key_values=cache)  # behind it, attention asks the cache
     finally:
         for module, training in modes.items():
             module.training = training

@@ -27,7 +27,7 @@ from kvant import (
     load,
     save,
 )
-from kvant.cache.tiles import Tiled
+from kvant.cache.storage import Tiled
 
 SPECS = (
     "raw",

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from attention.offline import Compiled, Driver, pretend
 from kvant import Cache
 from kvant.attention.triton import launching
-from kvant.attention.triton.kernels import attend, merge
+from kvant.attention.triton.kernels import attend
 from kvant.contracts import Request
 
 FORMATS = "raw,affine8,affine8v4,affine4,turbo4v4,turbo3,turbo2"
@@ -79,7 +79,7 @@ def main(
         binaries[name] = made.asm["cubin"]
 
     attend.attend = Compiled(attend.attend, keep)  # type: ignore[assignment]
-    merge.merge = Compiled(merge.merge, keep)  # type: ignore[assignment]
+    attend.merge = Compiled(attend.merge, keep)  # type: ignore[assignment]
     table = Table("format", "bytes a row", "instructions a block", "memory, us", "issue, us")
     for text in formats.split(","):
         stored = launched(text)

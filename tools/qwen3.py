@@ -2,7 +2,7 @@
 
 A quarter of an hour and 12 GiB: `python tools/qwen3.py`. Weights and rows are random, the caches
 are made for 40,960 tokens. All formats decode one token each in turn, so what else the machine does
-hits all; memory is that of a process of its own for each (see kvant.bench.memory).
+hits all; memory is that of a process of its own for each (see kvant.bench.clock).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 import kvant
+from kvant.bench.clock import alone, mark, resident
 from kvant.bench.contest import FIRST, SHAPES, Contestant, build, filled, random_rows
 from kvant.bench.markdown import markdown
-from kvant.bench.memory import alone, mark, resident
 from kvant.bench.report import machine, progress
 from kvant.hf import cache_for
 

@@ -137,9 +137,6 @@ class Retention(Protocol):
     def keep(self, length: int) -> int:
         """The first row, sinks aside, that must stay once `length` tokens were seen."""
 
-    def reachable(self, to: int, first: int) -> int:
-        """The longest length <= `to` that rows from `first` on can still serve."""
-
 
 @dataclass(frozen=True)
 class Mask:

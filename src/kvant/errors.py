@@ -1,4 +1,8 @@
-"""The exception tree. Every message gives the value, the limit and the way out."""
+"""The exception tree, and what a `Cache` refuses: value, limit and way out in every message."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 
 class CacheError(Exception):
@@ -35,3 +39,21 @@ class CacheFileError(CacheError, ValueError):
 
 class UnsupportedView(CacheError):
     """A view that the backend asked for by name does not read."""
+
+
+class Refusals:
+    """Says in one line what to write instead."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a cache is not pickled: kvant.save(cache, path) and kvant.load(path) write and read "
+            "one, cache.fork() is a copy"
+        )
+
+    if not TYPE_CHECKING:  # or any name would be a good one
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"kvant.Cache has no {name!r}; a model of transformers takes kvant.cache_for(model,"
+                " spec), or kvant.load(path, model)"
+            )

@@ -13,7 +13,7 @@ from offline import Compiled, Driver, pretend
 
 from kvant import Cache
 from kvant.attention.triton import Triton, launching, sealing
-from kvant.attention.triton.kernels import attend, merge, put, seal
+from kvant.attention.triton.kernels import attend, put, seal
 from kvant.attention.triton.launching import Scope
 from kvant.attention.triton.places import MovingPlace
 from kvant.attention.triton.step import Step
@@ -48,7 +48,7 @@ active = Driver(90, 86)  # a Hopper, and a small Ampere
 pretend(active)
 for module, *names in (
     (attend, "attend"),
-    (merge, "merge"),
+    (attend, "merge"),
     (seal, "seal"),
     (put, "put", "put_token"),
 ):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.native.lanes import Lanes
+from kvant.attention.native.records import Lanes
 from kvant.cache.changes import Pools, advanced, joined, selected
 from kvant.contracts import Codec, Fields, Mask, Stored, Tally, View
 from kvant.extent import Change, Extent, Kind

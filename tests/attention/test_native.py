@@ -16,7 +16,7 @@ from torch import Tensor
 from attention.rows import odd_rows, sealed_by
 from kvant import Cache, attend, explain
 from kvant.attention.native import Native
-from kvant.attention.native.lanes import Lanes
+from kvant.attention.native.records import Lanes
 from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook, Fp8
 from kvant.contracts import Codec, Mask

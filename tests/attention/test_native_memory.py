@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 import torch
 from kvant import Cache, attend
-from kvant.bench.memory import mark, resident
+from kvant.bench.clock import mark, resident
 
 text, queries = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(2)

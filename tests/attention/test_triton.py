@@ -20,7 +20,8 @@ from torch._subclasses import FakeTensorMode
 from attention.kernels import DEVICE, GPU, NAME, needed
 from kvant import Cache, CacheSpec, Mask, UnsupportedView, attend, parse
 from kvant.attention import storing, triton
-from kvant.attention.triton import Triton, launching, operators, sealing
+from kvant.attention.triton import Triton, launching, sealing
+from kvant.attention.triton import step as operators
 from kvant.attention.triton.launching import Plan, Scope
 from kvant.attention.triton.places import MovingPlace, Place
 from kvant.attention.triton.step import Step

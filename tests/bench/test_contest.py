@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kvant.bench import contest, decode, memory
+from kvant.bench import clock, contest, decode
 from kvant.bench.device import DEVICES
 
 TINY = {
@@ -65,7 +65,7 @@ def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> N
 def test_a_peak_is_a_number_where_the_system_keeps_one(name: str) -> None:
     task = contest.Task(layers=1, repeats=2)
     found = contest.peak(task, name, 40, torch.get_num_threads())
-    assert (found is None) == (memory.mark() is None)
+    assert (found is None) == (clock.mark() is None)
     assert found is None or found >= 0
 
 

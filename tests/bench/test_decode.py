@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvant import demo
-from kvant.bench import decode, latency, peers, picture
+from kvant.bench import candidates, decode, latency, report
 from kvant.bench.candidates import Candidate, ours
 from kvant.bench.stream import streams
 from kvant.checkpoints import load
@@ -48,7 +48,7 @@ def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) ->
 def test_bytes_are_those_of_the_tokens_held() -> None:
     model, tokenizer = load(None)
     text = decode.source(model, tokenizer, 6)
-    makes = ours(model, split(FORMATS)) | peers.present(["transformers"], model, "")[0]
+    makes = ours(model, split(FORMATS)) | candidates.present(["transformers"], model, "")[0]
     held = {row["cache"]: row["cache_kib"] for row in streams(makes, text, tokens=3, runs=1)}
     dense = 8 * 6 * 2 * 2 * 64 * 2 / 1024  # tokens, layers, sides, heads, width, bytes
     page = 64 / 8 * dense  # memory is by whole pages of 64 rows
@@ -59,7 +59,7 @@ def test_all_continue_the_same_text() -> None:
     model, tokenizer = load(None)
     model = model.float()
     text = decode.source(model, tokenizer, 70)
-    makes = ours(model, ["none", "raw"]) | peers.present(["transformers"], model, "")[0]
+    makes = ours(model, ["none", "raw"]) | candidates.present(["transformers"], model, "")[0]
     said = {name: greedy(make(), text, 8) for name, make in makes.items()}
     assert said["none"] == said["raw"] == said["transformers"]
 
@@ -117,8 +117,8 @@ def test_what_cannot_be_measured_is_refused(given: dict[str, Any], why: str) -> 
 
 def test_a_peer_that_is_not_there_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = load(None)
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    makes, skipped = peers.present(["transformers", "llama-cpp", "mlx-lm"], model, "")
+    monkeypatch.setattr(candidates, "find_spec", lambda name: None)
+    makes, skipped = candidates.present(["transformers", "llama-cpp", "mlx-lm"], model, "")
     assert list(makes) == ["transformers"]
     assert skipped == ["llama-cpp-python is not installed", "mlx-lm is not installed"]
 
@@ -127,15 +127,15 @@ def test_a_peer_that_reads_other_files_is_said_and_left_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, _ = load(None)
-    monkeypatch.setattr(peers, "find_spec", lambda name: object())
-    assert "GGUF" in peers.present(["llama-cpp"], model, "")[1][0]
+    monkeypatch.setattr(candidates, "find_spec", lambda name: object())
+    assert "GGUF" in candidates.present(["llama-cpp"], model, "")[1][0]
 
 
 def test_mlx_continues_the_same_text() -> None:
     pytest.importorskip("mlx_lm", reason="an optional peer")
     model, tokenizer = load(None)
     text = decode.source(model, tokenizer, 70)
-    makes, skipped = peers.present(["mlx-lm"], model, str(demo.PATH))
+    makes, skipped = candidates.present(["mlx-lm"], model, str(demo.PATH))
     if skipped:
         pytest.skip(skipped[0])
     assert greedy(makes["mlx-lm"](), text, 8) == greedy(ours(model, ["raw"])["raw"](), text, 8)
@@ -144,7 +144,7 @@ def test_mlx_continues_the_same_text() -> None:
 def test_a_picture_needs_matplotlib_and_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs matplotlib: pip install kvant\[plot\]"):
         decode.main(plot=tmp_path / "a.png")
 
@@ -152,5 +152,5 @@ def test_a_picture_needs_matplotlib_and_says_so(
 def test_a_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="only pictures need it")
     file = tmp_path / "a.png"
-    picture.draw({"none": {128: 9.0, 256: 20.0}, "raw": {128: 4.0, 256: 4.5}}, "title", file, "ms")
+    report.draw({"none": {128: 9.0, 256: 20.0}, "raw": {128: 4.0, 256: 4.5}}, "title", file, "ms")
     assert file.read_bytes()[:4] == b"\x89PNG"

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from kvant.bench import attend, contest, device
-from kvant.bench.device import Cuda
-from kvant.bench.ways import gpu_ways
+from kvant.bench.device import Cuda, gpu_ways
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "head_dim": 32}
 TASK = attend.Task(batch=2, heads=2, group=2, dim=32, queries=1, repeats=3, backend=None)

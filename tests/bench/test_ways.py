@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvant.bench.ways import gpu_ways, running
+from kvant.bench.device import gpu_ways, running
 
 NAMES = ["torch gqa", "torch folded", "torch by hand", "torch flash", "torch flex"]
 

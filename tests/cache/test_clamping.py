@@ -10,8 +10,8 @@ from torch import Tensor
 
 from kvant import Cache, LayerSpec, Sequences
 from kvant.attention import attending
-from kvant.attention.clamping import count_clamped
 from kvant.attention.reference import Reference
+from kvant.attention.storing import count_clamped
 from kvant.codecs import Affine, Raw
 from kvant.contracts import Tally
 from kvant.frames import Diagonal

@@ -13,7 +13,7 @@ from cache.tagged import same
 from kvant import Cache, attend, explain
 from kvant.attention.native import LANES
 from kvant.cache import storage
-from kvant.cache.tiles import Tiled
+from kvant.cache.storage import Tiled
 from kvant.contracts import Tiles
 from kvant.native import library
 

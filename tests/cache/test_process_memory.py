@@ -17,7 +17,7 @@ SCRIPT = """
 import json, sys
 import torch
 from kvant import Cache, attend
-from kvant.bench.memory import mark, resident
+from kvant.bench.clock import mark, resident
 
 text, LAYERS, ROWS, CHUNK = sys.argv[1], 4, 30720, 128
 torch.set_num_threads(1)

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvant.cache.reserve import FLAGS, OWN, reserved
+from kvant.cache.storage import FLAGS, OWN, reserved
 
 CPU = torch.device("cpu")
 SCRIPT = """
 import torch
-from kvant.cache.reserve import reserved
-from kvant.bench.memory import resident
+from kvant.cache.storage import reserved
+from kvant.bench.clock import resident
 
 used = torch.empty(1 << 24, dtype=torch.uint8).fill_(1)
 del used

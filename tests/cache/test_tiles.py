@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvant import Cache, attend, load, save
-from kvant.cache.tiles import Tiled
+from kvant.cache.storage import Tiled
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (2, 3, 64, 8), (16, 4), (1, 2, 128, 20)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvant import Shape, plan
-from kvant.bench import picture
+from kvant.bench import report
 
 FEW = ("--tokens", "700", "--context", "350", "--prompts", "1")
 
@@ -71,7 +71,7 @@ def test_three_tables(call: Any, tmp_path: Path) -> None:
 def test_a_mistake_is_one_line_and_exit_code_2(
     words: Any, told: str, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(picture, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     code, out, error = call("eval", *words)
     assert (code, out, error.count("\n")) == (2, "", 1)
     assert error.startswith("error: ") and told in error

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from kvant.codecs import Affine, Codebook
-from kvant.codecs.levels import boundaries, corrected_mse, levels, mse
+from kvant.codecs.codebook import boundaries, corrected_mse, levels, mse
 from kvant.codecs.packing import unpack
 from kvant.frames import Identity, Rotation
 

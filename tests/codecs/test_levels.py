@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvant.codecs.levels import boundaries, corrected_mse, levels, mse
+from kvant.codecs.codebook import boundaries, corrected_mse, levels, mse
 
 BITS = (2, 3, 4)
 DIMS = (8, 64, 80, 128, 256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvant.eval.bootstrap import mean_interval
+from kvant.eval.result import mean_interval
 
 REPEATS, COUNT = 120, 4096
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvant.hf.graph import Forward
+from kvant.hf.replaying import Forward
 
 
 def traced(forward: Forward, ids: Tensor, lengths: Tensor) -> Forward:

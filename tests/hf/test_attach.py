@@ -17,7 +17,8 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 import kvant
 from hf.zoo import NO_ROWS, build
 from kvant import SpecError
-from kvant.hf import HostCache, versions
+from kvant.hf import HostCache
+from kvant.hf import build as building
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "falcon", "bloom", "falcon_h1")
 
@@ -188,8 +189,8 @@ def test_a_window_on_an_encoder_decoder_is_refused(name: str) -> None:
 def test_an_unknown_version_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda _: "6.0.0")
-    versions.check_version.cache_clear()
+    monkeypatch.setattr(building, "version", lambda _: "6.0.0")
+    building.check_version.cache_clear()
     try:
         for _ in range(2):
             with caplog.at_level(logging.WARNING, logger="kvant"):
@@ -198,7 +199,7 @@ def test_an_unknown_version_warns_once(
             "transformers 6.0.0 is outside <5.24,>=5.21, which kvant is known to work with"
         ]
     finally:
-        versions.check_version.cache_clear()
+        building.check_version.cache_clear()
 
 
 def test_a_wrong_spec_leaves_the_one_before_in_force() -> None:

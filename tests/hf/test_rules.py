@@ -9,7 +9,7 @@ from torch import Tensor
 import kvant
 from hf.zoo import build
 from kvant.contracts import Mask, View
-from kvant.hf.rules import rule_of
+from kvant.hf.masks import rule_of
 
 COUNT, LENGTH = 5, 90
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache.tagged import One
 from kvant.attention import BACKENDS as READERS
-from kvant.cache.tiles import Tiled
+from kvant.cache.storage import Tiled
 from kvant.contracts import View
 from kvant.recipes import LayerSpec, Prefill
 from kvant.spec import parse

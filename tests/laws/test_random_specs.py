@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cache.tagged import One
 from kvant import LayerSpec, attend
-from kvant.cache.tiles import Tiled
+from kvant.cache.storage import Tiled
 from kvant.codecs import Affine, Codebook, Fp8, Raw
 from kvant.frames import Rotation
 from kvant.retention import All, Window

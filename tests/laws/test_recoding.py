@@ -12,7 +12,7 @@ import torch
 
 from cache.tagged import One
 from kvant import SpecError, attend, parse
-from kvant.cache.tiles import Tiled
+from kvant.cache.storage import Tiled
 from kvant.codecs import Raw
 from kvant.contracts import Snapshot
 from kvant.recipes import LayerSpec

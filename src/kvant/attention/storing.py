@@ -1,19 +1,24 @@
-"""Rows of a change on their way into pages: the first backend that does it for these sides."""
+"""Rows of a change on their way into pages: the first backend that does it for these sides.
+
+Values beyond what their codec stores are counted, and said once a cache: as rows are sealed, in the
+frame of the codec; rows that stay dense are not concerned.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from kvant.attention.clamping import count_clamped
 from kvant.attention.native import Native
 from kvant.attention.reference import Reference
 from kvant.attention.triton import Triton
 from kvant.attention.writing import SEAL_AT_ONCE, rows_to_seal
-from kvant.contracts import Fields, Stored, Tally
+from kvant.contracts import Codec, Fields, Stored, Tally
 from kvant.extent import Change, Extent, Ints, Kind, Paging
 
 STORES: list[Any] = [Native(), Triton(), Reference()]
@@ -48,3 +53,40 @@ def seal_into(stored: Stored, name: str, rows: Tensor, slots: Ints, tally: Tally
     nowhere = Extent.empty(Kind(Paging(rows.shape[2], 0)), [0] * len(rows))
     change = Change(nowhere, nowhere, nowhere, rows.shape[2], seals=seals)
     store(change, {name: rows}, {name: stored}, tally)
+
+
+log = logging.getLogger("kvant")
+
+
+def count_clamped(codec: Codec, rows: Tensor, side: str, tally: Tally) -> None:
+    """Count in `tally` the finite values of rows to be sealed that are beyond the codec's limit."""
+    limit = codec.limit
+    if torch.finfo(rows.dtype).max <= limit or rows.numel() == 0:
+        return
+    if type(rows) is not Tensor:  # in a mode whose tensors have no values
+        return
+    if rows.device.type != "cpu":  # nobody waits for a device here: who asks for stats does
+        tally.clamped = tally.clamped + _beyond(rows, limit).sum()
+        return
+    # Not `aminmax`, which copies rows that lie apart: scratch that the allocator keeps.
+    if -limit <= float(rows.amin()) and float(rows.amax()) <= limit:
+        return
+    beyond = rows[_beyond(rows, limit)].abs()
+    if beyond.numel() == 0:  # infinities and NaN alone, which come back as NaN
+        return
+    tally.clamped += beyond.numel()
+    if "clamped" not in tally.told:
+        tally.told.add("clamped")
+        log.warning(
+            "%s of %g in a format that stores magnitudes up to %g: larger ones are stored as that, "
+            "and counted in stats()['clamped']; 'raw' stores them as they are, and 'smooth' or "
+            "'rotate' may bring them within reach",
+            side,
+            float(beyond.max()),
+            limit,
+        )
+
+
+def _beyond(rows: Tensor, limit: float) -> Tensor:
+    """Which values are finite and beyond; in float32, since a limit need not be a bfloat16."""
+    return (rows.to(torch.float32).abs() > limit) & rows.isfinite()

@@ -27,8 +27,7 @@ from torch import Tensor
 from kvant.attention import attend, explain
 from kvant.bench.clock import Call, Clock, Lap
 from kvant.bench.device import Device, chosen_device
-from kvant.bench.picture import check_plot, draw
-from kvant.bench.report import Json, check_files, numbers, progress, run, show
+from kvant.bench.report import Json, check_files, check_plot, draw, numbers, progress, run, show
 from kvant.cache import Cache
 from kvant.contracts import View
 from kvant.native import library

@@ -1,17 +1,16 @@
-"""How long calls take: by the clock of this machine, or by events in the stream of a GPU.
-
-A GPU works behind the host's back. Where calls need nothing of each other, it is held until a whole
-turn of them is queued: then events tell what the GPU does, and not how fast Python asks for it.
-Where a call needs what the one before gave, it begins when that is done: then they tell what a
-caller waits for. Knows no call.
-"""
+"""How long calls take, by this machine or by events in the stream of a GPU, and how much memory."""
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -85,3 +84,36 @@ class Events:
 
     def beside(self, laps: Sequence[Lap]) -> dict[str, float]:
         return {"host_ms": statistics.median(lap.host for lap in laps) * 1e3}
+
+
+def alone(measured: Callable[..., int | None], *task: Any) -> int | None:
+    """A peak, in a new process: an allocator keeps what earlier work left."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(measured, *task).result()
+
+
+def resident_peak(work: Callable[[], None]) -> int | None:
+    """Bytes that `work` needs beside what is resident; None where a system has no such mark."""
+    before = mark()
+    work()
+    return None if before is None else max(0, resident("VmHWM") - before)
+
+
+def mark() -> int | None:
+    """Set the peak back to what is resident now; None where a system has no such mark."""
+    gc.collect()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # or decoding would find memory that filling has not given back
+        trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
+def resident(name: str) -> int:
+    """Bytes, as Linux tells them under that name."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) * 1024

@@ -28,9 +28,8 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from kvant.bench.clock import Lap
+from kvant.bench.clock import Lap, alone
 from kvant.bench.device import CPU, DEVICES, DYNAMIC, STATIC, Device
-from kvant.bench.memory import alone
 from kvant.bench.report import progress
 from kvant.generation import HostDecoder
 from kvant.hf import cache_for

@@ -23,12 +23,21 @@ import typer
 
 from kvant import demo
 from kvant.bench import contest
-from kvant.bench.candidates import ours
+from kvant.bench.candidates import check_names, ours, present
 from kvant.bench.device import Device, chosen_device
 from kvant.bench.latency import check_lengths, curves, latencies, lines
-from kvant.bench.peers import check_names, present
-from kvant.bench.picture import check_plot, draw
-from kvant.bench.report import Json, check_files, numbers, progress, run, show, table, tell
+from kvant.bench.report import (
+    Json,
+    check_files,
+    check_plot,
+    draw,
+    numbers,
+    progress,
+    run,
+    show,
+    table,
+    tell,
+)
 from kvant.bench.stream import streams
 from kvant.checkpoints import load
 from kvant.devices import AUTO, named_dtype

@@ -1,4 +1,4 @@
-"""How a benchmark speaks: a table for people, then one JSON line for programs."""
+"""How a benchmark speaks: a table for people, then one JSON line for programs, and a picture."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -103,3 +105,28 @@ def _processor() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, platform.processor() or platform.machine())
+
+
+def check_plot(file: Path | None) -> None:
+    """Said before anything is measured."""
+    if file is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install kvant[plot]")
+
+
+def draw(curves: Mapping[str, Mapping[int, float]], title: str, file: Path, label: str) -> None:
+    """Both axes in powers: a candidate that doubles with the length is a straight line upward."""
+    figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for name, curve in curves.items():
+        axes.plot(list(curve), list(curve.values()), marker="o", markersize=4, label=name)
+    axes.set(xscale="log", yscale="log", title=title)
+    axes.set(xlabel="tokens there", ylabel=label)
+    lengths = sorted({length for curve in curves.values() for length in curve})
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.minorticks_off()
+    ticker = import_module("matplotlib.ticker")
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})

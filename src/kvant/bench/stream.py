@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvant.bench.candidates import NONE, Candidate, Make
-from kvant.bench.peers import TRANSFORMERS
+from kvant.bench.candidates import NONE, TRANSFORMERS, Candidate, Make
 from kvant.bench.report import progress
 
 BASELINES = (NONE, TRANSFORMERS)

@@ -3,8 +3,8 @@
 from kvant.cache.cache import Cache, merge
 from kvant.cache.contents import Group
 from kvant.cache.layer import Attention
+from kvant.cache.recode import attending, succeeding, within
 from kvant.cache.recurrent import Recurrent
-from kvant.cache.succession import attending, succeeding, within
 
 __all__ = [
     "Attention",

@@ -24,15 +24,14 @@ from kvant.cache.changes import joined, reachable, rewound, selected
 from kvant.cache.contents import Group, Layers, brought, leaves_of, recode_into, restore_into
 from kvant.cache.layer import Attention
 from kvant.cache.ledger import Ledger, Retired
+from kvant.cache.recode import attending, succeeding, within
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import exposed as exposed_past
 from kvant.cache.recurrent import joined as joined_pasts
-from kvant.cache.succession import attending, succeeding, within
 from kvant.contracts import Follower, Snapshot, Tally, Tiles
-from kvant.errors import CacheError, RewindError
+from kvant.errors import CacheError, Refusals, RewindError
 from kvant.extent import LENGTH, PADDING, Change, Extent, Ints
 from kvant.recipes import AnySpec, CacheSpec
-from kvant.refusals import Refusals
 from kvant.spec import as_spec, check_fitted, words
 
 

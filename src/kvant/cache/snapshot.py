@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from kvant.cache.rows import stores
-from kvant.cache.storage import Geometry, Storage
-from kvant.cache.tiles import retiled
+from kvant.cache.storage import Geometry, Storage, retiled
 from kvant.contracts import Snapshot, Tiles
 from kvant.errors import SnapshotMismatch
 from kvant.extent import (

@@ -1,11 +1,14 @@
 """The tensors of one layer, by slot: what a slot number means in memory.
 
-They grow by more slots. On a CPU much more address space is reserved than is touched, so that what
-is there stays where it is; elsewhere rows are copied to larger tensors, an eighth more than needed.
+Memory is reserved: what is never touched costs nothing, what is freed is given back. An allocator
+of the process may do neither. It hands out room that earlier work has touched, and keeps what lies
+between pieces that are still in use: a cache of hundreds of MiB was seen to take half as much
+again. So large tensors on a CPU are mappings of their own.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,11 +17,64 @@ import torch
 from torch import Tensor
 
 from kvant.attention import arrangement
-from kvant.cache.reserve import reserved
-from kvant.cache.tiles import retiled
 from kvant.contracts import Fields, Stored, Tiles
 from kvant.extent import Extent
+from kvant.lasting import lasting
 from kvant.recipes import LayerSpec
+
+OWN = 1 << 17  # bytes from which on a tensor is a mapping, which is a whole number of pages
+FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)  # 0: not on this system
+
+
+def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor whose values are to be written yet."""
+    with lasting():
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        large = FLAGS and device.type == "cpu" and nbytes >= OWN
+        if large and type(torch.empty(0, device=device)) is Tensor:  # not in a mode of fake ones
+            return torch.frombuffer(_mapping(nbytes), dtype=dtype).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _mapping(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=FLAGS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(
+            f"{nbytes} bytes for a cache are not to be had: a smaller format, "
+            "a window or a shorter context takes less (kvant.plan)"
+        ) from error
+
+
+def retiled(name: str, field: Tensor, old: Tiles | None, new: Tiles | None) -> Tensor:
+    """A field of sealed pages, from the old tiles to the new ones; None is rows as they are."""
+    if old == new:
+        return field
+    rows = field if old is None else old.unpack(name, field)
+    return rows if new is None else new.pack(name, rows)
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Tiles of `rows` rows x `width` values for every field that they divide."""
+
+    rows: int = 16
+    width: int = 4
+
+    def pack(self, name: str, field: Tensor) -> Tensor:
+        return self._swap(field, self.rows, self.width, packed=False)
+
+    def unpack(self, name: str, field: Tensor) -> Tensor:
+        return self._swap(field, self.rows, self.width, packed=True)
+
+    def _swap(self, field: Tensor, rows: int, width: int, packed: bool) -> Tensor:
+        *lead, height, wide = field.shape
+        if height % rows or wide % width:
+            return field
+        inner = (wide // width, rows) if packed else (rows, wide // width)
+        tiles = field.reshape(*lead, height // rows, *inner, width).transpose(-3, -2)
+        return tiles.reshape(field.shape)
+
 
 MOVED_AT_ONCE = 32  # pages: bounds the scratch of a move
 RESERVED = 4  # times what is needed: address space costs nothing on a CPU

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from kvant.bench.picture import check_plot
+from kvant.bench.report import check_plot
 from kvant.checkpoints import load
 from kvant.cli import options
 from kvant.cli.checks import check_writable, read_text
+from kvant.cli.options import blank
 from kvant.cli.reply import Reading
-from kvant.cli.tables import blank
 from kvant.sizes import format_size
 from kvant.spec import parse, split
 

@@ -15,7 +15,7 @@ from kvant.attention import explain
 from kvant.cache import Cache
 from kvant.checkpoints import configuration, skeleton
 from kvant.cli import options
-from kvant.cli.tables import blank
+from kvant.cli.options import blank
 from kvant.configurations import layer_shapes, max_context
 from kvant.contracts import View
 from kvant.files import Header, Stored, header

@@ -1,11 +1,25 @@
-"""The options that several commands take, and the spec that some of them add up to."""
+"""The options and tables that several commands share, and the spec that options add up to."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 from typer import Option
+
+PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
+
+
+def blank() -> tuple[Console, Table]:
+    """Standard output, which takes text as it is, and an empty table for it."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console, Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+
 
 Model = Annotated[str | None, Option(help="A folder or a name on the hub; else the one inside.")]
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run code of the model's.")]

@@ -17,7 +17,7 @@ from typer import Option
 from kvant import demo
 from kvant.checkpoints import configuration
 from kvant.cli import options
-from kvant.cli.tables import blank
+from kvant.cli.options import blank
 from kvant.configurations import Entries, layer_shapes, max_context, says_dtype
 from kvant.planner import Plan
 from kvant.planner import plan as planned

@@ -26,10 +26,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvant.codecs.checks import check_choice, check_dim
-from kvant.codecs.float16 import LIMIT, rounded_down, rounded_up, saturated
-from kvant.codecs.packing import PLANES, pack, unpack
-from kvant.codecs.sums import tree_sum
+from kvant.codecs.float16 import LIMIT, rounded_down, rounded_up, saturated, tree_sum
+from kvant.codecs.packing import PLANES, check_choice, check_dim, pack, unpack
 from kvant.contracts import Field, Fields, Form, Frame
 from kvant.frames.identity import Identity
 

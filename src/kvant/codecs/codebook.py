@@ -1,12 +1,9 @@
 """Non-uniform codes from a fixed codebook, with one scale for each row.
 
-value = level[code] * scale. The levels suit rows in a rotated frame, whose coordinates are spread
-like those of a random direction; code = how many boundaries do not exceed value / rms of the row.
-The scale is the rms, or corrected: the one that fits the chosen levels best.
-
-Values beyond +-65504, and a scale beyond it, saturate there. A row with a NaN or an infinity opens
-as NaN throughout. Sums over a row are float64 in one fixed order, so bytes do not depend on what
-lies beside the row. It knows no page, and no frame but to name it.
+A coordinate of a uniformly random direction in d dimensions, scaled to unit variance, has the
+density (1 - t^2/d)^((d-3)/2) on [-sqrt(d), sqrt(d)]. Lloyd's iteration, run to convergence in
+float64, gives the levels of least mean squared error: each is the mean of its cell, each boundary
+lies midway. The density is log-concave, so there is only one such codebook.
 """
 
 from __future__ import annotations
@@ -18,15 +15,82 @@ from typing import ClassVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kvant.codecs.checks import check_choice, check_dim
-from kvant.codecs.float16 import LIMIT, finite_rows, saturated
-from kvant.codecs.levels import boundaries, levels
-from kvant.codecs.packing import pack, unpack
-from kvant.codecs.sums import tree_sum
+from kvant.codecs.float16 import LIMIT, finite_rows, saturated, tree_sum
+from kvant.codecs.packing import check_choice, check_dim, pack, unpack
 from kvant.contracts import Field, Fields, Form, Frame
 from kvant.frames.hadamard import Rotation
+
+Floats = NDArray[np.float64]
+
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(96)
+CUT = 12.0  # the density beyond is below exp(-72) of its peak
+TOLERANCE = 1e-13
+
+
+@lru_cache(maxsize=64)
+def levels(bits: int, dim: int) -> Floats:
+    """The 2**bits levels in ascending order, symmetric, read-only."""
+    half = np.linspace(0.1, 2.0, 2 ** (bits - 1))
+    while True:
+        t, weight = _quadrature(half, dim)
+        better = (weight * t).sum(axis=1) / weight.sum(axis=1)
+        moved = np.abs(better - half).max()
+        half = better
+        if moved < TOLERANCE:
+            break
+    both = np.concatenate((-half[::-1], half))
+    both.flags.writeable = False
+    return both
+
+
+def boundaries(bits: int, dim: int) -> Floats:
+    """Midway between the levels; the middle one is 0."""
+    both = levels(bits, dim)
+    middle: Floats = (both[1:] + both[:-1]) / 2
+    return middle
+
+
+def mse(bits: int, dim: int) -> float:
+    """The expected squared error of a coordinate of unit variance."""
+    half, t, weight = _cells(bits, dim)
+    return float((weight * (t - half) ** 2).sum())
+
+
+def corrected_mse(bits: int, dim: int) -> float:
+    """The same with the scale of each row fitted by least squares.
+
+    Over a row u let h be the mean of c (u - c) and Q that of c^2. The fit leaves
+    1 - (Q + h)^2 / Q, and E[h] = 0, so it gains E[h^2 / Q]: to leading order Var(h) / E[Q].
+    Since |u| is fixed, h varies only by what a regression of c (u - c) on u^2 leaves. The
+    neglected terms are of order 1/d^2: 1.2% of the whole at d = 16, 0.3% at 64.
+    """
+    half, t, weight = _cells(bits, dim)
+    gain, square = half * (t - half), t**2 - 1
+    slope = (weight * gain * square).sum() / (weight * square**2).sum()
+    rest = gain - (weight * gain).sum() - slope * square
+    error = mse(bits, dim)
+    return error - float((weight * rest**2).sum()) / (dim * (1 - error))
+
+
+def _cells(bits: int, dim: int) -> tuple[Floats, Floats, Floats]:
+    """The positive levels as a column, and points of their cells with weights that sum to 1."""
+    half = levels(bits, dim)[2 ** (bits - 1) :]
+    t, weight = _quadrature(half, dim)
+    return half[:, None], t, weight / weight.sum()
+
+
+def _quadrature(half: Floats, dim: int) -> tuple[Floats, Floats]:
+    """Points of each positive level's cell, [levels, nodes], and their share of the density."""
+    top = min(np.sqrt(dim), CUT)
+    edges = np.concatenate(([0.0], (half[1:] + half[:-1]) / 2, [top]))
+    radius = np.diff(edges)[:, None] / 2
+    t: Floats = edges[:-1, None] + radius * (1 + NODES)
+    weight: Floats = radius * WEIGHTS * (1 - t**2 / dim) ** ((dim - 3) / 2)
+    return t, weight
+
 
 WIDTHS = (2, 3, 4)
 ROWS = 4096  # sealed at a time: bounds the scratch, and keeps it near the processor

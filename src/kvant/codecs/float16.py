@@ -1,9 +1,20 @@
-"""What a 16-bit scale can hold: the limit, and rounding in a chosen direction."""
+"""What scales are computed with: sums the same to the bit, and what a 16-bit float can hold."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sums over the last dimension, [..., 1]; in place."""
+    width = x.shape[-1]
+    while width > 1:
+        half = (width + 1) // 2
+        x[..., : width - half] += x[..., half:width]
+        width = half
+    return x[..., :1]
+
 
 LIMIT = 65504.0  # the largest finite float16
 

@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvant.codecs.checks import check_dim
 from kvant.codecs.float16 import LIMIT, rounded_up, saturated
+from kvant.codecs.packing import check_dim
 from kvant.contracts import Field, Fields, Form, Frame
 from kvant.frames.identity import Identity
 

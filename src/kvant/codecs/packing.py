@@ -10,6 +10,7 @@ the lowest bits. So a vector register of bytes, masked, is a run of neighbouring
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import reduce
 from math import gcd
 from operator import or_
@@ -17,7 +18,18 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from kvant.codecs.checks import check_dim
+
+def check_choice(name: str, value: int, allowed: Collection[int]) -> None:
+    # 4.0 and True would pass for integers, and then give sizes that are none.
+    if type(value) is not int or value not in allowed:
+        choices = ", ".join(map(str, allowed))
+        raise ValueError(f"{name} is {value!r}; it must be one of {choices}")
+
+
+def check_dim(dim: int, multiple: int = 8) -> None:
+    if dim < 1 or dim % multiple:
+        raise ValueError(f"rows have {dim} values; this format needs a multiple of {multiple}")
+
 
 # Of each width, its planes: how many bits they hold, and from which bit on.
 PLANES: dict[int, tuple[tuple[int, int], ...]] = {

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvant.codecs.checks import check_dim
+from kvant.codecs.packing import check_dim
 from kvant.contracts import Field, Fields, Form, Frame
 from kvant.frames.identity import Identity
 

@@ -1,7 +1,6 @@
 """What every format does to a model, measured: `evaluate(model, tokenizer, formats)`."""
 
 from kvant.eval.evaluation import evaluate
-from kvant.eval.result import Result
-from kvant.eval.settings import Settings
+from kvant.eval.result import Result, Settings
 
 __all__ = ["Result", "Settings", "evaluate"]

@@ -16,9 +16,7 @@ from transformers import PreTrainedModel
 
 from kvant.configurations import max_context
 from kvant.eval.continuation import continuations
-from kvant.eval.result import Result, quality, size
-from kvant.eval.saved import Saved
-from kvant.eval.settings import Settings
+from kvant.eval.result import Result, Saved, Settings, quality, size
 from kvant.eval.text import Text, cut
 from kvant.hf import identity
 from kvant.probing.predictions import damage, empty_cache, stored

@@ -1,21 +1,67 @@
-"""What was measured of one format: plain numbers, as a line of JSON holds them."""
+"""What is measured of one format, and how it is kept: plain numbers, a line of JSON each.
+
+A run that was ended goes on where its file ends. The first line says what is measured: another
+model, text or settings is another file. A line that was not finished is dropped. A format is known
+by its name and its recipes.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvant.errors import CapacityError
-from kvant.eval.bootstrap import Interval, mean_interval
 from kvant.planner import plan
 from kvant.probing.predictions import Damage
 from kvant.probing.recall import Shares
 from kvant.recipes import AnySpec
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The defaults are for a small model on a few cores: two minutes for four formats."""
+
+    tokens: int = 16384  # of text, whose every next token is predicted
+    context: int = 2048  # tokens of a piece of it, or what the model has positions for
+    prompts: int = 8  # pieces that are continued, and pieces that something is planted in
+    continued: int = 64  # tokens that a prompt is continued by
+    seed: int = 0  # of what is planted, and of the intervals
+
+    def __post_init__(self) -> None:
+        for name, least in (("tokens", 2), ("context", 2), ("prompts", 1), ("continued", 2)):
+            value = getattr(self, name)
+            if value < least:
+                raise ValueError(f"{name}={value}: {least} or more is needed")
+
+
+BLOCK = 128  # positions
+DRAWS = 1000
+Interval = tuple[float, float]
+
+
+def mean_interval(
+    values: Tensor, *, block: int = BLOCK, level: float = 0.95, seed: int = 0
+) -> Interval:
+    """What the mean of such values lies between, with this confidence."""
+    block = max(1, min(block, len(values) // 8))  # of a short text there are still some to draw
+    parts = values.double().split(block)  # type: ignore[no-untyped-call]
+    sums = torch.stack([part.sum() for part in parts])
+    counts = torch.tensor([len(part) for part in parts])
+    drawn = torch.randint(
+        len(parts), (DRAWS, len(parts)), generator=torch.Generator().manual_seed(seed)
+    )
+    means = (sums[drawn].sum(1) / counts[drawn].sum(1)).sort().values
+    outside = round(DRAWS * (1 - level) / 2)
+    return float(means[outside]), float(means[-1 - outside])
+
 
 LENGTHS = {"2k": 2048, "32k": 32768}  # tokens at which the bytes of a whole cache are told
 
@@ -124,3 +170,54 @@ def _infinite(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_infinite(part) for part in value)
     return math.inf if value is None else value
+
+
+class Saved:
+    """The results of one measurement; without a path only in memory."""
+
+    def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
+        self.path = path
+        self._found: dict[tuple[str, str], Result] = {}
+        if path is None:
+            return
+        first, *rest = _lines(path) if path.exists() else [dict(facts)]
+        _check(path, first, facts)
+        for told in rest:
+            self._found[told["format"], told["recipe"]] = Result.from_json(told)
+        if not path.exists():
+            self._append(facts)
+
+    def get(self, name: str, recipe: str) -> Result | None:
+        return self._found.get((name, recipe))
+
+    def add(self, recipe: str, result: Result) -> None:
+        self._found[result.format, recipe] = result
+        self._append(result.as_json() | {"recipe": recipe})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole, end, torn = text.rpartition("\n")
+    try:
+        found: list[dict[str, Any]] = [json.loads(line) for line in whole.splitlines()]
+    except ValueError:
+        found = []
+    if not found or "eval" not in found[0]:
+        raise ValueError(f"{path} is no file of saved results: name another, or a new one")
+    if torn:
+        path.write_text(whole + end, encoding="utf-8")
+    return found
+
+
+def _check(path: Path, told: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    for name, value in facts.items():
+        if told.get(name) != value:
+            raise ValueError(
+                f"{path} holds results with {name} {told.get(name)}, and this is {value}: "
+                "give the same settings, or save to another file"
+            )

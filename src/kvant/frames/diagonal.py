@@ -1,7 +1,8 @@
 """A scale for each channel, which evens out channels that are large in every row.
 
 The scale belongs to a model and is stored with its spec. It is never fitted to a sequence, or
-sealed pages could not be shared between sequences.
+sealed pages could not be shared between sequences. Until the model is known, `Smooth` holds its
+place: that one serves no row, and no file has it.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
+from kvant.contracts import Frame
+from kvant.errors import SpecError
+from kvant.frames.identity import Product
 from kvant.lasting import lasting, passing
 
 # Scale and reciprocal both stay normal numbers in float32.
@@ -84,3 +88,44 @@ class Diagonal:
                     f"{x.shape[-3]} heads are no multiple of the {heads} of this scale"
                 )
             return factors.repeat_interleave(x.shape[-3] // heads, dim=0)
+
+
+@dataclass(frozen=True)
+class Smooth:
+    """A Diagonal to be."""
+
+    trivial: ClassVar[bool] = False
+
+    def rows(self, x: Tensor) -> Tensor:
+        self.refuse()
+
+    def queries(self, q: Tensor) -> Tensor:
+        self.refuse()
+
+    def outputs(self, x: Tensor) -> Tensor:
+        self.refuse()
+
+    def refuse(self) -> NoReturn:
+        raise SpecError(
+            "smooth needs channel scales, which are fitted to a model: take the cache, or its "
+            "spec, from kvant.cache_for(model, ...)"
+        )
+
+
+def smoothed(frame: Frame) -> Frame:
+    """The same behind a scale that is to be fitted."""
+    return Smooth() if frame.trivial else Product((Smooth(), frame))
+
+
+def waits(frame: Frame) -> bool:
+    """Is a scale still to be fitted?"""
+    if isinstance(frame, Product):
+        return any(waits(part) for part in frame.frames)
+    return isinstance(frame, Smooth)
+
+
+def fitted(frame: Frame, scale: Frame) -> Frame:
+    """The same with `scale` where one was to be fitted."""
+    if isinstance(frame, Product):
+        return Product(tuple(fitted(part, scale) for part in frame.frames))
+    return scale if isinstance(frame, Smooth) else frame

@@ -4,6 +4,6 @@ from kvant.generation.api import generate
 from kvant.generation.decoder import HostDecoder
 from kvant.generation.sampling import Sampling
 from kvant.generation.session import Session
-from kvant.generation.step import Step
+from kvant.generation.stream import Step
 
 __all__ = ["HostDecoder", "Sampling", "Session", "Step", "generate"]

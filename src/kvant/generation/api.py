@@ -10,7 +10,7 @@ from kvant.generation.drafts import Drafter
 from kvant.generation.prompts import Prompt, tokens_of_prompt
 from kvant.generation.reader import Progress
 from kvant.generation.session import Session
-from kvant.generation.step import Step
+from kvant.generation.stream import Step
 from kvant.recipes import AnySpec
 
 

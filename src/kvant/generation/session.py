@@ -17,14 +17,13 @@ from typing import Any
 from kvant import files
 from kvant.errors import RewindError
 from kvant.generation.decoder import Memory, decoder_of
-from kvant.generation.dialogue import Turn, dialogue_of, tokens_of
 from kvant.generation.drafts import Drafter, drafter_of
 from kvant.generation.loop import Limits, Run
+from kvant.generation.prompts import Turn, dialogue_of, tokens_of
 from kvant.generation.reader import Progress, Reader, shared_prefix
 from kvant.generation.sampling import Sampling
-from kvant.generation.step import Step
 from kvant.generation.strategy import strategy_of
-from kvant.generation.stream import Stream
+from kvant.generation.stream import Step, Stream
 from kvant.generation.transcript import Transcript, refusing
 from kvant.recipes import AnySpec
 

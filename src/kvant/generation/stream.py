@@ -4,9 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Iterator
+from dataclasses import dataclass
 from inspect import GEN_RUNNING, getgeneratorstate
+from typing import Literal
 
-from kvant.generation.step import Step
+FinishReason = Literal["stop", "length"]  # an end token or stop string; a limit
+
+
+@dataclass(frozen=True)
+class Step:
+    """`text` is what the token adds to what was said before: it may be nothing, or a late part."""
+
+    token: int
+    text: str
+    logprob: float  # of the token, under the distribution that it was drawn from
+    finish_reason: FinishReason | None = None
+    drafted: bool = False  # guessed before, and verified together with others
 
 
 class Stream(Iterator[Step]):

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvant.errors import CacheError, CacheFileError
-from kvant.generation.dialogue import Turn, tokens_of
+from kvant.generation.prompts import Turn, tokens_of
 
 ENTRY = "session"
 

@@ -2,14 +2,11 @@
 
 from kvant.attention import explain
 from kvant.hf.attach import attach, attachments, detach
-from kvant.hf.build import cache_for, loaded
+from kvant.hf.build import PairedCache, cache_for, loaded
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues, crosses
-from kvant.hf.encoder_decoder import PairedCache
-from kvant.hf.graph import Capture, captured, capturing
-from kvant.hf.identity import identity
-from kvant.hf.inside import check_continues, continuing, host_model, reader, unwrapped
-from kvant.hf.replaying import Replayer
+from kvant.hf.inside import check_continues, continuing, host_model, identity, reader, unwrapped
+from kvant.hf.replaying import Capture, Replayer, captured, capturing
 
 explain.register(HostCache, HostCache.explain)
 explain.register(PairedCache, PairedCache.explain)

@@ -2,23 +2,88 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from functools import lru_cache
+from importlib.metadata import requires, version
+from typing import Any
 
 import torch
+from packaging.requirements import Requirement
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import EncoderDecoderCache
 
 from kvant import files
 from kvant.errors import CacheError
 from kvant.hf.attention import switchable
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import check_crossing, crosses, host_layers, recipes
-from kvant.hf.encoder_decoder import PairedCache
 from kvant.hf.inside import host_model
-from kvant.hf.padding import left_padding
+from kvant.hf.masks import left_padding
 from kvant.hf.smoothing import smooth
-from kvant.hf.versions import check_version
+from kvant.hf.verbs import Explanation
 from kvant.recipes import AnySpec
+
+log = logging.getLogger("kvant")
+
+
+@lru_cache(maxsize=1)
+def check_version() -> None:
+    """Warn once, if need be. The range stands in pyproject.toml."""
+    known, have = known_range(), version("transformers")
+    if known is not None and not known.specifier.contains(have, prereleases=True):
+        log.warning(
+            "transformers %s is outside %s, which kvant is known to work with",
+            have,
+            known.specifier,
+        )
+
+
+def known_range() -> Requirement | None:
+    found = [Requirement(line) for line in requires("kvant") or ()]
+    return next((r for r in found if r.marker and "known" in str(r.marker)), None)
+
+
+class PairedCache(EncoderDecoderCache):
+    """Both are ours; the second is written once and read by every later token."""
+
+    self_attention_cache: HostCache
+    cross_attention_cache: HostCache
+
+    def check_dynamic_cache(self, method: str) -> None:
+        """The host asks for its own class before it crops or selects: ours can do both."""
+
+    def fork(self) -> PairedCache:
+        twin = PairedCache(self.self_attention_cache.fork(), self.cross_attention_cache.fork())
+        twin.is_updated = dict(self.is_updated)
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PairedCache:
+        return self.fork()
+
+    def trim(self, count: int) -> int:
+        """Drop the newest `count` tokens that were generated, or all; how many that was."""
+        return self.self_attention_cache.trim(count)
+
+    def clear(self) -> None:
+        """Forget the tokens, those of the encoder too, and free the memory."""
+        self.reset()
+        self.self_attention_cache.clear()
+        self.cross_attention_cache.clear()
+
+    def stats(self) -> dict[str, Any]:
+        return {
+            "self": self.self_attention_cache.stats(),
+            "cross": self.cross_attention_cache.stats(),
+        }
+
+    def explain(self) -> Explanation:
+        own, cross = self.self_attention_cache.explain(), self.cross_attention_cache.explain()
+        return Explanation(
+            tuple(f"own rows: {line}" for line in own.lines)
+            + tuple(f"rows of the encoder: {line}" for line in cross.lines)
+        )
 
 
 def cache_for(

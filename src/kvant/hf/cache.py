@@ -14,10 +14,10 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from kvant.cache import Cache
 from kvant.errors import CacheError
-from kvant.hf.assembly import layer_for, recurrences
 from kvant.hf.context import Context
 from kvant.hf.detect import HostLayer
-from kvant.hf.pace import Pace
+from kvant.hf.layers import layer_for, recurrences
+from kvant.hf.recurrence import Pace
 from kvant.hf.verbs import Verbs
 from kvant.recipes import CacheSpec
 

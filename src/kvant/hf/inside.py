@@ -1,16 +1,15 @@
-"""Which models of the host's are meant by the one that a user hands over.
-
-It may be wrapped, and it may have parts whose `generate` its own hands over to: then the cache is
-made there. Knows no cache.
-"""
+"""Which models of the host's a user means, and what tells one of them from another."""
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from reprlib import repr as short
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 
@@ -98,3 +97,30 @@ def check_continues(model: PreTrainedModel) -> None:
 
 def _needy(model: PreTrainedModel) -> str:
     return f"{type(model).__name__} needs {', '.join(beyond_tokens(model))} in every forward"
+
+
+LOOKED_AT = 16  # values of each weight
+
+
+def identity(model: PreTrainedModel) -> str:
+    """The same for the same weights in the same dtype, wherever they lie."""
+    sha = hashlib.sha256(json.dumps(_positions(model.config), sort_keys=True).encode())
+    for name, weight in model.named_parameters():
+        sha.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
+        sha.update(_values(weight).numpy().tobytes())
+    return sha.hexdigest()[:32]
+
+
+def _positions(config: Any) -> Any:
+    text = config.get_text_config(decoder=True)
+    return repr(getattr(text, "rope_parameters", None))
+
+
+@torch.no_grad()
+def _values(weight: Tensor) -> Tensor:
+    """Some values, evenly spread; none of a weight that is not here."""
+    if weight.is_meta or weight.numel() == 0:
+        return torch.empty(0, dtype=torch.float64)
+    spread = torch.linspace(0, weight.numel() - 1, LOOKED_AT, dtype=torch.float64).long()
+    place = torch.unravel_index(spread.to(weight.device), weight.shape)
+    return weight.detach()[place].cpu().double()

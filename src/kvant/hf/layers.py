@@ -1,30 +1,38 @@
 """The layers of a host's cache: they translate, and hand over to the states.
 
 The host tells a layer's type by `is_sliding` and sizes its masks with `get_mask_sizes`: both speak
-of the model's own layer, never of how its rows are stored.
+of the model's own layer, never of how its rows are stored. `layer_for` makes each of them.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    CacheLayerMixin,
+    DynamicLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from kvant.cache import Attention, Group
 from kvant.contracts import View
 from kvant.errors import CacheError
-from kvant.hf.context import Context
+from kvant.hf.context import Context, Notes
 from kvant.hf.detect import HostLayer, narrows
 from kvant.hf.handles import Handle, pair
 from kvant.hf.latents import LatentReading
-from kvant.hf.notes import Notes
 from kvant.hf.reading import CrossReading, Reading, Source
-from kvant.recipes import LayerSpec
+from kvant.hf.recurrence import Recurrence
+from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
+from kvant.shapes import CROSS
 
 log = logging.getLogger("kvant")
 PROCESSOR = torch.device("cpu")
@@ -215,3 +223,127 @@ class AttentionLayer(CacheLayerMixin):
 @lru_cache(maxsize=1)
 def _warn_of_gradients() -> None:
     log.warning("no gradients flow through a cache of kvant: use torch.no_grad() for inference")
+
+
+class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
+    """Attention beside a recurrence that a layer of the host's own keeps."""
+
+    supports_early_init = False
+
+    @property
+    def beside(self) -> Any:
+        """The host's layer."""
+        state: Recurrence = self.context.states[self.index]["recurrence"]
+        return state.layer
+
+    @property
+    def conv_states(self) -> Any:
+        return self.beside.conv_states
+
+    @property
+    def recurrent_states(self) -> Any:
+        return self.beside.recurrent_states
+
+    @property
+    def has_previous_state(self) -> Any:
+        return self.beside.has_previous_state
+
+    @property
+    def record_past(self) -> Any:
+        return self.beside.record_past
+
+    @property
+    def is_croppable(self) -> Any:  # type: ignore[override]
+        return self.beside.is_croppable
+
+    def activate_past_recording(self) -> None:
+        self.beside.activate_past_recording()
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self.beside.update_conv_state(*args, **kwargs)
+
+    def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
+        return self.beside.update_recurrent_state(*args, **kwargs)
+
+
+class CrossLayer(DynamicLayer):
+    """Rows that every token reads whole: no part of what the other layers commit together."""
+
+    def __init__(self, context: Context, index: int) -> None:
+        self.context = context
+        self.index = index
+        self._came: list[tuple[int, int]] = []  # how long the text was then, and how many rows
+        super().__init__()
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The host asks for them in a forward that brings none."""
+        self._keep(self.context.states.length)
+        return self._keys
+
+    @keys.setter
+    def keys(self, rows: Tensor | None) -> None:
+        self._keys = rows
+
+    @property
+    def values(self) -> Tensor | None:
+        self._keep(self.context.states.length)
+        return self._values
+
+    @values.setter
+    def values(self, rows: Tensor | None) -> None:
+        self._values = rows
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        rows: tuple[Tensor, Tensor] = super().update(key_states, value_states)
+        self._came.append((self.context.states.length, key_states.shape[2]))
+        return rows
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Tokens of the text go; an image goes with the last of those that it came with."""
+        self._keep(max(0, self.context.states.length + tokens_to_remove))
+
+    def reset(self) -> None:
+        super().reset()
+        self._came = []
+
+    def _keep(self, length: int) -> None:
+        """Only the rows that came with the first `length` tokens of the text."""
+        # Behind the last layer of the text, the tokens of the forward are counted already.
+        behind = self.index > max(self.context.states.layers, default=self.index)
+        kept = [(at, count) for at, count in self._came if at < length + behind]
+        if len(kept) < len(self._came):
+            assert self._keys is not None and self._values is not None
+            rows = sum(count for _, count in kept)
+            self._keys, self._values = self._keys[:, :, :rows], self._values[:, :, :rows]
+            self._came = kept
+
+
+def recurrences(layers: Sequence[HostLayer], spec: CacheSpec) -> dict[str, Recurrence]:
+    """States whose present a layer of the host's keeps, by the name of their memory."""
+    found = {}
+    for index, (layer, recipe) in enumerate(zip(layers, spec.layers, strict=True)):
+        if layer.recurs:
+            grouped = isinstance(recipe, GroupSpec)
+            own = dict(recipe.parts)["recurrence"] if isinstance(recipe, GroupSpec) else recipe
+            assert isinstance(own, RecurrentSpec)
+            kind = LinearAttentionLayer if layer.attends else DYNAMIC_LAYER_TYPE_MAPPING[layer.type]
+            kept = kind(number_of_states=layer.options.get("number_of_states", 1))
+            found[f"{index}/recurrence" if grouped else str(index)] = Recurrence(own, kept)
+    return found
+
+
+def layer_for(context: Context, index: int, layer: HostLayer, own: Any) -> Any:
+    """What stands in the host's list; `own` is one of the host's classes that exists already."""
+    if layer.attends:
+        kind = HybridLayer if layer.recurs else AttentionLayer
+        return kind(context, index, layer)
+    if layer.recurs:
+        state = context.states[index]
+        assert isinstance(state, Recurrence)
+        return state.layer
+    if layer.type == CROSS:
+        return own or CrossLayer(context, index)
+    return own or DYNAMIC_LAYER_TYPE_MAPPING[layer.type](**layer.options)

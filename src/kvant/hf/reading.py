@@ -16,9 +16,9 @@ from kvant.attention import attend
 from kvant.cache.reading import columns
 from kvant.contracts import Mask, View
 from kvant.errors import CacheError, UnsupportedView
+from kvant.hf.context import Notes
 from kvant.hf.lazies import dense
-from kvant.hf.notes import Notes
-from kvant.hf.rules import rule_of
+from kvant.hf.masks import rule_of
 
 NARROW = (
     "a window that the model does not have itself is seen by kvant's attention alone: "

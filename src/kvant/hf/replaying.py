@@ -12,13 +12,15 @@ is noticed when a page falls due or something else is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import CompileConfig, PreTrainedModel
 from transformers.cache_utils import DummyLayer
 
 from kvant.attention import Step
@@ -26,13 +28,105 @@ from kvant.attention.triton.places import MovingPlace
 from kvant.errors import CapacityError, UnsupportedView
 from kvant.extent import Change
 from kvant.hf.attention import switched
-from kvant.hf.baking import baked, unfit
 from kvant.hf.cache import HostCache
-from kvant.hf.graph import Capture, Forward
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.reading import Reading
 from kvant.hf.stepping import StepCache
 from kvant.lasting import lasting
+
+Forward = Callable[[Tensor, Tensor], Tensor]  # of tensors that keep their addresses
+Capture = Callable[[Forward, Tensor, Tensor], Forward]
+
+
+def captured(forward: Forward, ids: Tensor, lengths: Tensor) -> Forward:
+    """A replay, which reads the same two tensors whatever it is given, and writes over its output.
+
+    An operation that cannot be captured, as one that waits for the device, raises an error.
+    """
+    _check_unsynchronized(forward, ids, lengths)
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(ids.device)
+    with (
+        torch.cuda.device(ids.device),
+        torch.cuda.stream(stream),  # where a capture fails, its own would stay the current one
+        torch.cuda.graph(
+            graph,
+            # Without one it is that of the device which captured first.
+            stream=torch.cuda.Stream(ids.device),  # type: ignore[no-untyped-call]
+            capture_error_mode="thread_local",  # other threads may do what it would forbid them
+        ),
+    ):
+        out = forward(ids, lengths)
+
+    def replay(*same: Tensor) -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def _check_unsynchronized(forward: Forward, ids: Tensor, lengths: Tensor) -> None:
+    """An error where something waits for the device, which leaves more behind in a capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward(ids, lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def capturing(capture: Capture, config: CompileConfig | None) -> Capture:
+    """What captures a forward, compiled as the host's configuration of that says."""
+    return capture if config is None else partial(_compiled, capture, config)
+
+
+def _compiled(
+    capture: Capture, config: CompileConfig, forward: Forward, ids: Tensor, lengths: Tensor
+) -> Forward:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # Handles are nothing that a compiler understands; the operators behind them are.
+    graph = make_fx(forward, _error_on_data_dependent_ops=True)(ids, lengths)
+    how = {"backend": config.backend, "options": config.options}
+    compiled = torch.compile(graph, fullgraph=True, dynamic=False, **how)
+    compiled(ids, lengths)  # compiles, which cannot be captured
+    return capture(compiled, ids, lengths)
+
+
+PLAIN = (bool, int, float, str)
+COMMON = frozenset(vars(nn.Module()))  # what PyTorch keeps of any module
+
+
+def unfit(model: PreTrainedModel) -> str | None:
+    """Why a replay would not do what the model does."""
+    if model.training:
+        return "the model is in training mode"
+    if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
+        return f"the model lies on {', '.join(sorted(devices))}"
+    for name, module in model.named_modules():
+        if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
+            return f"{name or 'the model'} has hooks, which a replay does not call"
+    return None
+
+
+def baked(model: PreTrainedModel) -> list[object]:
+    """Where its tensors lie, and the plain values that its modules hold, as of adapters."""
+    found: list[object] = [x.data_ptr() for x in chain(model.parameters(), model.buffers())]
+    for module in model.modules():
+        own = ((name, value) for name, value in vars(module).items() if name not in COMMON)
+        found.extend((name, _plain(value)) for name, value in own)
+    return found
+
+
+def _plain(value: Any) -> object:
+    """Something equal for equal values; None for what is no plain value."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return tuple((key, item) for key, item in value.items() if isinstance(item, PLAIN))
+    if isinstance(value, list | tuple | set):
+        return tuple(item for item in value if isinstance(item, PLAIN))
+    return None
+
 
 log = logging.getLogger("kvant")
 FAILED: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # to be captured, and why

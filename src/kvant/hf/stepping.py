@@ -17,10 +17,10 @@ from transformers.cache_utils import CacheLayerMixin
 from kvant.attention import Step
 from kvant.contracts import Mask, View
 from kvant.errors import CacheError, UnsupportedView
+from kvant.hf.context import Notes
 from kvant.hf.detect import narrows
 from kvant.hf.handles import pair
 from kvant.hf.layers import AttentionLayer
-from kvant.hf.notes import Notes
 from kvant.hf.reading import Question, Reading, SideName
 
 

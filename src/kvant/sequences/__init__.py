@@ -19,8 +19,7 @@ from torch import Tensor
 from kvant.cache import Cache
 from kvant.contracts import Order, View
 from kvant.recipes import AnySpec, LayerSpec, Prefill, SharedSpec
-from kvant.sequences.books import Books
-from kvant.sequences.sequence import BY_BACKEND, EVENTS
+from kvant.sequences.sequence import BY_BACKEND, EVENTS, Books
 from kvant.sizes import parse_size
 from kvant.spec import as_spec, check_fitted
 

@@ -2,8 +2,7 @@
 
 from kvant.spec.formats import spelled
 from kvant.spec.headers import distinct
-from kvant.spec.language import as_spec, check_fitted, from_json, parse, split, to_json
-from kvant.spec.words import words
+from kvant.spec.language import as_spec, check_fitted, from_json, parse, split, to_json, words
 
 __all__ = [
     "as_spec",

@@ -29,7 +29,7 @@ from kvant.recipes import (
     attention_in,
 )
 from kvant.retention import All, Window
-from kvant.spec.formats import MAX_LAYERS, Choice, Format, parse_format
+from kvant.spec.formats import MAX_LAYERS, Choice, Format, parse_format, spelled
 from kvant.spec.headers import KINDS, dumps, loads
 from kvant.spec.options import MAX_NUMBER, OPTIONS, check_choice, check_room, parse_options
 
@@ -189,3 +189,15 @@ def to_json(spec: CacheSpec) -> str:
 def from_json(text: str) -> CacheSpec:
     """The spec of a header that nobody vouches for."""
     return checked(loads(text))
+
+
+def words(spec: CacheSpec) -> str:
+    """The formats of its layers, and what stays of the widest one."""
+    layers = list(attention_in(*spec.layers))
+    if not layers:
+        return ""
+    told = " and ".join(dict.fromkeys(spelled(*layer.sides.values()) for layer in layers))
+    kept = max(layers, key=lambda layer: layer.width).retention
+    if kept.window is None:
+        return told
+    return f"{told},window={kept.window}" + (f",sinks={kept.sinks}" if kept.sinks else "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,11 +16,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.native.lanes import Lanes
-from kvant.codecs.levels import boundaries, levels
+from kvant.codecs.codebook import boundaries, levels
 from kvant.contracts import Codec, Fields, Form, Stored, Tiles
 from kvant.extent import Change, Extent, Ints
 from kvant.native import DTYPES, behind
+
+TILES = {  # of a field: rows and values that lie together
+    "keys.codes": (16, 4),
+    "values.codes": (4, 1),
+    "keys.scale": (16, 1),
+    "keys.bias": (16, 1),
+    "values.scale": (16, 1),
+    "values.bias": (16, 1),
+}
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Fields that their tile does not divide stay as they are, and are not read natively."""
+
+    def pack(self, name: str, field: Tensor) -> Tensor:
+        return _swapped(field, name, packed=False)
+
+    def unpack(self, name: str, field: Tensor) -> Tensor:
+        return _swapped(field, name, packed=True)
+
+
+def _swapped(field: Tensor, name: str, packed: bool) -> Tensor:
+    *lead, height, wide = field.shape
+    rows, width = TILES.get(name, (1, 1))
+    if rows == 1 or height % rows or wide % width:
+        return field
+    inner = (wide // width, rows) if packed else (rows, wide // width)
+    tiles = field.reshape(*lead, height // rows, *inner, width).transpose(-3, -2)
+    return tiles.reshape(field.shape)
+
 
 SIDE = struct.Struct("@28q")
 EXTENT = struct.Struct("@18q")

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.codecs.levels import levels
+from kvant.codecs.codebook import levels
 from kvant.codecs.packing import BLOCK, PLANES
 from kvant.contracts import Codec, Fields, Form
 from kvant.lasting import lasting

@@ -143,12 +143,12 @@ def _merge(
     found: Any, request: Request, ranges: int, which: range, out: Tensor, lse: Tensor | None
 ) -> None:
     """What the ranges gave `which` of the queries."""
-    from kvant.attention.triton.kernels import merge
+    from kvant.attention.triton.kernels import attend
 
     (batch, heads, queries, dim), logits = out.shape, request.sink_logits
     if logits is not None:
         logits = logits.contiguous()
-    merge.merge[batch * heads * len(which),](
+    attend.merge[batch * heads * len(which),](
         found,
         out,
         out if lse is None else lse,

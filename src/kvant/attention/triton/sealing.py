@@ -28,7 +28,7 @@ from kvant.attention.triton.forms import (
     third,
     unread,
 )
-from kvant.codecs.levels import boundaries
+from kvant.codecs.codebook import boundaries
 from kvant.contracts import Fields, Stored
 from kvant.extent import Change, Ints
 from kvant.lasting import lasting

@@ -1,15 +1,10 @@
-"""Attention of a tile of queries over one range of rows: a program each.
+"""Attention of a tile of queries over one range of rows, a program each, and the ranges merged."""
 
-A tile holds queries of one key head, all heads of its group. A range is of sealed pages or of dense
-rows, never both, since their values come in different orders; the first of the dense ones reads the
-sinks too. Ranges are so many for each sequence, and cut what it has: where it has little, some get
-nothing. What the ranges give is merged by merge.py. Nothing here knows a frame.
-"""
+from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.dense import over_rows
 from kvant.attention.triton.kernels.records import (
     BEGINS,
     FIRST_OPEN,
@@ -21,8 +16,8 @@ from kvant.attention.triton.kernels.records import (
     Extent,
     Tile,
 )
-from kvant.attention.triton.kernels.rules import lowest, seam
-from kvant.attention.triton.kernels.sealed import over_pages
+from kvant.attention.triton.kernels.rows import over_pages, over_rows
+from kvant.attention.triton.kernels.softmax import lowest, seam
 
 LEAST = tl.constexpr(4)  # blocks a range: less is not worth a merge
 VARYING = ("width", "open_at", "came", "behind", "queries", "sealed_ranges")
@@ -121,3 +116,47 @@ def _put(partial, dim: tl.constexpr, tile, to, found):
     tl.store(partial.out + to[:, None] * dim + channel[None, :], out, mask=mask)
     tl.store(partial.top + to, top, mask=tile.there)
     tl.store(partial.total + to, total, mask=tile.there)
+
+
+@triton.jit(do_not_specialize=["ranges", "queries", "first", "all_queries"])
+def merge(
+    partial,
+    out,
+    lse,
+    logits,
+    ranges,
+    queries,
+    first,  # of these queries among
+    all_queries,
+    dim: tl.constexpr,
+    WIDE: tl.constexpr,  # the power of two that holds dim
+    HEADS: tl.constexpr,  # of queries
+    SINK: tl.constexpr,  # are there logits that lead nowhere?
+    LSE: tl.constexpr,
+):
+    """A query that sees nothing gets zeros, and -inf."""
+    place = tl.program_id(0).to(tl.int64)
+    step = tl.num_programs(0).to(tl.int64)
+    channel = tl.arange(0, WIDE)
+    if SINK:
+        top = tl.load(logits + place // queries % HEADS).to(tl.float32) * 1.4426950408889634
+    else:
+        top = float("-inf")
+    total = tl.where(top > float("-inf"), 1.0, 0.0)
+    found = tl.zeros([WIDE], tl.float32)
+    for _ in range(ranges):
+        part_top, part_total = tl.load(partial.top + place), tl.load(partial.total + place)
+        part = tl.load(partial.out + place * dim + channel, mask=channel < dim, other=0.0)
+        new = tl.maximum(top, part_top)
+        base = tl.where(new == float("-inf"), 0.0, new)
+        fade, rise = tl.exp2(top - base), tl.exp2(part_top - base)
+        total = total * fade + part_total * rise
+        found = found * fade + part * rise
+        top = new
+        place += step
+    place = tl.program_id(0).to(tl.int64)
+    place = place // queries * all_queries + first + place % queries
+    safe = tl.where(total == 0, 1.0, total)
+    tl.store(out + place * dim + channel, (found / safe).to(out.dtype.element_ty), channel < dim)
+    if LSE:
+        tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453)

@@ -4,15 +4,132 @@ Divisions round to nearest and nothing is fused (whoever launches says so), and 
 float64 in the order of the codec. A program takes some rows of a page of one head.
 """
 
+from __future__ import annotations
+
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.fit import covering, fitted, nearest_codes
-from kvant.attention.triton.kernels.float16 import LIMIT, or_nan, saturated
 from kvant.attention.triton.kernels.pages import channels
 from kvant.attention.triton.kernels.put import COLUMN, ENTRY, SEQUENCE, SOURCE, TO, begin
 from kvant.attention.triton.kernels.records import AFFINE
-from kvant.attention.triton.kernels.sums import leaves, tree_sum
+
+
+@triton.jit
+def leaves(GROUP: tl.constexpr, COUNT: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr):
+    """[COUNT, GROUP]: the channel of each leaf of the trees of `GROUPS` groups, and is there one?
+
+    The tree of a shorter group is a part of that of a whole one: what it lacks counts as zeros.
+    """
+    group, leaf = tl.arange(0, COUNT)[:, None], tl.arange(0, GROUP)[None, :]
+    if GROUP * GROUPS == DIM:
+        channel = group * GROUP + leaf
+        there = channel < DIM
+    else:
+        width = tl.minimum(tl.maximum(DIM - group * GROUP, 0), GROUP)
+        place, there = leaf * 0, leaf < GROUP
+        for i in tl.static_range(8):
+            if GROUP >> i > 1:
+                # A bit says in which half the leaf is; of an odd width the lower one is larger.
+                place = place + (leaf >> i & 1) * (((width << i) + GROUP - 1) // GROUP)
+                there = there & (place < ((width << i + 1) + GROUP - 1) // GROUP)
+        channel = group * GROUP + place
+    return channel, there
+
+
+@triton.jit
+def tree_sum(x):
+    """[N, leaves] -> [N, 1]."""
+    width: tl.constexpr = x.shape[1]
+    for half in tl.static_range(1, 9):
+        if width >> half > 0:
+            x = tl.sum(tl.reshape(x, [x.shape[0], 2, width >> half]), 1)
+    return x
+
+
+LIMIT = tl.constexpr(65504.0)
+NOT_A_NUMBER = tl.constexpr(0x7E00)
+
+
+@triton.jit
+def saturated(x):
+    return tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
+
+
+@triton.jit
+def half_below(x):
+    """The largest float16 that is not above x; below either zero comes 0x8001."""
+    near = x.to(tl.float16)
+    bits = near.to(tl.int16, bitcast=True)
+    below = tl.where(bits > 0, bits - 1, bits + 1)
+    below = tl.where(near == 0, -0x7FFF, below).to(tl.int16)
+    return tl.where(near.to(tl.float32) > x, below.to(tl.float16, bitcast=True), near)
+
+
+@triton.jit
+def nearest_half(x):
+    """The float16 nearest to x as a float32 has it; never a negative zero."""
+    return (saturated(x.to(tl.float32)).to(tl.float16).to(tl.float32) + 0.0).to(tl.float16)
+
+
+@triton.jit
+def or_nan(half, broken):
+    """The NaN that the codecs write: devices have others."""
+    bits = tl.where(broken, NOT_A_NUMBER, half.to(tl.int16, bitcast=True)).to(tl.int16)
+    return bits.to(tl.float16, bitcast=True)
+
+
+ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: added and taken away, it leaves the nearest integer
+
+
+@triton.jit
+def covering(row, there, MOST: tl.constexpr):
+    """The scale and the bias that cover each group."""
+    low = tl.min(tl.where(there, row, float("inf")), 2, keep_dims=True)
+    high = tl.max(tl.where(there, row, float("-inf")), 2, keep_dims=True)
+    bias = half_below(low + 0.0)  # of two zeros the positive one
+    most = tl.full(low.shape, MOST, tl.float32)
+    return -half_below(-tl.div_rn(high + 0.0 - bias.to(tl.float32), most)), bias
+
+
+@triton.jit
+def nearest_codes(row, scale, bias, MOST: tl.constexpr):
+    step = scale.to(tl.float32)
+    step = tl.where(step > 0, step, 1.0)
+    codes = tl.div_rn(row - bias.to(tl.float32), tl.broadcast_to(step, row.shape))
+    return tl.minimum(tl.maximum(codes + ROUND - ROUND, 0.0), MOST)
+
+
+@triton.jit
+def fitted(row, codes, n, scale, bias):
+    """The least squares scale and bias, or the given ones where these lose no more."""
+    # Sums of codes are exact in any order, below 2^24; and so are products of a code and a value.
+    total = tl.sum(codes, 2, keep_dims=True).to(tl.float64)
+    n = tl.maximum(n, 1).to(tl.float64)
+    spread = n * tl.sum(codes * codes, 2, keep_dims=True).to(tl.float64) - total * total
+    level = _group_sum(row.to(tl.float64))
+    overlap = _group_sum(codes.to(tl.float64) * row.to(tl.float64))
+    slope = (n * overlap - total * level) / tl.where(spread > 0, spread, 1.0)
+    fit = nearest_half(slope)
+    base = nearest_half((level - fit.to(tl.float64) * total) / n)
+    before = _excess(scale, bias, slope, spread, total, n, level)
+    after = _excess(fit, base, slope, spread, total, n, level)
+    # Codes that are all the same have no fit.
+    better = (spread > 0) & (fit > 0) & (after < before)
+    return tl.where(better, fit, scale), tl.where(better, base, bias)
+
+
+@triton.jit
+def _excess(scale, bias, slope, spread, total, n, level):
+    """n times the squared error, beyond that of the fit before it is rounded."""
+    scale, bias = scale.to(tl.float64), bias.to(tl.float64)
+    off, rest = scale - slope, scale * total + n * bias - level
+    return off * off * spread + rest * rest
+
+
+@triton.jit
+def _group_sum(x):
+    total = tree_sum(tl.reshape(x, [x.shape[0] * x.shape[1], x.shape[2]]))
+    return tl.reshape(total, [x.shape[0], x.shape[1], 1])
 
 
 @triton.jit

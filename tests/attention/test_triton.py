@@ -434,7 +434,7 @@ def test_rows_on_a_cpu_are_read_only_where_it_is_asked_for() -> None:
     attend(asking(view, 1, 1), view)
     assert not view.tally.attended.keys() & {"triton", NAME}
     view.tally.attended.clear()
-    with pytest.raises(UnsupportedView, match="triton: rows on cpu"):
+    with pytest.raises(UnsupportedView, match="'triton' does not read this view: rows on cpu"):
         attend(asking(view, 1, 1), view, backend="triton")
     attend(asking(view, 1, 1), view, backend=NAME)
     assert view.tally.attended == {NAME: 1}

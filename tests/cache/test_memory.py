@@ -57,3 +57,14 @@ def test_pages_that_several_caches_hold_are_there_once() -> None:
     forward(twins[0], 1)
     assert [one.nbytes // PAGE for one in (cache, *twins)] == [10, 11, 10, 10]
     assert cache._ledger.pools[0].open.size == 11
+
+
+def test_chunks_of_a_prompt_move_no_sealed_page() -> None:
+    """Bug: what a chunk took was given back by copying all that there was, chunk by chunk."""
+    cache = Cache(2, "affine4,prefill=stored")
+    places = set()
+    for _ in range(64):
+        for layer in cache:
+            layer.append(*torch.randn(2, 1, 2, 128, 32))
+        places.add(cache[0].storage.sides["keys"].sealed["codes"].data_ptr())
+    assert len(places) < 6  # memory grows by a factor

@@ -9,6 +9,7 @@ import torch
 
 from cache.tagged import One, layer, put, rows, same, told
 from kvant import Cache, CapacityError, LayerSpec, SpecError, attend, load, save
+from kvant.attention.reference import serves
 from kvant.contracts import Mask
 from kvant.retention import Window
 
@@ -57,11 +58,11 @@ def test_a_side_that_stays_is_not_encoded_again() -> None:
     rows = torch.randn(1, 2, 300, 32)
     state = One(layer("affine4v3"))
     state.append(rows, rows, prefill="stored")
-    before, dense = state.read(), state.snapshot().tensors["keys.dense"]
+    before, dense = state.read(), state.snapshot().tensors["keys.open"]
     recode(state, "affine4/turbo3")
     assert torch.equal(state.read()[0], before[0])
     assert not torch.equal(state.read()[1], before[1])
-    assert torch.equal(state.snapshot().tensors["keys.dense"], dense)
+    assert torch.equal(state.snapshot().tensors["keys.open"], dense)
 
 
 def test_pages_that_fall_due_by_a_shorter_tail_join_those_that_are_sealed() -> None:
@@ -182,20 +183,23 @@ def test_no_rewind_reaches_rows_that_never_came(tmp_path: pytest.TempPathFactory
     save(cache, f"{tmp_path}/a")
     for one in (cache, cache.fork(), load(f"{tmp_path}/a")):
         one.rewind(496)
-        assert one[0].view(7).serves(489, Mask(window=100))  # type: ignore[attr-defined]
+        assert serves(one[0].view(13), 13, Mask(window=100))  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="sealed or gone"):
-            one[0].view(8)  # type: ignore[attr-defined]
-        assert one.reachable(490) == 490
-        assert one.reachable(489) == 0
-        one.rewind(490)
-        assert told(one[0]) == list(range(390, 490))
+            one[0].view(14)  # type: ignore[attr-defined]
+        assert one.reachable(484) == 484
+        assert one.reachable(483) == 0
+        one.rewind(484)
+        assert told(one[0]) == list(range(384, 484))
 
 
 def test_rows_that_never_came_are_remembered_until_a_reset() -> None:
     state = grown("raw,window=100,slack=0", 490)
     recode(state, "affine8,window=100,slack=60")
     recode(state, "affine4,window=100,slack=60")
-    assert state.reachable(489) == 0
+    # The page that the window begins in is there from its first row, 384, on.
+    assert state.reachable(483) == 0
+    state.rewind(state.reachable(484))
+    assert told(state) == list(range(384, 484))
     state.reset()
     put(state, 300)
     assert state.reachable(250) == 250

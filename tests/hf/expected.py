@@ -51,8 +51,8 @@ def _step_masks(cell: Cell, calls: int) -> int:
         return calls  # a bias on positions
     if cell.family == "bart" and cell.batch == 2:
         return calls // 2  # the padding of the encoder's rows, which does not grow
-    if cell.family == "llama4" and cell.way == "stock":
-        return 3  # a chunk, which the host's attention knows as a mask only
+    if cell.family == "llama4" and (cell.way == "stock" or cell.batch == 2):
+        return 3  # a chunk, which the host knows as a mask only, or which begins in padding
     return 0
 
 
@@ -71,5 +71,7 @@ def problems(cell: Cell, result: Result) -> list[str]:
 
 def masked(cell: Cell, later: int) -> bool:
     """May attention over a chunk take masks of the host's?"""
+    if cell.family == "llama4" and cell.batch == 2:
+        return True  # padding that nobody told is stored: chunks are counted from there
     padded = FAMILIES[cell.family].kind == "encoder-decoder" and cell.batch == 2
     return later > 0 and (cell.way == "stock" or cell.family in CHUNK_MASKS or padded)

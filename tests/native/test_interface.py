@@ -300,7 +300,8 @@ def test_python_says_what_is_refused() -> None:
     view = state.append(*torch.randn(2, 1, 2, 200, 32))
     q = torch.randn(1, 2, 1, 32)
     attend(q, view, backend="native")
-    lost = replace(view, page_table=view.page_table + 1000)
+    extent = view.extent
+    lost = view._replace(extent=replace(extent, sealed=extent.sealed + 1000, memo={}, shared={}))
     with pytest.raises(RuntimeError, match="refuses what it was asked: sealed: slots"):
         attend(q, lost, backend="native")
     with pytest.raises(RuntimeError, match="signs: fewer than channels"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,7 @@ FEW = 16  # columns of a draft, to which kernels give what single tokens get, to
 NEXT_ROW = np.array([0, 0, 1, 0, 0])  # to be added to writes
 
 
-@dataclass(frozen=True)
-class Pools:
+class Pools(NamedTuple):
     """The slots of the open and of the sealed pages of a kind."""
 
     open: Pool
@@ -286,9 +286,17 @@ def _both(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> tuple[Ints, Ints]
 def placed(kind: Kind, numbers: Ints, pools: Pools) -> Extent:
     """The extent whose pages lie in slots one after the other, in the order of their sequences."""
     blank = np.zeros((len(numbers), 0), np.int64)
-    extent = Extent(kind, numbers, blank, blank)
-    sealed = _table(extent.sealed_pages(), pools.sealed, len(numbers))
-    return Extent(kind, numbers, sealed, _table(extent.open_pages(), pools.open, len(numbers)))
+    return moved(Extent(kind, numbers, blank, blank), pools.open, pools.sealed)
+
+
+def moved(extent: Extent, opened: Pool | None, sealed: Pool | None) -> Extent:
+    """The same pages in slots of other pools, one after the other; None: they stay."""
+    open_table, sealed_table = extent.open, extent.sealed
+    if opened is not None:
+        open_table = _table(extent.open_pages(), opened, extent.batch)
+    if sealed is not None:
+        sealed_table = _table(extent.sealed_pages(), sealed, extent.batch)
+    return Extent(extent.kind, extent.numbers, sealed_table, open_table)
 
 
 def _table(pages: tuple[Ints, Ints], pool: Pool, batch: int) -> Ints:

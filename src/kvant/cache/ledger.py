@@ -27,13 +27,13 @@ from kvant.cache.changes import (
     most_beside,
     most_pages,
     most_slots,
-    placed,
+    moved,
 )
 from kvant.cache.pool import Pool
 from kvant.cache.storage import Storage
 from kvant.contracts import Follower
 from kvant.errors import CapacityError, UnsupportedView
-from kvant.extent import Change, Extent, Ints, Kind
+from kvant.extent import NO_SLOTS, Change, Extent, Ints, Kind
 
 log = logging.getLogger("kvant")
 
@@ -397,32 +397,36 @@ class Ledger:
         """Give back what a chunk took beyond what its tokens would have, where nobody else holds
         pages.
 
-        View move to new tensors: whoever reads the old ones is not disturbed.
+        Pages of which there were too many, open or sealed, move to new tensors: whoever reads the
+        old ones is not disturbed.
         """
         for kind, pools in enumerate(self.pools):
             book = self.book
             one, was = self.kinds[kind], book.extents[kind]
             opened, sealed = most_slots(one, was.rows.tolist())
-            small = pools.open.size <= opened and pools.sealed.size <= sealed
-            if small or pools.shared:
+            large = pools.open.size > opened, pools.sealed.size > sealed
+            if pools.shared or not any(large):
                 continue
             new = Pools.of(one)
             self._reserve(kind, was.batch, new)
-            now = placed(one, was.numbers, new)
+            now = moved(was, new.open if large[0] else None, new.sealed if large[1] else None)
+            new = Pools(*_chosen(large, new, pools))
             storages = book.storages | {
-                leaf: book.storages[leaf].copied(was, now, (new.open.size, new.sealed.size))
+                leaf: book.storages[leaf].moved_to(was, now, (new.open.size, new.sealed.size))
                 for leaf, own in enumerate(self.leaves)
                 if own == kind
             }
-            for pool in (new.open, new.sealed):
+            for pool in new:
                 pool.join(self)
+            left = [k for k in book.retired if k[0] != kind]  # slots of pools that stay
+            left += [(k, _chosen(large, NO_SLOTS, s)) for k, s in book.retired if k == kind]
             self.keep(
                 replace(
                     book,
                     extents=_with(book.extents, kind, now),
                     pools=_with(book.pools, kind, new),
                     storages=storages,
-                    retired=tuple(one for one in book.retired if one[0] != kind),
+                    retired=tuple(left),
                 )
             )
 
@@ -437,7 +441,7 @@ class Ledger:
         return np.concatenate(both[0]), np.concatenate(both[1])
 
     def _all(self) -> list[Pool]:
-        return [pool for pools in self.pools for pool in (pools.open, pools.sealed)]
+        return [pool for pools in self.pools for pool in pools]
 
 
 def _padding(start: Sequence[int] | Tensor, batch: int) -> tuple[int, ...]:
@@ -461,6 +465,11 @@ def _check_alike(change: Change, batch: int, count: int, start: Any) -> None:
     given, began = _padding(start, batch), tuple(before.padding.tolist())
     if given != began:
         raise ValueError(f"start {given} for sequences that began at {began}")
+
+
+def _chosen(which: tuple[bool, bool], these: tuple[T, T], others: tuple[T, T]) -> tuple[T, T]:
+    """Of open pages and of sealed ones: these, or the others."""
+    return these[0] if which[0] else others[0], these[1] if which[1] else others[1]
 
 
 def _with(values: tuple[T, ...], place: int, value: T) -> tuple[T, ...]:

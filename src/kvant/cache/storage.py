@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvant.attention import arrangement
 from kvant.contracts import Fields, Stored, Tiles
-from kvant.extent import Extent
+from kvant.extent import Extent, Ints
 from kvant.lasting import lasting
 from kvant.recipes import LayerSpec
 
@@ -194,27 +195,49 @@ class Storage:
                     other.sealed[field][some].copy_(part)
         return twin
 
-    def copied(self, was: Extent, now: Extent, slots: tuple[int, int]) -> Storage:
-        """A storage of so many slots with the pages of one extent, where another says."""
+    def moved_to(self, was: Extent, now: Extent, slots: tuple[int, int]) -> Storage:
+        """A storage of so many slots with the pages of one extent, where another says.
+
+        Pages whose slots stay lie where they lay.
+        """
         twin = Storage(self.spec, self.geometry, self.tiles)
-        twin.fit(*slots)
-        twin.take(self, was, now)
+        stay = was.open is now.open, was.sealed is now.sealed
+        twin.fit(*(0 if stays else n for stays, n in zip(stay, slots, strict=True)))
+        if not stay[0]:
+            twin._take_open(self, was, now)
+        if not stay[1]:
+            twin._take_sealed(self, was, now)
+        sides = {
+            name: replace(
+                stored,
+                open=self.sides[name].open if stay[0] else stored.open,
+                sealed=self.sides[name].sealed if stay[1] else stored.sealed,
+                memo={},
+            )
+            for name, stored in twin.sides.items()
+        }
+        room, used = (
+            (old[0] if stay[0] else new[0], old[1] if stay[1] else new[1])
+            for old, new in ((self.room, twin.room), (self.used, twin.used))
+        )
+        twin.__dict__.update(sides=sides, room=room, used=used)
         return twin
 
     def take(self, other: Storage, was: Extent, now: Extent) -> None:
         """Copy the pages that lie in another storage where one extent says, as the other does."""
-        device = self.geometry.device
-        slots = [
-            tuple(
-                torch.from_numpy(n).to(device) for n in (extent.open_slots(), extent.sealed_slots())
-            )
-            for extent in (was, now)
-        ]
+        self._take_open(other, was, now)
+        self._take_sealed(other, was, now)
+
+    def _take_open(self, other: Storage, was: Extent, now: Extent) -> None:
+        runs = _runs(was.open_slots(), now.open_slots())
         for name, stored in self.sides.items():
-            source = other.sides[name]
-            stored.open[slots[1][0]] = source.open[slots[0][0]]
+            _copy(other.sides[name].open, stored.open, runs)
+
+    def _take_sealed(self, other: Storage, was: Extent, now: Extent) -> None:
+        runs = _runs(was.sealed_slots(), now.sealed_slots())
+        for name, stored in self.sides.items():
             for field, tensor in stored.sealed.items():
-                tensor[slots[1][1]] = source.sealed[field][slots[0][1]]
+                _copy(other.sides[name].sealed[field], tensor, runs)
 
     def _room(self, need: int, have: int) -> int:
         if need <= have:
@@ -253,3 +276,20 @@ class Storage:
             used = self.used[which]
             new[:used] = old[:used]
         return new
+
+
+def _runs(old: Ints, new: Ints) -> list[tuple[slice, slice]]:
+    """Slots that lie one behind the other, here and there: they are copied together."""
+    ends = np.flatnonzero((np.diff(old) != 1) | (np.diff(new) != 1)) + 1
+    first, stop = [0, *ends.tolist()], [*ends.tolist(), len(old)]
+    return [
+        (slice(int(old[i]), int(old[i]) + n), slice(int(new[i]), int(new[i]) + n))
+        for i, n in ((i, j - i) for i, j in zip(first, stop, strict=True))
+        if n
+    ]
+
+
+def _copy(source: Tensor, target: Tensor, runs: list[tuple[slice, slice]]) -> None:
+    """Pages, and no tensor in between."""
+    for old, new in runs:
+        target[new].copy_(source[old])

@@ -19,6 +19,7 @@ from kvant.extent import Change
 from kvant.native import DTYPES, done, library
 
 MAX_GROUP = 16  # of the kernels
+PROCESSOR = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
 KEYS, VALUES = (records.KEY, "keys"), (records.KEY, "values")
 NO_SIDE = (*NO_MEMORY, *NO_ROWS)
@@ -52,7 +53,8 @@ class Native:
         own, q, mask, logits = pages.own, request.q, request.mask, request.sink_logits
         assert isinstance(mask, Mask)
         batch, heads, queries, _ = q.shape
-        out = torch.empty((batch, heads, queries, values.dim), dtype=request.dtype)
+        shape = batch, heads, queries, values.dim
+        out = torch.empty(shape, dtype=request.dtype, device=PROCESSOR)
         assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
         lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.lse else None
         if logits is not None:

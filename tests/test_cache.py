@@ -466,7 +466,7 @@ def test_layers_with_different_windows_have_masks_of_their_own() -> None:
 
 
 def test_a_fork_with_a_capacity_takes_no_more_than_the_cache() -> None:
-    """View of which none was due were once all taken by the copy."""
+    """Pages of which none was due were once all taken by the copy."""
     cache = Cache(1, "affine8,capacity=100000")
     forward(cache, 1)
     assert cache.fork().nbytes == cache.nbytes

@@ -398,7 +398,7 @@ def test_a_padded_sequence_that_differs_from_itself_unpadded(text: str, columns:
 
 @pytest.mark.parametrize("text", ["affine8", "affine4,tail=7", "turbo4,tail=0,sinks=3"])
 def test_padding_of_whole_pages_that_changes_what_is_sealed(text: str) -> None:
-    """View begin at the same tokens then, and fall due with the same ones."""
+    """Pages begin at the same tokens then, and fall due with the same ones."""
     assert apart(text, 64) < 1e-5
     assert apart(text, 128) < 1e-5
 
@@ -406,7 +406,7 @@ def test_padding_of_whole_pages_that_changes_what_is_sealed(text: str) -> None:
 @pytest.mark.parametrize("text", ["affine8", "affine4,tail=0", "turbo4,tail=7,sinks=3"])
 @pytest.mark.parametrize("columns", [1, 20, 63])
 def test_padding_within_a_page_that_moves_its_edges(text: str, columns: int) -> None:
-    """View are of positions: padding is stored nowhere, and the same tokens are sealed."""
+    """Pages are of positions: padding is stored nowhere, and the same tokens are sealed."""
     assert apart(text, columns) < 1e-5
 
 
@@ -431,7 +431,7 @@ def test_a_file_that_names_the_class_to_make(tmp_path) -> None:
 
 
 def test_a_mask_rule_with_sinks_on_a_cache_without() -> None:
-    """View of sinks that only the caller's rule names were once skipped with the window."""
+    """Pages of sinks that only the caller's rule names were once skipped with the window."""
     state = One(layer("affine8"))
     view = put(state, 300)
     expected = [(0 + 1 + sum((n - 1, n))) / 4 for n in (298, 299)]

@@ -67,7 +67,7 @@ class Kind:
 
     @property
     def sink_pages(self) -> int:
-        """View that stay open as they hold rows that are seen dense for ever."""
+        """Pages that stay open as they hold rows that are seen dense for ever."""
         return -(-self.sinks // self.page)
 
     def keep(self, lengths: Ints) -> Ints:

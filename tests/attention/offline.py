@@ -42,7 +42,7 @@ class Compiled:
 
 
 def pretend(capable: Driver) -> None:
-    """View on the CPU are what they would be on a GPU."""
+    """Pages on the CPU are what they would be on a GPU."""
     driver.set_active(capable)
     storage.arrangement = lambda device: None  # type: ignore[attr-defined, assignment]
     on_a_gpu = forms.dot_type  # in the interpreter a bfloat16 is another thing

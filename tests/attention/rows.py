@@ -13,7 +13,7 @@ from kvant.extent import Change, Extent, Kind, Paging
 
 
 def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
-    """View [2, 3, 2, 64, dim] with outliers, zeros, equal values, infinities, NaN, and rows whose
+    """Pages [2, 3, 2, 64, dim] with outliers, zeros, equal values, infinities, NaN, and rows whose
     least squares fit is far from what covers them, or is none, or beyond a float16."""
     rows = torch.randn(2, 2, 3 * 64, dim)
     rows[..., 3] *= 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from cache.tagged import forward
 from kvant import Cache
@@ -11,7 +12,7 @@ PAGE = 64 * 8 * 4 * 2  # bytes of 64 rows of keys and values, in float32, 8 wide
 
 
 def taken(cache: Cache, *counts: int) -> list[int]:
-    """View' worth of bytes after so many more tokens each."""
+    """Pages' worth of bytes after so many more tokens each."""
     found = []
     for count in counts:
         forward(cache, count)

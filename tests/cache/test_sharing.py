@@ -1,4 +1,4 @@
-"""View that several caches hold: who takes new ones, who copies, and who may write from where."""
+"""Pages that several caches hold: who takes new ones, who copies, and who may write from where."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ First in 8 bits, then in 4, then in one of these within the widest window that t
 for; the first tokens stay, since attention leans on them. What a step would take is known before it
 is made, the tokens that come next included: so the nearest one that fits is made, and none that
 does not make it smaller (in 4 bits the last 128 rows stay dense, which a short text does not earn
-back). View are sealed whole: what is left of the budget behind a window is less than a page of all
+back). Pages are sealed whole: what is left of the budget behind a window is less than a page of all
 layers. Of each recipe a step changes the codecs and the window only; a tail is never cut, for in
 few bits it is most of what keeps quality. Every step is said in the log and counted by the memory.
 

@@ -88,7 +88,7 @@ class Native:
     def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
         """Copy, write and seal what a change says of the rows that came; False where it is not.
 
-        Then nothing was written. View that are to be opened again are not opened here.
+        Then nothing was written. Pages that are to be opened again are not opened here.
         """
         functions = library().functions
         if functions is None or len(change.opens) or torch.compiler.is_compiling():

@@ -2,7 +2,7 @@
 
 It reads raw rows, affine pages of 8 and 4 bits and codebook pages, keys and values each in their
 own, all queries of a key head in one pass over its rows, and sequences of any lengths in one
-launch; it writes rows to their pages and seals them; and says of everything else why not. View lie
+launch; it writes rows to their pages and seals them; and says of everything else why not. Pages lie
 as files have them: those of a head are contiguous, and their bytes are loaded 16 at a time.
 
 Triton is optional, and nothing of it is imported before pages are read.

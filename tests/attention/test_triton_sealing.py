@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,7 @@ from kvant.codecs import Affine, Codebook
 from kvant.codecs.float16 import tree_sum
 from kvant.contracts import Codec, Stored
 from kvant.extent import Change, Extent, Kind, Paging
+from thin import once
 
 pytestmark = [
     needed,
@@ -76,8 +79,7 @@ def same_bytes(codec: Codec, rows: Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("many_rows")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(("codec", "dtype"), once(itertools.product(CODECS, DTYPES)), ids=str)
 def test_sealed_bytes_are_those_of_the_codec(codec: Codec, dtype: torch.dtype) -> None:
     for dim in (32, 80):
         even = isinstance(codec, Affine) or dim == 32

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from generation.speakers import DEMO, model_of, tokenizer_of
 from kvant import demo
 from kvant.generation import Session, generate
 from kvant.generation.reader import shared_prefix
+from thin import once
 
 FAMILIES = [DEMO, "llama", "gemma3", "gpt_oss", "falcon_h1", "qwen3_next"]
 FORMATS = [
@@ -139,23 +141,22 @@ EXACT: dict[str, Way] = {  # where the memory is exact
 }
 
 
-@pytest.mark.parametrize("how", [*EXACT, *STORED, *ALWAYS])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(("name", "how"), once(product(FAMILIES, [*EXACT, *STORED, *ALWAYS])))
 def test_raw(name: str, how: str, tmp_path: Path) -> None:
     ways = EXACT | STORED | ALWAYS
     assert ways[how](name, "raw", tmp_path) == plain(name, "raw")
 
 
-@pytest.mark.parametrize("how", ALWAYS)
-@pytest.mark.parametrize("spec", FORMATS)
-@pytest.mark.parametrize("name", [DEMO, "llama", "qwen3_next"])
+@pytest.mark.parametrize(
+    ("name", "spec", "how"), once(product([DEMO, "llama", "qwen3_next"], FORMATS, ALWAYS))
+)
 def test_compressed(name: str, spec: str, how: str, tmp_path: Path) -> None:
     assert ALWAYS[how](name, spec, tmp_path) == plain(name, spec)
 
 
-@pytest.mark.parametrize("how", [*STORED, *ALWAYS])
-@pytest.mark.parametrize("spec", FORMATS)
-@pytest.mark.parametrize("name", [DEMO, "gpt_oss"])
+@pytest.mark.parametrize(
+    ("name", "spec", "how"), once(product([DEMO, "gpt_oss"], FORMATS, [*STORED, *ALWAYS]))
+)
 def test_compressed_and_read_stored(name: str, spec: str, how: str, tmp_path: Path) -> None:
     ways, stored = STORED | ALWAYS, f"{spec},prefill=stored"
     assert ways[how](name, stored, tmp_path) == plain(name, stored)
@@ -175,8 +176,7 @@ def test_raw_turn_by_turn(name: str) -> None:
     assert said(session_of(name, "raw"), before, NEW) == reply
 
 
-@pytest.mark.parametrize("spec", FORMATS)
-@pytest.mark.parametrize("name", [DEMO, "gpt_oss"])
+@pytest.mark.parametrize(("name", "spec"), once(product([DEMO, "gpt_oss"], FORMATS)))
 def test_compressed_turn_by_turn_and_read_stored(name: str, spec: str) -> None:
     stored = f"{spec},prefill=stored"
     before, reply = last_turn(name, stored)

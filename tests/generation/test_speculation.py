@@ -18,6 +18,7 @@ from hf.zoo import build, worded
 from kvant.generation import Sampling, generate
 from kvant.generation.drafts import Aim, NGrams
 from kvant.generation.sampling import Draft, Sampler
+from thin import once
 
 SPECS = ["raw", "affine8", "affine4", "turbo4v2", "affine4,window=16,sinks=2", "raw,window=12"]
 AIM = Aim(Sampler(Sampling()), 128)
@@ -37,7 +38,7 @@ def poorer(name: str) -> Any:
     return twin
 
 
-@pytest.mark.parametrize(("name", "spec"), SPOKEN)
+@pytest.mark.parametrize(("name", "spec"), once(SPOKEN))
 def test_greedy_tokens_are_those_of_plain_decoding(name: str, spec: str) -> None:
     plain = said(name, kv_cache=spec)
     for most in (1, 5, 12):
@@ -45,7 +46,7 @@ def test_greedy_tokens_are_those_of_plain_decoding(name: str, spec: str) -> None
     assert said(name, kv_cache=spec, draft=model_of(name)) == plain
 
 
-@pytest.mark.parametrize(("name", "spec"), SPOKEN)
+@pytest.mark.parametrize(("name", "spec"), once(SPOKEN))
 def test_n_grams_change_nothing_either(name: str, spec: str) -> None:
     twice = prompt_of(name) * 2  # something to find
     given = {"kv_cache": spec, "max_new_tokens": NEW, "ignore_end": True}

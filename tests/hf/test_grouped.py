@@ -24,6 +24,7 @@ from hf.parity import TOLERANCE, Cell, Way, handed, model_of, small_pages
 from hf.zoo import build, names
 from kvant import UnsupportedView
 from kvant.hf.detect import continues
+from thin import once
 
 PROMPT, CHUNKS = 18, (2, 4, 3, 2)  # groups of the zoo have 2 heads, or 4 with one head of keys
 STEP = 0.02  # of 8 bits, in logits relative to how far they spread
@@ -84,14 +85,12 @@ def check_stored(model: PreTrainedModel, way: Way, spec: Any) -> None:
 DECODERS = [n for n in names("decoder", "hybrid") if continues(model_of(n))]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(("name", "way"), once(itertools.product(DECODERS, WAYS)))
 def test_a_chunk_as_long_as_a_group(name: str, way: Way) -> None:
     check(model_of(name), model_of(name, "eager"), way)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize(("name", "way"), once(itertools.product(DECODERS, WAYS)))
 def test_a_chunk_of_stored_rows_as_long_as_a_group(name: str, way: Way) -> None:
     """It is served where attention reads pages, and else it is right or refused."""
     spec = small_pages("affine8", prefill="stored")

@@ -29,6 +29,7 @@ from hf.parity import (
 from hf.zoo import FAMILIES
 from kvant import CacheError, RewindError, SpecError, UnsupportedView
 from kvant.recipes import LayerSpec
+from thin import once
 
 NAMES = (
     "llama",
@@ -60,8 +61,7 @@ def refusal(mode: str, name: str) -> tuple[type[Exception], str] | None:
     return None
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "name"), once(itertools.product(MODES, NAMES)))
 def test_tokens_are_those_of_the_host(mode: str, name: str) -> None:
     expected, owners = refusal(mode, name), ("stock", "attached")
     if expected is None:

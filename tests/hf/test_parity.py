@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import pytest
@@ -34,18 +35,28 @@ from hf.parity import (
 )
 from hf.zoo import FAMILIES, NAMES
 from kvant.hf.masks import lazily
+from thin import once
 
 CELLS = pairwise()
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+def thinned(cells: list[Cell]) -> list[Any]:
+    """By default, every family meets every value of each other axis."""
+    return [
+        cell
+        for name in NAMES
+        for cell in once([(c,) for c in cells if c.family == name], lambda row: astuple(row[0]))
+    ]
+
+
+@pytest.mark.parametrize("cell", thinned(CELLS), ids=str)
 def test_logits_are_those_of_the_rows_a_query_sees(cell: Cell) -> None:
     result = compared(cell)
     assert result.error < TOLERANCE
     assert problems(cell, result) == []
 
 
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.raw], ids=str)
+@pytest.mark.parametrize("cell", thinned([cell for cell in CELLS if cell.raw]), ids=str)
 def test_greedy_tokens_are_those_of_the_host(cell: Cell) -> None:
     family, text = FAMILIES[cell.family], text_of(FAMILIES[cell.family], cell.batch).prompt
     options: dict[str, Any] = {}

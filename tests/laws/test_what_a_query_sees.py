@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from kvant import attend
 from kvant.recipes import Prefill
 from laws import oracle
 from laws.cases import Case, readers
+from thin import once
 
 CHUNKS = (63, 1, 7, 1, 130, 1, 63, 1, 2, 90)  # with single tokens that end a page
 CASES = [
@@ -27,8 +30,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("prefill", ["dense", "stored"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "prefill"), once(product(CASES, ["dense", "stored"])), ids=str)
 def test_every_query_sees_what_the_rule_says(case: Case, prefill: Prefill) -> None:
     every_query_sees_what_the_rule_says(case, prefill, CHUNKS)
 

@@ -182,6 +182,8 @@ class Extent:
     @cached_property
     def ragged(self) -> bool:
         """Do sequences of different lengths stand side by side without padding?"""
+        if len(self.numbers) == 1:
+            return False
         columns = self.lengths + self.padding
         return bool((columns != columns[:1]).any())
 

@@ -131,7 +131,8 @@ class Cache(Refusals):
     @property
     def ragged(self) -> bool:
         """Do sequences of different lengths stand side by side without padding?"""
-        return any(extent.ragged for extent in self._ledger.book.extents)
+        extents = self.contents.ledger.book.extents
+        return bool(extents) and extents[0].ragged  # kinds are of the same sequences
 
     @property
     def batch(self) -> int:

@@ -58,7 +58,12 @@ class Book:
     @cached_property
     def lengths(self) -> set[int]:
         """How many columns layers have seen: one number, as a rule."""
-        return {e.columns for e in self.extents} | {past.now.length for past in self.states}
+        seen = set[int]()
+        for extent in self.extents:
+            seen.add(extent.columns)
+        for past in self.states:
+            seen.add(past.now.length)
+        return seen
 
     @cached_property
     def length(self) -> int:
@@ -283,14 +288,18 @@ class Ledger:
             self.arrived.add(leaf)
             return False
         book = self.book
-        changes = [book.changes[kind] for kind in range(len(self.kinds))]
-        states = tuple(self.coming.get(i, state) for i, state in enumerate(book.states))
-        dropped = tuple((kind, change.dropped) for kind, change in enumerate(changes))
-        gone = book.retired + tuple(one for one in dropped if len(one[1][0]) or len(one[1][1]))
-        after = tuple(change.after for change in changes)
+        after, gone = list[Extent](), list(book.retired)
+        for kind in range(len(self.kinds)):
+            change = book.changes[kind]
+            after.append(change.after)
+            if len(change.dropped[0]) or len(change.dropped[1]):
+                gone.append((kind, change.dropped))
+        states = book.states
+        if self.coming:
+            states = tuple(self.coming.get(i, state) for i, state in enumerate(states))
         if self.followers:
             self.to_follow = min(extent.columns for extent in after)
-        self.keep(Book(book.pools, after, states, book.storages, {}, gone))
+        self.keep(Book(book.pools, tuple(after), states, book.storages, {}, tuple(gone)))
         if self.followers:
             self._follow()
         if len(self.book.lengths) > 1:

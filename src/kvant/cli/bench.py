@@ -11,7 +11,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-NAMES = ("append", "attend", "decode", "prefill")
+NAMES = ("append", "attend", "batch", "decode", "prefill")
 
 
 class Benches(TyperGroup):

@@ -158,12 +158,12 @@ class HostDecoder:
 
     @torch.no_grad()
     def logits(self, ids: list[int], memory: Memory | None, last: int = 1) -> Tensor:
-        if memory is not None and memory.length:
+        device, first = self.model.device, 0 if memory is None else memory.length
+        if memory is not None and first:
             if len(ids) > 1 and not self.continues:
                 return torch.cat([self.logits([token], memory) for token in ids])[-last:]
             if len(ids) == 1 and (replayed := self._replayed(ids[0], memory)) is not None:
                 return replayed
-        device, first = self.model.device, 0 if memory is None else memory.length
         positions = torch.arange(first, first + len(ids), device=device)[None]
         out = self._forward(torch.tensor([ids], device=device), positions, memory, last)
         return out[0, -last:].float()

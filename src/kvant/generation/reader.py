@@ -62,8 +62,10 @@ class Reader:
         """
         if not self.strategy.remembers(len(tokens)):
             return self.decoder.logits(list(tokens), None, last)
-        behind = tokens[: len(tokens) - last]
-        if self.memory.length == 0 and behind:
+        held, behind = self.memory.length, tokens[: len(tokens) - last]
+        if last == 1 and held == len(behind):
+            return self._forward(tokens, held, len(tokens), last)
+        if held == 0 and behind:
             self._read(behind)  # a strategy that begins to remember
         if self.memory.length > len(behind):
             self.align(tokens, last)
@@ -72,7 +74,7 @@ class Reader:
                 self._read(behind)
             if last > 1:
                 self.memory.checkpoint()
-            return self._forward(tokens, len(tokens), last)
+            return self._forward(tokens, self.memory.length, len(tokens), last)
 
     def align(self, tokens: Sequence[int], last: int = 1) -> None:
         """Go back to what the memory shares with `tokens`, without the newest `last` of them."""
@@ -103,14 +105,13 @@ class Reader:
         while (begin := self.memory.length) < len(tokens):
             chunk = self.chunk if begin else self._first
             stop = min(begin + chunk, len(tokens))
-            logits = self._forward(tokens, stop, last=1)
+            logits = self._forward(tokens, begin, stop, last=1)
             if progress is not None:
                 progress(stop, len(tokens))
         assert logits is not None
         return logits
 
-    def _forward(self, tokens: Sequence[int], stop: int, last: int) -> Tensor:
-        begin = self.memory.length
+    def _forward(self, tokens: Sequence[int], begin: int, stop: int, last: int) -> Tensor:
         self._tokens[begin:] = tokens[begin:stop]
         self.strategy.relieve(self.memory, stop - begin)
         logits = self.decoder.logits(list(tokens[begin:stop]), self.memory, last)

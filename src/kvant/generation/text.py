@@ -38,7 +38,7 @@ class Text:
         self._first = max(self._first, self._said - CONTEXT)
         piece = after[len(before) :]
         self._said = len(self._tokens)
-        return self._until_stop(piece)
+        return self._until_stop(piece) if self.stop else piece
 
     def rest(self) -> str:
         """What was held back, now that nothing comes any more."""

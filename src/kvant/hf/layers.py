@@ -109,7 +109,8 @@ class AttentionLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         if key_states.requires_grad:
             _warn_of_gradients()
-        count, context, state = key_states.shape[2], self.context, self.state
+        count, context = key_states.shape[2], self.context
+        state = self._state if context.states.contents is self._known else self.state
         ledger, narrow = state.ledger, self._narrow
         if state.leaf in ledger.arrived:
             context.check_once(self.index)

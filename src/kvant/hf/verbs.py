@@ -126,7 +126,7 @@ class Verbs:
     @property
     def capacity(self) -> int | None:
         """The length that no layer passes; None where only memory is the limit."""
-        return self.states.capacity
+        return self.context.states.capacity
 
     @property
     def nbytes(self) -> int:

@@ -30,6 +30,7 @@ from attention.offline import Compiled, Driver, pretend
 from kvant import Cache
 from kvant.attention.triton import launching
 from kvant.attention.triton.kernels import attend
+from kvant.attention.triton.launching import Scope
 from kvant.contracts import Request
 
 FORMATS = "raw,affine8,affine8v4,affine4,turbo4v4,turbo3,turbo2"
@@ -61,9 +62,10 @@ def launched(text: str) -> float:
     view = state.append(*rows)
     q = torch.randn(1, 4 * HEADS, 1, DIM).bfloat16()
     asked = view.keys.codec.frame.queries(q)
-    launching.launch(Request(asked, 0.1, view.mask, dtype=torch.bfloat16), view)
+    launching.launch(Request(asked, 0.1, view.mask, dtype=torch.bfloat16), Scope.of(view))
     fields = [*view.keys.sealed.values(), *view.values.sealed.values()]
-    return sum(field[0, 0].nbytes for field in fields) / view.page if fields else 4.0 * DIM
+    page = view.extent.kind.page
+    return sum(field[0, 0].nbytes for field in fields) / page if fields else 4.0 * DIM
 
 
 def main(

@@ -123,8 +123,7 @@ const char *refused(const kvant_side &side) {
 // The largest entry of a table over some pages; of those that there are not, more than any slot.
 uint64_t last_slot(const kvant_table &table, int64_t sequence, int64_t first, int64_t stop) {
     if (first >= stop) return 0;
-    first -= table.first, stop -= table.first;
-    if (first < 0 || stop > table.width) return ~(uint64_t)0;
+    if (stop > table.width) return ~(uint64_t)0;
     const int64_t *entries = table.data + sequence * table.stride;
     uint64_t last = 0;
     for (int64_t i = first; i < stop; i++) last = std::max(last, (uint64_t)entries[i]);
@@ -133,7 +132,7 @@ uint64_t last_slot(const kvant_table &table, int64_t sequence, int64_t first, in
 
 bool is_table(const kvant_table &table, int64_t batch) {
     const int64_t need = reach({{batch, times(table.stride, 8)}, {table.width, 8}}, 8);
-    return table.width >= 0 && are_strides({table.first, table.stride}, 1) &&
+    return table.width >= 0 && are_strides({table.stride}, 1) &&
            holds(table.data, table.nbytes, need, 8);
 }
 
@@ -141,7 +140,6 @@ const char *refused(const kvant_extent &e) {
     if (!none_negative({e.batch, e.dense_until, e.sinks}) || e.tail < -1) return "a count: below zero";
     if (e.page < 1 || e.page > MOST || e.sinks > MOST)
         return "page: pages of no rows, or more of them than can be counted";
-    if (e.by_column < 0 || e.by_column > 1) return "by_column: neither yes nor no";
     if (!holds(e.numbers, e.numbers_nbytes, product({e.batch, KVANT_NUMBERS, 8}), 8))
         return "numbers: fewer than sequences";
     if (!is_table(e.sealed, e.batch)) return "sealed: entries that are not there";
@@ -149,9 +147,8 @@ const char *refused(const kvant_extent &e) {
     for (int64_t b = 0; b < e.batch; b++) {
         const int64_t *n = e.numbers + b * KVANT_NUMBERS;
         if (n[KVANT_LENGTH] < -MOST || n[KVANT_LENGTH] > MOST || n[KVANT_BEGINS] > MOST ||
-            n[KVANT_PADDING] > MOST ||
-            !none_negative({n[KVANT_PADDING], n[KVANT_FIRST_SEALED], n[KVANT_STOP_SEALED],
-                            n[KVANT_FIRST_OPEN], n[KVANT_BEGINS]}))
+            !none_negative({n[KVANT_FIRST_SEALED], n[KVANT_STOP_SEALED], n[KVANT_FIRST_OPEN],
+                            n[KVANT_BEGINS]}))
             return "numbers: positions that cannot be counted";
         for (int at : {KVANT_FIRST_SEALED, KVANT_STOP_SEALED, KVANT_FIRST_OPEN})
             if (times(n[at], e.page) > MOST) return "numbers: pages that cannot be counted";
@@ -172,10 +169,9 @@ const char *refused_pages(const kvant_request &r) {
             sealed = std::max(sealed, last_slot(e.sealed, b, there.sealed_first / e.page,
                                                 pages(there.sealed_stop)));
         }
-        if (there.open_first < there.open_stop) {
+        if (there.open_first < there.own) {
             any_open = true;
-            open = std::max(open, last_slot(e.open, b, there.open_first / e.page,
-                                            pages(there.open_stop)));
+            open = std::max(open, last_slot(e.open, b, there.open_first / e.page, pages(there.own)));
         }
         if (there.sinks_stop > 0) {
             any_open = true;
@@ -188,9 +184,8 @@ const char *refused_pages(const kvant_request &r) {
     if (any_sealed && sealed >= (uint64_t)std::min(sealed_slots(keys, r.heads, e.page),
                                                    sealed_slots(values, r.heads, e.page)))
         return "sealed: slots that the codes, scales and biases do not have";
-    const int64_t rows = e.by_column ? std::min(e.page, e.sinks) : e.page;
-    if (any_open && open >= (uint64_t)std::min(open_slots(keys, r.heads, rows),
-                                               open_slots(values, r.heads, rows)))
+    if (any_open && open >= (uint64_t)std::min(open_slots(keys, r.heads, e.page),
+                                               open_slots(values, r.heads, e.page)))
         return "open: slots that the open pages do not have";
     return nullptr;
 }
@@ -361,32 +356,8 @@ const char *refused(const kvant_rotate_request &r) {
     return nullptr;
 }
 
-const char *refused(const kvant_put_request &r) {
-    if (!none_negative({r.batch, r.heads, r.slot, r.count})) return "a count: below zero";
-    if (r.sides < 0 || r.sides > 2) return "sides: not from 0 to 2";
-    for (int64_t i = 0; i < r.sides; i++) {
-        const kvant_put_side &side = r.side[i];
-        const kvant_rows &rows = side.rows;
-        if (side.slots < 0 || side.bytes < 1) return "room: no slots, or none of a size";
-        if (plus(r.slot, r.count) > side.slots) return "slot: beyond the room";
-        const int64_t own = times(side.slots, side.bytes);
-        if ((r.heads > 1 && side.head < own) || (r.batch > 1 && side.batch < own))
-            return "room: heads that overlap";
-        if (!are_strides({side.batch, side.head, rows.batch, rows.head, rows.row}, 1))
-            return "strides: below zero, or beyond any memory";
-        const Axis batch = {r.batch, side.batch}, head = {r.heads, side.head};
-        if (!holds(side.room, side.room_nbytes, reach({batch, head, {side.slots, side.bytes}}, side.bytes), 1))
-            return "room: more slots than memory";
-        if (!holds(rows.data, rows.nbytes,
-                   reach({{r.batch, rows.batch}, {r.heads, rows.head}, {r.count, rows.row}}, side.bytes), 1))
-            return "rows: more than there are";
-    }
-    return nullptr;
-}
-
 bool is_empty(const kvant_request &r) { return !r.extent->batch || !r.heads || !r.queries; }
 bool is_empty(const kvant_store_request &r) { return !r.sides || !r.batch || !r.heads; }
 bool is_empty(const kvant_rotate_request &r) { return !r.batch || !r.heads || !r.count; }
-bool is_empty(const kvant_put_request &r) { return !r.batch || !r.heads || !r.count; }
 
 }  // namespace kvant

@@ -1,6 +1,6 @@
 /* The C interface of kvant's CPU kernels: plain structs of pointers and numbers, no Python.
  *
- * Each call takes one request: attention over pages, rows to store, rows to rotate, rows to put.
+ * Each call takes one request: attention over pages, rows to store, rows to rotate.
  * What many calls share (a side of the storage of a layer, how far sequences are and where their
  * pages lie) is made once and pointed to. The caller keeps all memory alive and as it is during the
  * call. Nothing is kept between calls but the threads. Calls from several threads at a time are
@@ -20,7 +20,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 9
+#define KVANT_ABI 10
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -79,17 +79,17 @@ typedef struct {
     int64_t boundaries_nbytes;
 } kvant_side;
 
-/* The slots of the pages of each sequence, [batch, width]: those of pages [first, first + width).
- * Entries of pages that nobody may read may be anything. */
+/* The slots of the pages of each sequence, [batch, width], by page number. Entries of pages that
+ * nobody may read may be anything. */
 typedef struct {
     const int64_t *data;
     int64_t nbytes;
-    int64_t first, stride, width; /* stride: in elements */
+    int64_t stride, width; /* stride: in elements */
 } kvant_table;
 
 /* The numbers of a sequence: its positions so far (below zero: columns of padding to come), columns
- * of padding, the pages that are sealed, the first that is open (the last is that of its last
- * position), and the position before which there are no rows, sinks aside. */
+ * of padding (not read), the pages that are sealed, the first that is open (the last is that of its
+ * last position), and the position before which there are no rows, sinks aside. */
 enum kvant_number {
     KVANT_LENGTH, KVANT_PADDING, KVANT_FIRST_SEALED, KVANT_STOP_SEALED, KVANT_FIRST_OPEN,
     KVANT_BEGINS, KVANT_NUMBERS
@@ -98,11 +98,9 @@ enum kvant_number {
 /* How far sequences are and where their pages lie; the same for many layers. A query reads pages
  * sealed once `tail` rows behind them were seen (-1: never), nothing sealed before it is the
  * `dense_until`th row, and positions below `sinks` from open pages and nowhere else. A page that is
- * read has a multiple of 64 rows.
- * by_column: pages are numbered by columns, padding included, sinks come before rows of the request's
- * own, and open pages hold the sinks alone. That is how the first edition counted. */
+ * read has a multiple of 64 rows. */
 typedef struct {
-    int64_t batch, page, tail, dense_until, sinks, by_column;
+    int64_t batch, page, tail, dense_until, sinks;
     const int64_t *numbers; /* [batch, KVANT_NUMBERS] */
     int64_t numbers_nbytes;
     kvant_table sealed, open;
@@ -170,20 +168,6 @@ typedef struct {
     int64_t threads;
 } kvant_rotate_request;
 
-/* A few rows, keys and values together (one side, or two), to be copied to where they stay: slots
- * [slot, slot + count) of a room that has `slots` of them for each head, one behind the other. */
-typedef struct {
-    kvant_rows rows;
-    void *room; /* [batch, head, slots, bytes] */
-    int64_t room_nbytes;
-    int64_t batch, head, slots, bytes; /* strides of the room; bytes of a row, here and there */
-} kvant_put_side;
-
-typedef struct {
-    int64_t sides, batch, heads, slot, count;
-    kvant_put_side side[2];
-} kvant_put_request;
-
 KVANT_EXPORT int kvant_abi(void);
 
 /* "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names (null
@@ -197,7 +181,6 @@ KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
 KVANT_EXPORT const char *kvant_attend(const kvant_request *request);
 KVANT_EXPORT const char *kvant_store(const kvant_store_request *request);
 KVANT_EXPORT const char *kvant_rotate(const kvant_rotate_request *request);
-KVANT_EXPORT const char *kvant_put(const kvant_put_request *request);
 
 #ifdef __cplusplus
 }

@@ -4,7 +4,6 @@
 
 #include "checks.hpp"
 #include "kernels.hpp"
-#include "put.hpp"
 #include "store.hpp"
 
 namespace {
@@ -66,10 +65,4 @@ extern "C" const char *kvant_store(const kvant_store_request *request) {
 
 extern "C" const char *kvant_rotate(const kvant_rotate_request *request) {
     return run(request, &Kernels::rotate);
-}
-
-extern "C" const char *kvant_put(const kvant_put_request *request) {
-    const char *refusal = kvant::refused(*request);
-    if (!refusal && !kvant::is_empty(*request)) kvant::put(*request);
-    return refusal;
 }

@@ -1,7 +1,7 @@
 // Which rows a query sees, as runs of neighbouring rows that are all seen.
 //
 // The rule is that of attention/mask.py, over positions. The request's own rows are read from there;
-// of the others, positions below `sinks` from open pages and nowhere else, columns below the seam
+// of the others, positions below `sinks` from open pages and nowhere else, those below the seam
 // from sealed pages, the rest from open ones. Pages of sinks are always open, whatever others are.
 #pragma once
 
@@ -12,7 +12,7 @@ namespace kvant::KVANT_TARGET {
 
 enum class Part { sinks, sealed, open, own };
 
-// Rows [first, stop): columns, or positions in pages of sinks.
+// Positions [first, stop).
 struct Segment {
     Part part;
     int64_t first, stop;
@@ -24,15 +24,15 @@ struct Segments {
 
     Segments() = default;
     Segments(const kvant_request &r, const Reads &there, int64_t query) {
-        const int64_t column = there.end - r.queries + query, position = column - there.origin;
+        const int64_t position = there.end - r.queries + query;
         if (position < 0) return;
-        int64_t low = 0, high = r.causal ? position + 1 : there.end - there.origin;
+        int64_t low = 0, high = r.causal ? position + 1 : there.end;
         if (r.chunk) {
             low = position / r.chunk * r.chunk;
             high = std::min(high, low + r.chunk);
         }
         const int64_t near = r.window ? std::max(low, position - r.window + 1) : low;
-        const int64_t seam = there.seam(r, column);
+        const int64_t seam = there.seam(r, position);
         if (near > low) add(r, there, seam, low, std::min({high, near, r.mask_sinks}));
         add(r, there, seam, near, high);
     }
@@ -57,15 +57,13 @@ private:
     void add(const kvant_request &r, const Reads &there, int64_t seam, int64_t low, int64_t high) {
         const int64_t sinks = r.extent->sinks;
         put(Part::sinks, low, std::min(high, there.sinks));
-        put(Part::own, std::max(low + there.origin, there.own_first),
-            std::min(high, sinks) + there.origin);
-        low = std::max(low, sinks) + there.origin, high += there.origin;
+        put(Part::own, std::max(low, there.own_first), std::min(high, sinks));
+        low = std::max(low, sinks);
         put(Part::sealed, std::max(low, there.sealed_first),
             std::min({high, seam, there.sealed_stop}));
         low = std::max(low, seam);
-        if (!r.extent->by_column)
-            put(Part::sinks, std::max(low, there.begins), std::min(high, there.sinks_stop));
-        put(Part::open, std::max(low, there.open_first), std::min(high, there.open_stop));
+        put(Part::sinks, std::max(low, there.begins), std::min(high, there.sinks_stop));
+        put(Part::open, std::max(low, there.open_first), std::min(high, there.own));
         put(Part::own, std::max(low, there.own_first), high);
     }
 

@@ -12,7 +12,7 @@ struct Span {
     Part part;
     int64_t slot, row;  // of a page: where it lies, and the block in it; else the first row
     int first, stop;
-    int64_t begin;  // the column, or the position of a sink, of its first row
+    int64_t begin;  // the position of its first row
 };
 
 class Walk {
@@ -40,7 +40,7 @@ public:
         }
         const int64_t begin = (s.first / BLOCK + index) * BLOCK, number = begin / page;
         const kvant_table &table = s.part == Part::sealed ? r.extent->sealed : r.extent->open;
-        const int64_t slot = table.data[sequence * table.stride + number - table.first];
+        const int64_t slot = table.data[sequence * table.stride + number];
         return {s.part, slot, begin - number * page, (int)std::max<int64_t>(0, s.first - begin),
                 (int)std::min<int64_t>(BLOCK, s.stop - begin), begin};
     }

@@ -108,7 +108,6 @@ def attend(case: Case) -> None:
     r.group, r.queries = rng.choice((1, 1, 2, 4, 7, 16)), rng.choice((1, 1, 1, 2, 16, 17, 40))
     e.page, e.tail = rng.choice((64, 64, 128)), rng.choice((-1, 0, 0, 9, 70))
     e.dense_until, e.sinks = rng.choice((0, 0, 90)), rng.choice((0, 0, 1, 5, 70))
-    e.by_column = rng.choice((0, 0, 1))
     r.num_own = rng.choice((0, 0, r.queries, 70))
     r.num_dense = rng.choice((0, r.num_own, 70))
     set_all(case, causal=rng.randint(0, 1), window=rng.choice((0, 0, 1, 40, 100)))
@@ -123,11 +122,9 @@ def attend(case: Case) -> None:
     ranges = [readable(r, e, row) for row in numbers]
     slots = [table(case, name, [found[name] for found in ranges]) for name in ("sealed", "open")]
     for name in ("keys", "values"):
-        own, rows = case.structs[name], e.page
+        own = case.structs[name]
         own.arrangement = 1 if name == "keys" else 2
-        if e.by_column:
-            rows = min(rows, e.sinks)
-        side(case, name, r.heads, e.page, *slots, rows)
+        side(case, name, r.heads, e.page, *slots)
         size = SIZES[own.dtype]
         counts = (e.batch, r.heads, r.num_own)
         case.strides(f"own_{name}.", counts, own.dim * size, size)
@@ -148,7 +145,7 @@ def attend(case: Case) -> None:
 def some_numbers(rng: random.Random, e: Any) -> tuple[int, ...]:
     """Of a sequence, in the order of the interface."""
     length, padding = rng.choice((-9, 1, 40, 64, 200, 333)), rng.choice((0, 0, 3, 90))
-    pages = max(0, length + padding * e.by_column) // e.page
+    pages = max(0, length) // e.page
     stop = rng.randint(0, pages)
     first, opened = rng.randint(0, stop), rng.randint(0, pages)
     return length, padding, first, stop, opened, rng.choice((0, 0, 0, 10))
@@ -156,19 +153,18 @@ def some_numbers(rng: random.Random, e: Any) -> tuple[int, ...]:
 
 def readable(r: Any, e: Any, numbers: tuple[int, ...]) -> dict[str, set[int]]:
     """The pages of a sequence that any query may read."""
-    length, padding, first, stop, opened, begins = numbers
-    end = length + padding * e.by_column
+    end, _, first, stop, opened, begins = numbers
     own = end - r.num_own
     due = max(0, end - e.tail) // e.page * e.page if e.tail >= 0 and end >= e.dense_until else 0
     seam = min(due, end - r.num_dense) if due else 0
-    sinks = min(e.sinks, length) if e.by_column else min(-(-e.sinks // e.page) * e.page, own)
+    sinks = min(-(-e.sinks // e.page) * e.page, own)
 
     def pages(low: int, high: int) -> set[int]:
         return set(range(low // e.page, -(-high // e.page))) if low < high else set()
 
     return {
         "sealed": pages(max(first * e.page, begins), min(stop * e.page, seam)),
-        "open": pages(max(opened * e.page, begins), 0 if e.by_column else own) | pages(0, sinks),
+        "open": pages(max(opened * e.page, begins), own) | pages(0, sinks),
     }
 
 
@@ -179,13 +175,12 @@ def table(case: Case, name: str, pages: list[set[int]]) -> int:
     if not every:
         return 0
     slots = len(every) * e.batch + rng.randint(0, 2)
-    own.first = rng.randint(0, min(every))
-    own.width = max(every) + 1 - own.first + rng.randint(0, 2)
+    own.width = max(every) + 1 + rng.randint(0, 2)
     own.stride = own.width + rng.randint(0, 2)
     count = (e.batch - 1) * own.stride + own.width
     entries = [rng.choice((-1, 1 << 62)) for _ in range(count)]  # nobody reads them
     case.readable[name] = read = [
-        b * own.stride + page - own.first for b, found in enumerate(pages) for page in sorted(found)
+        b * own.stride + page for b, found in enumerate(pages) for page in sorted(found)
     ]
     for at in read:
         entries[at] = rng.randrange(slots)
@@ -195,9 +190,9 @@ def table(case: Case, name: str, pages: list[set[int]]) -> int:
 
 
 def side(
-    case: Case, path: str, heads: int, page: int, sealed: int, opened: int, rows: int, **how: Any
+    case: Case, path: str, heads: int, page: int, sealed: int, opened: int, **how: Any
 ) -> None:
-    """Memory for so many sealed slots and open ones of so many rows."""
+    """Memory for so many sealed slots and open ones."""
     rng, own = case.rng, case.structs[path]
     own.dim, own.dtype = rng.choice((16, 32, 32, 48, 64, 80, 128, 256)), rng.randrange(3)
     own.format, own.bits, own.group = (
@@ -208,7 +203,7 @@ def side(
     if own.format == CODEBOOK:
         case.hold(f"{path}.levels", 4 << own.bits)
         case.hold(f"{path}.boundaries", (4 << own.bits) - 4)
-    case.strides(f"{path}.open.", (opened, heads, rows), own.dim * size, size, **how)
+    case.strides(f"{path}.open.", (opened, heads, page), own.dim * size, size, **how)
     width = own.dim * (8 * size if own.format == RAW else own.bits) // 8
     fields = {"codes": width}
     if own.format != RAW:
@@ -250,7 +245,7 @@ def store(case: Case) -> None:
         path = f"side[{i}]"
         own = case.structs[f"{path}.stored"]
         own.arrangement = rng.randrange(3)
-        side(case, f"{path}.stored", r.heads, r.page, sealed, opened, r.page, written=True)
+        side(case, f"{path}.stored", r.heads, r.page, sealed, opened, written=True)
         case.hold(f"{path}.stored", ctypes.sizeof(own))
         size = SIZES[own.dtype]
         case.strides(f"{path}.rows.", (r.batch, r.heads, r.count), own.dim * size, size)
@@ -267,19 +262,4 @@ def rotate(case: Case) -> None:
     case.hold("out", r.batch * r.heads * r.count * r.dim * size, written=True)
 
 
-def put(case: Case) -> None:
-    rng, r = case.rng, case.request
-    set_all(case, sides=rng.randint(1, 2), batch=rng.randint(1, 2), heads=rng.randint(1, 3))
-    set_all(case, slot=rng.randint(0, 9), count=rng.choice((0, 1, 1, 5)))
-    for i in range(r.sides):
-        own = r.side[i]
-        size, own.slots = rng.choice((2, 4)), r.slot + r.count + rng.randint(0, 2)
-        own.bytes = size * rng.randint(1, 99)
-        own.head = own.slots * own.bytes + rng.choice((0, 0, 7))
-        own.batch = r.heads * own.head + rng.choice((0, 0, 7))
-        case.strides(f"side[{i}].rows.", (r.batch, r.heads, r.count), own.bytes, size)
-        reach = (r.batch - 1) * own.batch + (r.heads - 1) * own.head + own.slots * own.bytes
-        case.hold(f"side[{i}].room", reach if own.slots else 0, written=True)
-
-
-BUILDERS = {"attend": attend, "store": store, "rotate": rotate, "put": put}
+BUILDERS = {"attend": attend, "store": store, "rotate": rotate}

@@ -14,7 +14,6 @@ ENTRIES = {
     "attend": "kvant_request",
     "store": "kvant_store_request",
     "rotate": "kvant_rotate_request",
-    "put": "kvant_put_request",
 }
 POINTED = {  # of a request: the structs that it points to
     "attend": {"keys": "kvant_side", "values": "kvant_side", "extent": "kvant_extent"},

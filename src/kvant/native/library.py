@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ABI = 9
+ABI = 10
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def load(path: Path) -> Library:
         return Library(None, reason=f"{path} cannot be loaded: {error}")
     if functions.kvant_abi() != ABI:
         return Library(None, reason=f"{path} is of another version: reinstall kvant")
-    for name in ("kvant_isa", "kvant_attend", "kvant_store", "kvant_rotate", "kvant_put"):
+    for name in ("kvant_isa", "kvant_attend", "kvant_store", "kvant_rotate"):
         getattr(functions, name).restype = ctypes.c_char_p
     isa = functions.kvant_isa()
     if isa is None:

@@ -53,7 +53,7 @@ def _swapped(field: Tensor, name: str, packed: bool) -> Tensor:
 
 
 SIDE = struct.Struct("@28q")
-EXTENT = struct.Struct("@18q")
+EXTENT = struct.Struct("@15q")
 REQUEST = struct.Struct("@25q 2d 14q")
 STORE = struct.Struct("@29q")
 
@@ -63,7 +63,6 @@ ROWS, ARRANGEMENTS = 0, {"keys": 1, "values": 2}
 MAX_DIM, BLOCK, TILE = 256, 64, 16  # of the kernels
 UNEVEN = (3, 5)  # bits whose planes need rows of whole 32 channels
 NO_ROWS = (0, 0, 0, 0, 0)
-NO_PAGES = (0, 0, 0, 0)
 NO_MEMORY = (0, 0)
 KEY = "native"  # of a memo
 
@@ -194,7 +193,7 @@ def _extent(given: Extent) -> tuple[Numbers, object]:
         tail = -1 if paging.tail is None else paging.tail
         record = given.shared[KEY] = np.array(
             (
-                *(len(numbers), paging.page, tail, paging.dense_until, kind.sinks, 0, 0, 0),
+                *(len(numbers), paging.page, tail, paging.dense_until, kind.sinks, 0, 0),
                 *_table(given.sealed),
                 *_table(given.open),
             ),
@@ -202,7 +201,7 @@ def _extent(given: Extent) -> tuple[Numbers, object]:
         )
     record = record.copy()
     numbers = np.ascontiguousarray(numbers)
-    record[6], record[7] = numbers.__array_interface__["data"][0], numbers.nbytes
+    record[5], record[6] = numbers.__array_interface__["data"][0], numbers.nbytes
     return (record.__array_interface__["data"][0], record.nbytes), (record, numbers)
 
 
@@ -211,7 +210,7 @@ def _table(table: Ints) -> Numbers:
     batch, width = table.shape
     stride = table.strides[0] // 8 if batch > 1 else width
     address = table.__array_interface__["data"][0] if table.size else 0
-    return address, 8 * ((batch - 1) * stride + width) if table.size else 0, 0, stride, width
+    return address, 8 * ((batch - 1) * stride + width) if table.size else 0, stride, width
 
 
 def steps(change: Change) -> Numbers:

@@ -1,0 +1,74 @@
+"""Compares a benchmark of two checkouts, which run it in turn: what is slower than it was?
+
+`python tools/versions.py OLD attend --lengths 8192` runs `kvant.bench.attend` with these options in
+OLD, the root of another checkout with its kernels built, and here, several rounds. A figure is the
+median over the rounds of the ratio of one round: above 1, this checkout takes longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvant.bench.report import progress, show
+
+HERE = Path(__file__).resolve().parent.parent
+
+
+def measured(checkout: Path, bench: str, options: list[str], figure: str) -> dict[str, float]:
+    """The figure of every row, by what else is the same of it in both checkouts."""
+    run = [sys.executable, "-m", f"kvant.bench.{bench}", *options, "--json"]
+    env = os.environ | {"PYTHONPATH": str(checkout / "src")}
+    done = subprocess.run(run, capture_output=True, text=True, env=env, cwd=checkout, check=False)
+    if done.returncode:
+        raise SystemExit(f"error: {' '.join(run[1:])} in {checkout}:\n{done.stderr}")
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
+    found: dict[str, float] = {}
+    for row in rows:
+        words = [str(row[name]) for name in row if name in NAMING]
+        name = " ".join(words)
+        while name in found:  # as a baseline that is there once for each format
+            name += " again"
+        if row[figure] is not None:
+            found[name] = row[figure]
+    return found
+
+
+NAMING = ("rows", "length", "sequences", "beams", "cache", "way", "growth", "backend")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("bench")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--figure", default="median_ms")
+    given, options = parser.parse_known_args()
+    rounds: list[tuple[dict[str, float], dict[str, float]]] = []
+    for turn in range(given.rounds):
+        progress(f"round {turn + 1} of {given.rounds}")
+        pair = [measured(c, given.bench, options, given.figure) for c in (given.old, HERE)]
+        rounds.append((pair[0], pair[1]))
+    progress("")
+    rows = [
+        {
+            "row": name,
+            "old": statistics.median(old[name] for old, _ in rounds),
+            "new": statistics.median(new[name] for _, new in rounds),
+            "new / old": statistics.median(new[name] / old[name] for old, new in rounds),
+        }
+        for name in rounds[0][0]
+        if all(name in one for pair in rounds for one in pair)
+    ]
+    facts = {"figure": given.figure, "rounds": given.rounds, "options": options}
+    show(f"{given.bench}, two versions", rows, facts, quiet=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -300,11 +300,9 @@ class Follower(Protocol):
     def restored(self, snapshot: Snapshot) -> Any:
         """What `become` takes; an error where it does not fit."""
 
+    def settled(self) -> Any:
+        """The state and its checkpoints between two forwards: one under way has died."""
+
     def become(self, past: Any) -> None: ...
     def fork(self) -> Follower: ...
-    def select(self, index: Tensor) -> None: ...
-    def joined(self, others: Sequence[Follower]) -> Follower:
-        """A follower of the sequences of all of these."""
-
-    def move(self, device: torch.device) -> None: ...
     def reset(self) -> None: ...

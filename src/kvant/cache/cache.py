@@ -22,8 +22,8 @@ from kvant.attention.writing import reopen
 from kvant.cache import snapshot
 from kvant.cache.changes import joined, reachable, rewound, selected
 from kvant.cache.contents import Group, Layers, brought, leaves_of, recode_into, restore_into
-from kvant.cache.layer import Attention
-from kvant.cache.ledger import Ledger, Retired
+from kvant.cache.layer import Attention, kind_of
+from kvant.cache.ledger import Book, Ledger, Retired
 from kvant.cache.recode import attending, succeeding, within
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import exposed as exposed_past
@@ -31,8 +31,10 @@ from kvant.cache.recurrent import joined as joined_pasts
 from kvant.contracts import Follower, Snapshot, Tally, Tiles
 from kvant.errors import CacheError, Refusals, RewindError
 from kvant.extent import LENGTH, PADDING, Change, Extent, Ints
-from kvant.recipes import AnySpec, CacheSpec
+from kvant.recipes import AnySpec, CacheSpec, attention_in
 from kvant.spec import as_spec, check_fitted, words
+
+ALL = slice(None)
 
 
 class Cache(Refusals):
@@ -183,13 +185,13 @@ class Cache(Refusals):
     @property
     def whole(self) -> bool:
         """Has no forward reached some of the layers and not the others?"""
-        return not self._ledger.arrived
+        return not self._ledger.book.arrived
 
     def reached(self, layer: int) -> bool:
         """Has the forward under way this layer's rows? One more append begins a new forward."""
         found, ledger = self[layer], self._ledger
         leaves = list(found.values()) if isinstance(found, Group) else [found]
-        return any(one.leaf in ledger.arrived for one in leaves if one not in ledger.followers)
+        return any(one.leaf in ledger.book.arrived for one in leaves if one not in ledger.followers)
 
     def rollback(self) -> None:
         """Take back what a forward left that died before it reached every layer."""
@@ -341,12 +343,15 @@ class Cache(Refusals):
         index = _chosen([sequence], self.batch)
         self.rollback()
         book = self._ledger.book
+        _check_begun(book.extents, index)
         extents = [joined([selected(extent, index)]) for extent in book.extents]
         followers = {name: one.fork() for name, one in self.contents.followers().items()}
-        for follower in followers.values():
-            follower.select(torch.from_numpy(index))
+        pasts = _selected([one.settled() for one in followers.values()], index, book, extents)
+        for follower, past in zip(followers.values(), pasts, strict=True):
+            follower.become(past)
         with self._ledger.counting():
-            return self._twin(extents, _selected(book.states, index), followers)
+            states = _selected(book.states, index, book, extents)
+            return self._twin(extents, states, followers)
 
     def merged(self, others: Sequence[Cache]) -> Cache:
         """The sequences of this cache and of others under one: see `merge`."""
@@ -361,11 +366,16 @@ class Cache(Refusals):
                 )
             if not cache.length:
                 raise ValueError(f"cache {number} has no tokens: merge caches that have some")
-        followers = {
-            name: one.joined([cache.contents.leaves[name] for cache in caches])
-            for name, one in self.contents.followers().items()
-        }
-        pasts = zip(*(cache._ledger.book.states for cache in caches), strict=True)
+            _check_begun(cache._ledger.book.extents)
+        length = max(max(cache.lengths) for cache in caches)
+        followers = {name: one.fork() for name, one in self.contents.followers().items()}
+        for name, follower in followers.items():
+            pasts = [cache.contents.followers()[name].settled() for cache in caches]
+            follower.become(joined_pasts(pasts, length))
+        states = tuple(
+            joined_pasts(pasts, length)
+            for pasts in zip(*(cache._ledger.book.states for cache in caches), strict=True)
+        )
         with self._ledger.counting():
             books, taken = [], []
             for cache in caches:
@@ -374,7 +384,7 @@ class Cache(Refusals):
                 if found is not cache._ledger.book.extents:
                     taken += [(k, (e.open_slots(), e.sealed_slots())) for k, e in enumerate(found)]
             extents = [joined(kinds) for kinds in zip(*books, strict=True)]
-            return self._twin(extents, tuple(map(joined_pasts, pasts)), followers, taken)
+            return self._twin(extents, states, followers, taken)
 
     def remove(self, sequence: int) -> None:
         """Let one of the sequences go; the others stay as they are."""
@@ -389,10 +399,13 @@ class Cache(Refusals):
         chosen = _chosen(index, self.batch)
         book = self._ledger.book
         extents = [selected(extent, chosen) for extent in book.extents]
+        states = _selected(book.states, chosen, book, extents)
+        followers = self._ledger.followers
+        pasts = _selected([one.settled() for one in followers], chosen, book, extents)
         with self._ledger.lock:
-            for follower in self._ledger.followers:
-                follower.select(torch.from_numpy(chosen))
-            self._ledger.adopt(extents, _selected(book.states, chosen))
+            self._ledger.adopt(extents, states)
+            for follower, past in zip(followers, pasts, strict=True):
+                follower.become(past)
 
     def repeat(self, count: int) -> None:
         """Every sequence `count` times, one after the other."""
@@ -412,7 +425,7 @@ class Cache(Refusals):
         where = torch.empty(0, device=device).device
         layers = self.contents.twin(self.contents.followers())
         for follower in layers.ledger.followers:
-            follower.move(where)
+            follower.become(follower.settled().moved(where))
         for name, leaf in layers.attention():
             leaf.tally = self.contents.leaves[name].tally
             if leaf.storage is not None:
@@ -435,8 +448,12 @@ class Cache(Refusals):
     def widen(self, slack: int) -> None:
         """From now on, let rewinds of so many tokens be exact."""
         spec = self.spec.widened(slack)
-        if spec != self.spec:
-            self.rollback()
+        if spec == self.spec:
+            return
+        self.rollback()
+        if len(set(map(kind_of, attention_in(*spec.layers)))) < len(self._ledger.kinds):
+            self._recode(spec)  # layers of two kinds are of one now
+        else:
             self._restored(spec, self.exposed())
 
     def recode(self, spec: AnySpec) -> None:
@@ -448,14 +465,7 @@ class Cache(Refusals):
         full = succeeding(self.spec, check_fitted(self._asked(spec)))
         self.rollback()
         told = {"length": self.length, "from": words(self.spec), "nbytes_before": self.nbytes}
-        # All of the new memory is there before any of the old one goes, or an error halfway could
-        # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
-        old = self.contents
-        layers = Layers.of(full, self.tiles, old.followers(), old)
-        book = old.ledger.book
-        recode_into(layers, old)
-        layers.ledger.keep(replace(layers.ledger.book, states=book.states))
-        self._hold(layers)
+        self._recode(full)
         self._recoded.append(told | {"to": words(full), "nbytes_after": self.nbytes})
 
     def reset(self) -> None:
@@ -522,6 +532,15 @@ class Cache(Refusals):
         extents = [Extent.empty(e.kind, [0] * e.batch) for e in ledger.book.extents]
         with ledger.lock:
             ledger.adopt(extents, tuple(Past() for _ in ledger.book.states))
+
+    def _recode(self, spec: CacheSpec) -> None:
+        # All of the new memory is there before any of the old one goes, or an error halfway could
+        # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
+        old = self.contents
+        layers = Layers.of(spec, self.tiles, old.followers(), old)
+        recode_into(layers, old)
+        layers.ledger.keep(replace(layers.ledger.book, states=old.ledger.book.states))
+        self._hold(layers)
 
     def _restored(self, spec: CacheSpec, snapshot: Snapshot) -> None:
         old = self.contents
@@ -594,5 +613,19 @@ def _chosen(index: Sequence[int] | Tensor, batch: int) -> Ints:
     return chosen.long().numpy()
 
 
-def _selected(states: tuple[Past, ...], index: Ints) -> tuple[Past, ...]:
-    return tuple(past.selected(torch.from_numpy(index)) for past in states)
+def _selected(
+    pasts: Sequence[Past], index: Ints, book: Book, extents: Sequence[Extent]
+) -> tuple[Past, ...]:
+    """The states of some sequences, whose extents are these; they count the longest one."""
+    gone = book.extents[0].columns - extents[0].columns if extents else 0
+    return tuple(past.selected(torch.from_numpy(index)).later(gone) for past in pasts)
+
+
+def _check_begun(extents: Sequence[Extent], index: Ints | slice = ALL) -> None:
+    """Refuse sequences whose padding is still to come: nobody could tell how much of it."""
+    for extent in extents:
+        if (to_come := int(-extent.lengths[index].min(initial=0))) > 0:
+            raise ValueError(
+                f"a sequence of which {to_come} columns of padding are still to come: append up to "
+                "its first token before"
+            )

@@ -6,6 +6,7 @@ It is replaced as a whole: a restore or a recode fills an empty one, and the cac
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from reprlib import repr as short
@@ -198,31 +199,43 @@ def recode_into(new: Layers, old: Layers) -> None:
     ledger, book = new.ledger, old.ledger.book
     if not book.extents:
         return
+    before = dict(old.attention())
+    begins: dict[int, Ints] = {}  # by kind: from where on all of its layers have rows
+    for name, leaf in new.attention():
+        with _naming(name):
+            was = book.extents[before[name].kind]
+            recode.check_rows(was, ledger.kinds[leaf.kind])
+            first = recode.first_rows(was)
+            begins[leaf.kind] = np.maximum(begins.get(leaf.kind, first), first)
     extents: dict[int, Extent] = {}
     for name, leaf in new.attention():
-        before = old.leaves[name]
-        assert isinstance(before, Attention)
-        was, kind = book.extents[before.kind], ledger.kinds[leaf.kind]
-        try:
-            recode.check_rows(was, kind)
+        with _naming(name):
+            source, was = before[name].storage, book.extents[before[name].kind]
+            kind, pools = ledger.kinds[leaf.kind], ledger.pools[leaf.kind]
             if leaf.kind not in extents:
-                extents[leaf.kind] = recode.recoded(was, kind, ledger.pools[leaf.kind])
+                extents[leaf.kind] = recode.recoded(was, begins[leaf.kind], kind, pools)
             elif (extents[leaf.kind].lengths != was.lengths).any():
                 raise CacheError(
                     f"{was.columns} tokens, {extents[leaf.kind].columns} in a layer before it: "
                     "rewind to a length that all layers have"
                 )
-            if before.storage is None:
+            if source is None:
                 continue
-            storage = recode.storage_for(before.storage, leaf.spec)
-            pools = ledger.pools[leaf.kind]
+            storage = recode.storage_for(source, leaf.spec)
             storage.fit(pools.open.size, pools.sealed.size)
-            recode.refill(before.storage, was, storage, extents[leaf.kind], leaf.tally)
+            recode.refill(source, was, storage, extents[leaf.kind], leaf.tally)
             ledger.book.storages[leaf.leaf] = storage
-        except (CacheError, ValueError) as error:
-            raise type(error)(f"layer {name}: {error}") from error
     after = tuple(extents[kind] for kind in range(len(ledger.kinds)))
     ledger.keep(replace(ledger.book, extents=after))
+
+
+@contextmanager
+def _naming(layer: str) -> Iterator[None]:
+    """An error within is one of this layer."""
+    try:
+        yield
+    except (CacheError, ValueError) as error:
+        raise type(error)(f"layer {layer}: {error}") from error
 
 
 def brought(layers: Layers, there: Layers) -> Sequence[Extent]:
@@ -238,6 +251,8 @@ def brought(layers: Layers, there: Layers) -> Sequence[Extent]:
         source, target = mine[name], other[name]
         if source is None or target is None or source.geometry != target.geometry:
             raise ValueError(f"layer {name}: rows of other shapes, or on another device")
+        if source.tiles != target.tiles:
+            raise ValueError(f"layer {name}: bytes in {source.tiles}, and in {target.tiles}")
         target.fit(pools[leaf.kind].open.size, pools[leaf.kind].sealed.size)
         target.take(source, book.extents[leaf.kind], extents[leaf.kind])
     return extents

@@ -54,6 +54,9 @@ class Book:
     storages: dict[int, Storage] = field(default_factory=dict)  # by leaf; shared with other caches
     changes: dict[int, Change] = field(default_factory=dict)  # by kind
     retired: tuple[Retired, ...] = ()  # dropped when the next change begins
+    arrived: set[int] = field(default_factory=set)  # leaves that the forward under way has reached
+    coming: dict[int, Any] = field(default_factory=dict)  # by place: its states of those that recur
+    to_follow: int | None = None  # a length that followers were not told of
 
     @cached_property
     def lengths(self) -> set[int]:
@@ -87,14 +90,11 @@ class Ledger:
         self.kinds = tuple(kinds)
         self.leaves = tuple(leaves)  # the kind of each; None: it recurs
         self.book = Book(tuple(pools), (), states, dict(storages or {}))
-        self.arrived: set[int] = set()
-        self.coming: dict[int, Any] = {}  # states of layers that recur, of the forward under way
         self.abandoned = 0
         self.changes = 0  # appends and verbs, by which memory may have changed
         self.backend: str | None = None  # that reads all layers; None: the first that does
         self.speculating = False  # may a chunk be drafts? Then it is read as single tokens are
         self.followers: tuple[Follower, ...] = ()
-        self.to_follow: int | None = None  # the length of a forward that they were not told of
         self.lock = lock or RLock()  # of all caches that share these pools
         for pool in self._all():
             pool.join(self)
@@ -136,8 +136,8 @@ class Ledger:
 
         Threads may ask while another one commits: then what holds from now on counts.
         """
-        arrived, book = leaf in self.arrived, self.book
-        change = book.changes.get(kind) if arrived else None
+        book = self.book
+        change = book.changes.get(kind) if leaf in book.arrived else None
         if change is not None:
             return change.after
         return book.extents[kind] if book.extents else None
@@ -168,9 +168,10 @@ class Ledger:
         So did one that no layer has rows of yet.
         """
         self.changes += 1
-        if self.to_follow is not None:
+        book = self.book
+        if book.to_follow is not None:
             self._follow()
-        if leaf in self.arrived or (self.book.changes and not self.arrived and not self.coming):
+        if leaf in book.arrived or (book.changes and not book.arrived):
             self.rollback()
 
     def begin(
@@ -254,6 +255,14 @@ class Ledger:
                 "sequences that it began with, which can be repeated, selected and merged "
                 "(kvant.merge)"
             )
+        for change in self.book.changes.values():
+            other = change.before
+            if other.batch != batch or (fresh and (other.padding != extent.padding).any()):
+                raise ValueError(
+                    f"rows of {batch} sequences that begin at {extent.padding.tolist()}, where "
+                    f"another layer of this forward got {other.batch} that begin at "
+                    f"{other.padding.tolist()}"
+                )
         longest = int(extent.rows.max(initial=0)) + count
         if one.capacity is not None and longest > one.capacity:
             raise CapacityError(
@@ -282,12 +291,14 @@ class Ledger:
             change = self.book.changes[kind] = advanced(extent, count, pools, dense=dense)
         return change
 
-    def arrive(self, leaf: int) -> bool:
-        """A layer has its rows. Was it the last one? Then the forward is kept."""
-        if len(self.arrived) + 1 < len(self.leaves):
-            self.arrived.add(leaf)
-            return False
+    def arrive(self, leaf: int, state: tuple[int, Any] | None = None) -> bool:
+        """A layer has its rows, or its state. Was it the last one? Then the forward is kept."""
         book = self.book
+        if len(book.arrived) + 1 < len(self.leaves):
+            if state is not None:
+                book.coming[state[0]] = state[1]
+            book.arrived.add(leaf)
+            return False
         after, gone = list[Extent](), list(book.retired)
         for kind in range(len(self.kinds)):
             change = book.changes[kind]
@@ -295,13 +306,15 @@ class Ledger:
             if len(change.dropped[0]) or len(change.dropped[1]):
                 gone.append((kind, change.dropped))
         states = book.states
-        if self.coming:
-            states = tuple(self.coming.get(i, state) for i, state in enumerate(states))
+        if states:
+            coming = book.coming if state is None else book.coming | dict([state])
+            states = tuple(coming.get(i, past) for i, past in enumerate(states))
+        new = Book(book.pools, tuple(after), states, book.storages, {}, tuple(gone))
         if self.followers:
-            self.to_follow = min(extent.columns for extent in after)
-        self.keep(Book(book.pools, tuple(after), states, book.storages, {}, tuple(gone)))
-        if self.followers:
+            self.book = replace(new, to_follow=min(extent.columns for extent in after))
             self._follow()
+        else:
+            self.book = new
         if len(self.book.lengths) > 1:
             log.warning("layers hold different numbers of tokens: %s", sorted(self.book.lengths))
         if len(gone) > len(book.retired):
@@ -310,27 +323,25 @@ class Ledger:
 
     def keep(self, book: Book) -> None:
         """Let this hold from now on, and no forward be under way."""
-        self.book = book
-        self.arrived = set()
-        self.coming = {}
+        self.book = replace(book, arrived=set(), coming={})
 
     def rollback(self) -> None:
         """Take back what a forward left that never reached every layer."""
         self.changes += 1
         self._follow()
         book = self.book
-        if not self.arrived and not book.changes:
+        if not book.arrived and not book.changes:
             return
-        if self.arrived:
+        if book.arrived:
             log.warning(
                 "a forward appended to %d of %d layers and was abandoned: its tokens are taken"
                 " back",
-                len(self.arrived),
+                len(book.arrived),
                 len(self.leaves),
             )
             self.abandoned += 1
         taken = tuple((kind, change.taken) for kind, change in book.changes.items())
-        if self.arrived:
+        if book.arrived:
             for follower in self.followers:
                 follower.lose()
         self.keep(replace(book, changes={}, retired=book.retired + taken))
@@ -396,11 +407,11 @@ class Ledger:
 
     def _follow(self) -> None:
         """Tell followers of a forward that was kept, if they were not told."""
-        length = self.to_follow
+        length = self.book.to_follow
         if length is not None:
             for follower in self.followers:
                 follower.follow(length)
-            self.to_follow = None
+            self.book = replace(self.book, to_follow=None)
 
     def _compact(self) -> None:
         """Give back what a chunk took beyond what its tokens would have, where nobody else holds

@@ -114,10 +114,15 @@ def check_rows(old: Extent, kind: Kind) -> None:
         )
 
 
-def recoded(old: Extent, kind: Kind, pools: Pools) -> Extent:
-    """Where the same sequences lie in pages of another kind."""
+def first_rows(old: Extent) -> Ints:
+    """The first positions that there are rows of."""
+    first: Ints = np.minimum(_reaching(old, old.first_row), old.rows)
+    return first
+
+
+def recoded(old: Extent, begins: Ints, kind: Kind, pools: Pools) -> Extent:
+    """Where the same sequences lie in pages of another kind, from their first rows on."""
     numbers = old.numbers.copy()
-    begins = np.minimum(_reaching(old, old.first_row), old.rows)
     first = np.maximum(kind.first_sealed(old.lengths), begins // kind.page)
     due = kind.paging.all_due(old.rows)
     numbers[:, BEGINS] = begins

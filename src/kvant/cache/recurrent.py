@@ -79,6 +79,14 @@ class Past:
 
         return Past(pick(self.now), tuple(map(pick, self.checkpoints)))
 
+    def later(self, columns: int) -> Past:
+        """The same, counted from so many columns further on: they were padding."""
+        if columns == 0:
+            return self
+        kept = tuple(m for m in self.checkpoints if m.length > columns)
+        counted = (Moment(m.length - columns, m.state) for m in (self.now, *kept))
+        return Past(next(counted), tuple(counted))
+
     def moved(self, device: torch.device) -> Past:
         def there(moment: Moment) -> Moment:
             return Moment(moment.length, {n: t.to(device) for n, t in moment.state.items()})
@@ -86,11 +94,11 @@ class Past:
         return Past(there(self.now), tuple(map(there, self.checkpoints)))
 
 
-def joined(pasts: Sequence[Past]) -> Past:
+def joined(pasts: Sequence[Past], length: int) -> Past:
     """The sequences of all of these, without checkpoints: their lengths need not be the same."""
     names = pasts[0].now.state
     state = {name: torch.cat([past.now.state[name] for past in pasts]) for name in names}
-    return Past(Moment(max(past.now.length for past in pasts), state))
+    return Past(Moment(length, state))
 
 
 class Recurrent:
@@ -109,8 +117,9 @@ class Recurrent:
 
     @property
     def past(self) -> Past:
-        coming: Past | None = self.ledger.coming.get(self.place)
-        past: Past = self.ledger.book.states[self.place] if coming is None else coming
+        book = self.ledger.book
+        arrived = self.leaf in book.arrived
+        past: Past = book.coming[self.place] if arrived else book.states[self.place]
         return past
 
     @property
@@ -151,12 +160,12 @@ class Recurrent:
         with self.ledger.lock:
             self.ledger.enter(self.leaf)
             self._check_fits(state)
+            self._check_batch(state)
             kept = {name: _kept(tensor) for name, tensor in state.items()}
             past = self.past
             now = Moment(past.now.length + count, kept)
-            self.ledger.coming[self.place] = replace(past, now=now)
             self.tally.appends += 1
-            self.ledger.arrive(self.leaf)
+            self.ledger.arrive(self.leaf, (self.place, replace(past, now=now)))
 
     def read(self) -> Fields:
         """A copy of the state now, by name."""
@@ -165,6 +174,16 @@ class Recurrent:
     def twin(self, ledger: Ledger) -> Recurrent:
         """The same layer of a cache that shares states with this one."""
         return Recurrent(self.spec, ledger, self.place, self.leaf)
+
+    def _check_batch(self, state: Fields) -> None:
+        """Refuse a state of other sequences than those of the forward under way."""
+        batch = next((tensor.shape[0] for tensor in state.values()), 0)
+        for change in self.ledger.book.changes.values():
+            if batch and change.before.batch != batch:
+                raise ValueError(
+                    f"a state of {batch} sequences, where another layer of this forward got rows "
+                    f"of {change.before.batch}"
+                )
 
     def _check_fits(self, state: Fields) -> None:
         old = _shapes(self.past.now.state)

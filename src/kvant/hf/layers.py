@@ -112,7 +112,7 @@ class AttentionLayer(CacheLayerMixin):
         count, context = key_states.shape[2], self.context
         state = self._state if context.states.contents is self._known else self.state
         ledger, narrow = state.ledger, self._narrow
-        if state.leaf in ledger.arrived:
+        if state.leaf in ledger.book.arrived:
             context.check_once(self.index)
         if not context.begun:
             context.check_begun(state.length, count)

@@ -142,24 +142,9 @@ class Recurrence:
         twin.checkpoints = tuple(moment.copied() for moment in self.checkpoints)
         return twin
 
-    def select(self, index: Tensor) -> None:
+    def settled(self) -> Past:
         self._check_still()
-        self.become(self.past.selected(index))
-
-    def joined(self, others: Sequence[Any]) -> Recurrence:
-        """The sequences of all of these, which have no checkpoint in common."""
-        for one in others:
-            one._check_still()
-        twin = Recurrence(self.spec, copy.deepcopy(self.layer))
-        pasts = [one.past for one in others]
-        names = pasts[0].now.state
-        state = {name: torch.cat([past.now.state[name] for past in pasts]) for name in names}
-        twin.become(Past(Moment(max(past.now.length for past in pasts), state)))
-        return twin
-
-    def move(self, device: torch.device) -> None:
-        self._check_still()
-        self.become(self.past.moved(device))
+        return self.past
 
     def reset(self) -> None:
         self.become(Past())

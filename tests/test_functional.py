@@ -130,7 +130,7 @@ def copied(updates: int) -> int:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="an update copies all rows of its layer; pages in a pool, which states share, mend it",
+    reason="an update returns all rows of its layer, and keeps them in one tensor",
 )
 def test_what_updates_copy_grows_with_the_tokens_and_not_with_their_square() -> None:
     """And yet an old state may be updated twice: a test above, of a tree of states."""

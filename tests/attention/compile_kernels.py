@@ -13,9 +13,9 @@ from offline import Compiled, Driver, pretend
 
 from kvant import Cache
 from kvant.attention.triton import Triton, launching, sealing
+from kvant.attention.triton.forms import MovingPlace
 from kvant.attention.triton.kernels import attend, put, seal
 from kvant.attention.triton.launching import Scope
-from kvant.attention.triton.places import MovingPlace
 from kvant.attention.triton.step import Step
 from kvant.cache.changes import advanced
 from kvant.contracts import Request

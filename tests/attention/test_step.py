@@ -12,7 +12,7 @@ from attention.kernels import DEVICE, GPU, needed
 from cache.tagged import same
 from kvant import Cache, UnsupportedView, attend
 from kvant.attention.triton import step as operators
-from kvant.attention.triton.places import MovingPlace
+from kvant.attention.triton.forms import MovingPlace
 from kvant.attention.triton.step import Step
 from kvant.cache import merge
 

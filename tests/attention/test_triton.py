@@ -23,8 +23,8 @@ from kvant import Cache, CacheSpec, Mask, UnsupportedView, attend, parse
 from kvant.attention import storing, triton
 from kvant.attention.triton import Triton, launching, sealing
 from kvant.attention.triton import step as operators
+from kvant.attention.triton.forms import MovingPlace, Place
 from kvant.attention.triton.launching import Plan, Scope
-from kvant.attention.triton.places import MovingPlace, Place
 from kvant.attention.triton.step import Step
 from kvant.cache import merge
 from kvant.contracts import Request, View

@@ -18,8 +18,7 @@ from kvant.attention.reference import Reference
 from kvant.checkpoints import load
 from kvant.codecs.affine import Affine
 from kvant.eval import Result, Settings, evaluate
-from kvant.eval.continuation import continuations
-from kvant.eval.evaluation import Evaluation
+from kvant.eval.evaluation import Evaluation, continuations
 from kvant.eval.picture import Point, draw, front
 from kvant.eval.result import flat, quality
 from kvant.generation.reader import shared_prefix

@@ -11,7 +11,7 @@ import kvant
 from cache.tagged import forward
 from generation.speakers import DEMO, begin, model_of, prompt_of, said, tokenizer_of
 from kvant import Cache, CacheSpec
-from kvant.generation.adaptive import LADDER, NARROWEST, Adaptive, formats_below, narrowed
+from kvant.generation.strategy import LADDER, NARROWEST, Adaptive, formats_below, narrowed
 from kvant.retention import Window
 from kvant.spec import parse, words
 

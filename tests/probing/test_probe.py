@@ -15,7 +15,7 @@ from hf.zoo import build
 from kvant import SpecError, demo
 from kvant.eval.outliers import with_outliers
 from kvant.probing import MAX_KL, MAX_LOST, harm, resolved, trial
-from kvant.probing.choice import CHOICES, promoted, smallest
+from kvant.probing.finding import CHOICES, promoted, smallest
 from kvant.probing.text import MEANINGLESS
 
 

@@ -14,8 +14,7 @@ import torch
 
 from kvant.configurations.entries import Entries
 from kvant.configurations.kinds import kinds, window
-from kvant.configurations.rows import NAMES, dtype_of, positive, rows
-from kvant.configurations.states import state_nbytes
+from kvant.configurations.rows import NAMES, dtype_of, positive, rows, state_nbytes
 from kvant.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, WINDOWED, LayerShape
 from kvant.spec.formats import MAX_LAYERS
 

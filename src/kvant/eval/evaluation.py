@@ -3,26 +3,78 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.configurations import max_context
-from kvant.eval.continuation import continuations
 from kvant.eval.result import Result, Saved, Settings, quality, size
 from kvant.eval.text import Text, cut
+from kvant.generation.reader import shared_prefix
 from kvant.hf import identity
-from kvant.probing.predictions import damage, empty_cache, stored
+from kvant.probing.predictions import damage, empty_cache, read, stored
 from kvant.probing.recall import Exam, Shares, exams, recall
 from kvant.recipes import AnySpec
 from kvant.spec import to_json
+
+
+@dataclass
+class Continuation:
+    """One that is being written."""
+
+    model: PreTrainedModel
+    spec: AnySpec
+    prompt: Tensor  # [1, T]
+    tokens: list[int] = field(default_factory=list)
+    seconds: float = 0.0  # that tokens took after the first
+
+    def __post_init__(self) -> None:
+        self._cache = empty_cache(self.model, self.spec)
+        self.tokens.append(int(read(self.model, self.prompt, self._cache).argmax()))
+
+    def write(self) -> None:
+        begin = time.perf_counter()
+        token = int(read(self.model, torch.tensor([self.tokens[-1:]]), self._cache).argmax())
+        self.seconds += time.perf_counter() - begin
+        self.tokens.append(token)
+
+
+@dataclass(frozen=True)
+class Continued:
+    """What came of all prompts."""
+
+    identical: float  # tokens that are the same as raw's before the first that differs: a mean
+    tokens_s: float
+    vs_raw: float
+
+
+def continuations(
+    model: PreTrainedModel, prompts: Iterable[Tensor], spec: AnySpec, count: int
+) -> Continued:
+    """Of `count` tokens each."""
+    specs = stored(model, "raw"), stored(model, spec)
+    same: list[int] = []
+    seconds: list[tuple[float, float]] = []
+    for prompt in prompts:
+        raw, ours = (Continuation(model, one, prompt) for one in specs)
+        for _ in range(count - 1):
+            raw.write()
+            ours.write()
+        same.append(shared_prefix(raw.tokens, ours.tokens))
+        seconds.append((raw.seconds, ours.seconds))
+    theirs, own = (statistics.median(column) for column in zip(*seconds, strict=True))
+    return Continued(statistics.fmean(same), (count - 1) / own, theirs / own)
+
 
 Progress = Callable[[int, int], None]  # steps that are done, and all of them
 Item = TypeVar("Item")

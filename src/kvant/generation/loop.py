@@ -16,8 +16,7 @@ from kvant.errors import CapacityError, PromptError
 from kvant.generation.drafts import Aim, Drafter, NoDrafts
 from kvant.generation.reader import Progress, Reader
 from kvant.generation.sampling import Draft, Sampler, Sampling
-from kvant.generation.stream import FinishReason, Step
-from kvant.generation.text import Text
+from kvant.generation.stream import FinishReason, Step, Text
 
 
 @dataclass(frozen=True)

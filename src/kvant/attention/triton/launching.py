@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvant.attention.triton.forms import (
     Half,
+    Place,
     beginning,
     beside,
     constant,
@@ -22,7 +23,6 @@ from kvant.attention.triton.forms import (
     records,
     rows,
 )
-from kvant.attention.triton.places import Place
 from kvant.contracts import Mask, Request, View
 from kvant.extent import Kind
 from kvant.launches import on

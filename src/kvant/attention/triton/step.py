@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.library import custom_op
 
 from kvant.attention.triton import Triton
-from kvant.attention.triton.forms import DTYPES, FIELDS, Half, beside, known
+from kvant.attention.triton.forms import DTYPES, FIELDS, Half, MovingPlace, Place, beside, known
 from kvant.attention.triton.launching import Scope, launch
-from kvant.attention.triton.places import MovingPlace, Place
 from kvant.attention.triton.sealing import way
 from kvant.contracts import Form, Mask, Request, Stored, View
 from kvant.errors import UnsupportedView

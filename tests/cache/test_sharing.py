@@ -11,6 +11,7 @@ import torch
 
 from cache.tagged import forward, rows, same, told
 from kvant import Cache, merge
+from kvant.cache.ledger import Ledger
 
 SPECS = ("raw", "affine8", "affine4", "affine8,window=200,sinks=3")
 
@@ -154,3 +155,24 @@ def test_forks_go_while_others_are_written_to(text: str) -> None:
     for _ in range(3):
         cache.fork()
     assert slots(cache) == sizes
+
+
+def test_a_fork_may_go_while_all_are_asked_for_their_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = grown("raw", 130)
+    forks = [cache.fork() for _ in range(9)]
+    going: list[Cache] = []
+
+    def asked(ledger: Ledger) -> int:
+        going.clear()
+        number: int = ledger.__dict__["serial"]
+        return number
+
+    going.append(forks.pop(4))
+    monkeypatch.setattr(Ledger, "serial", property(asked), raising=False)
+    forward(forks[0], 1)
+    assert not going
+    monkeypatch.undo()
+    cache.check()
+    assert told(cache[0]) == list(range(130)) and told(forks[0][0]) == list(range(131))

@@ -104,7 +104,7 @@ class Ledger:
         book: Book | None = self.__dict__.get("book")
         for kind, pools in enumerate(book.pools if book is not None else ()):
             for pool, slots in zip((pools.open, pools.sealed), self._held(kind), strict=True):
-                pool.holders.discard(self)
+                pool.holders.pop(self.serial, None)
                 pool.orphans.append((self.serial, slots))
 
     @property

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from typing import Protocol
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Pool:
     def __init__(self, step: int = 1) -> None:
         self.step = step  # slots by which it grows
         self.counts = np.zeros(0, np.int64)
-        self.holders: WeakSet[Holder] = WeakSet()
+        self.holders: dict[int, ref[Holder]] = {}  # by number; they leave it from any thread
         self.orphans: deque[tuple[int, Ints]] = (
             deque()
         )  # slots of holders that are gone, yet to be dropped
@@ -56,13 +56,17 @@ class Pool:
 
     def join(self, holder: Holder) -> None:
         """From now on, this one is asked for its slots."""
+        self.holders[holder.serial] = ref(holder)
         self.joined.add(holder.serial)
-        self.holders.add(holder)
+
+    def living(self) -> list[Holder]:
+        """All holders: none of them goes while this list is kept."""
+        return [one for there in list(self.holders.values()) if (one := there()) is not None]
 
     @property
     def missing(self) -> bool:
         """Did a holder go without leaving its slots? Its end was interrupted."""
-        there = {one.serial for one in self.holders} | {serial for serial, _ in list(self.orphans)}
+        there = {one.serial for one in self.living()} | {serial for serial, _ in list(self.orphans)}
         return not self.joined <= there
 
     def grow(self, size: int) -> None:
@@ -106,15 +110,17 @@ class Pool:
 
     def recount(self) -> None:
         """Count anew what holders hold: after an interrupt."""
-        living = list(self.holders)  # who goes from here on leaves its slots
+        living = self.living()  # who goes from here on leaves its slots
         self.counts = self._counted(living)
         self.joined = {one.serial for one in living}
+        for serial in self.holders.keys() - self.joined:  # whose end was interrupted
+            self.holders.pop(serial, None)
         self._free = np.flatnonzero(self.counts == 0)[::-1].tolist()
         self.torn = False
 
     def check(self) -> None:
         """Every slot is free, or counted as often as it is held."""
-        held = self._counted(list(self.holders))
+        held = self._counted(self.living())
         for serial, slots in list(self.orphans):
             if serial in self.joined:
                 np.add.at(held, slots, 1)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
+from threading import Barrier, Thread
+from typing import Any
 
 import pytest
 import torch
@@ -176,3 +179,67 @@ def test_a_fork_may_go_while_all_are_asked_for_their_numbers(
     monkeypatch.undo()
     cache.check()
     assert told(cache[0]) == list(range(130)) and told(forks[0][0]) == list(range(131))
+
+
+class Collecting(deque[Any]):
+    """What holders left; the collector runs whenever `check` looks at it."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.looks += 1
+        if self.looks > 1:  # at first, it is asked whose end was interrupted
+            gc.collect()
+        return super().__iter__()
+
+
+def test_a_fork_that_is_collected_meanwhile_is_counted_once() -> None:
+    cache = grown("raw", 130)
+    ring: list[Any] = [cache.fork()]
+    ring.append(ring)
+    del ring
+    for pools in cache._ledger.pools:
+        for pool in (pools.open, pools.sealed):
+            pool.orphans = Collecting()
+    cache.check()
+    gc.collect()
+    cache.check()
+
+
+class Meanwhile:
+    """An action of another thread, tried once while this thread is in the middle of a call.
+
+    It may have to wait until this one is through.
+    """
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action = action
+        self.threads: list[Thread] = []
+
+    def __call__(self) -> None:
+        if not self.threads:
+            self.threads.append(Thread(target=self.action))
+            self.threads[0].start()
+            self.threads[0].join(0.3)
+
+    def end(self) -> None:
+        (thread,) = self.threads
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_others_wait_while_slots_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = grown("raw", 130)
+    twin = cache.fork()
+    other = Meanwhile(lambda: forward(twin, 300))
+    slots_of = Ledger.slots
+
+    def asked(ledger: Ledger, pool: Any) -> Any:
+        other()
+        return slots_of(ledger, pool)
+
+    monkeypatch.setattr(Ledger, "slots", asked)
+    cache.check()
+    other.end()
+    cache.check()
+    assert told(twin[0]) == list(range(430))

@@ -372,10 +372,11 @@ class Ledger:
 
     def check(self) -> None:
         """Are the slots of all pools free, or counted as often as they are held?"""
-        with self.counting():
-            pass  # where a change was interrupted, the next one counts them anew
-        for pool in self._all():
-            pool.check()
+        with self.lock:
+            with self.counting():
+                pass  # where a change was interrupted, the next one counts them anew
+            for pool in self._all():
+                pool.check()
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -108,8 +108,8 @@ class Pool:
         """Which of these does somebody else hold, too? They must not be written to."""
         return self.counts[slots] > 1
 
-    def recount(self) -> None:
-        """Count anew what holders hold: after an interrupt."""
+    def recount(self) -> list[Holder]:
+        """Count anew what holders hold, after an interrupt; who they are."""
         living = self.living()  # who goes from here on leaves its slots
         self.counts = self._counted(living)
         self.joined = {one.serial for one in living}
@@ -117,13 +117,18 @@ class Pool:
             self.holders.pop(serial, None)
         self._free = np.flatnonzero(self.counts == 0)[::-1].tolist()
         self.torn = False
+        return living
 
     def check(self) -> None:
         """Every slot is free, or counted as often as it is held."""
-        held = self._counted(self.living())
-        for serial, slots in list(self.orphans):
-            if serial in self.joined:
-                np.add.at(held, slots, 1)
+        living = self.living()  # kept until all is compared
+        left = dict(list(self.orphans))
+        gone = self.joined - {one.serial for one in living}
+        if not gone <= left.keys():  # an end was interrupted
+            living, gone = self.recount(), set()
+        held = self._counted(living)
+        for serial in gone:
+            np.add.at(held, left[serial], 1)
         wrong = np.flatnonzero(held != self.counts)
         assert not len(wrong), (
             f"slots {wrong.tolist()} are held {held[wrong].tolist()} times, "

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attention.kernels import needed
-from cache.tagged import same
-from kvant import Cache, attend, explain
+from cache.tagged import forward, layer, rows, same
+from kvant import Cache, CacheSpec, RecurrentSpec, attend, explain
 from kvant.attention.native import LANES
 from kvant.cache import storage
 from kvant.cache.storage import Tiled
@@ -195,3 +195,18 @@ def test_what_comes_from_a_cpu_is_read_by_kernels_for_gpus() -> None:
     expected = attend(q, cache[0].view(), backend="reference")
     move(cache, None)
     assert torch.allclose(attend(q, cache[0].view(), backend="interpreted"), expected, atol=1e-5)
+
+
+def test_a_move_goes_on_counting() -> None:
+    recurs = CacheSpec((layer("affine8"), RecurrentSpec()))
+    cache = Cache(None, recurs)
+    forward(cache, 3, upto=1)
+    cache.rollback()
+    new = rows(0, 3)
+    cache[0].append(new, new)
+    cache[1].append(3, {"x": torch.zeros(1, 2)})
+    changes, stats = cache.changes, cache.stats()
+    assert stats["abandoned"] == 1 and stats["appends"] == 3
+    cache.move("cpu")
+    assert cache.stats() == stats
+    assert cache.changes >= changes

@@ -15,6 +15,7 @@ import torch
 from cache.tagged import forward, rows, same, told
 from kvant import Cache, merge
 from kvant.cache.ledger import Ledger
+from kvant.cache.storage import Storage
 
 SPECS = ("raw", "affine8", "affine4", "affine8,window=200,sinks=3")
 
@@ -243,3 +244,47 @@ def test_others_wait_while_slots_are_checked(monkeypatch: pytest.MonkeyPatch) ->
     other.end()
     cache.check()
     assert told(twin[0]) == list(range(430))
+
+
+class Joined(set[int]):
+    """Numbers of holders; another thread tries something just after one joined."""
+
+    def __init__(self, numbers: set[int], other: Meanwhile) -> None:
+        super().__init__(numbers)
+        self.other = other
+
+    def add(self, number: int) -> None:
+        super().add(number)
+        self.other()
+
+
+def test_others_wait_while_a_cache_joins_its_new_pages() -> None:
+    cache = grown("raw", 100)
+    twin = cache.fork()
+    other = Meanwhile(lambda: forward(cache, 70))
+    pool = cache._ledger.pools[0].open
+    pool.joined = Joined(pool.joined, other)
+    twin.move("cpu")
+    other.end()
+    cache.check()
+    assert (told(cache[0]), told(twin[0])) == (list(range(170)), list(range(100)))
+    del twin
+    cache.check()
+
+
+def test_others_wait_while_a_cache_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = grown("affine8,tail=0", 100)
+    twin = cache.fork()
+    other = Meanwhile(lambda: forward(cache, 400))
+    fit = Storage.fit
+
+    def fitted(storage: Storage, opened: int, sealed: int) -> None:
+        fit(storage, opened, sealed)
+        if storage.geometry.device.type == "meta":
+            other()
+
+    monkeypatch.setattr(Storage, "fit", fitted)
+    twin.move("meta")
+    other.end()
+    cache.check()
+    assert twin.length == 100 and told(cache[1])[-1] == 499

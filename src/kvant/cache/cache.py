@@ -421,19 +421,18 @@ class Cache(Refusals):
 
     def move(self, device: torch.device | str) -> None:
         """Lie in the memory of another device, the same otherwise."""
-        self.rollback()
         where = torch.empty(0, device=device).device
-        layers = self.contents.twin(self.contents.followers())
-        for follower in layers.ledger.followers:
-            follower.become(follower.settled().moved(where))
-        for name, leaf in layers.attention():
-            leaf.tally = self.contents.leaves[name].tally
-            if leaf.storage is not None:
-                layers.ledger.book.storages[leaf.leaf] = leaf.storage.moved(where, self.tiles)
-        book = self._ledger.book
-        states = tuple(past.moved(where) for past in book.states)
-        with self._ledger.lock:
-            layers.ledger.adopt(book.extents, states)
+        with self._ledger.lock:  # others grow the same pools and storages
+            self.rollback()
+            layers = self.contents.twin(self.contents.followers())
+            layers.succeed(self.contents)
+            for follower in layers.ledger.followers:
+                follower.become(follower.settled().moved(where))
+            for _, leaf in layers.attention():
+                if leaf.storage is not None:
+                    layers.ledger.book.storages[leaf.leaf] = leaf.storage.moved(where, self.tiles)
+            book = self._ledger.book
+            layers.ledger.adopt(book.extents, tuple(past.moved(where) for past in book.states))
         self._hold(layers)
 
     @contextmanager

@@ -90,13 +90,19 @@ class Layers:
                 place += 1
         for one in leaves.values():
             one.tally.told = next(iter(leaves.values())).tally.told  # it is said once a cache
-        if old is not None:
-            ledger.abandoned, ledger.changes = old.ledger.abandoned, old.ledger.changes
-            ledger.backend = old.ledger.backend
-            for name in recipes:
-                leaves[name].tally = old.leaves[name].tally
         leaves = {name: leaves[name] for name in every}
-        return cls(spec, ledger, leaves, _by_layer(spec, leaves))
+        layers = cls(spec, ledger, leaves, _by_layer(spec, leaves))
+        if old is not None:
+            layers.succeed(old)
+        return layers
+
+    def succeed(self, old: Layers) -> None:
+        """Be read by the backend that was asked for, and go on counting what happens."""
+        self.ledger.abandoned, self.ledger.changes = old.ledger.abandoned, old.ledger.changes
+        self.ledger.backend = old.ledger.backend
+        leaves: list[tuple[str, Layer]] = [*self.attention(), *self.recurrent()]
+        for name, leaf in leaves:
+            leaf.tally = old.leaves[name].tally
 
     def twin(self, followers: Mapping[str, Follower]) -> Layers:
         """The same over the same pools, without any sequences."""

@@ -288,3 +288,33 @@ def test_others_wait_while_a_cache_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     other.end()
     cache.check()
     assert twin.length == 100 and told(cache[1])[-1] == 499
+
+
+class Freed(list[int]):
+    """Free slots; another thread tries something as they are copied."""
+
+    def __init__(self, slots: list[int], other: Meanwhile) -> None:
+        super().__init__(slots)
+        self.other = other
+
+    def __iter__(self) -> Iterator[int]:
+        self.other()
+        return super().__iter__()
+
+
+def test_others_wait_while_growth_is_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = grown("raw", 100)
+    twin, more = cache.fork(), rows(100, 200)
+
+    def grow() -> None:
+        forked = cache.fork()
+        forward(forked, 400)
+        forked.reset()
+
+    expected = twin[0].nbytes_with(more, more)
+    pool = cache._ledger.pools[0].open
+    pool._free = Freed(pool._free, Meanwhile(grow))
+    other = pool._free.other
+    assert twin[0].nbytes_with(more, more) == expected
+    other.end()
+    cache.check()

@@ -227,20 +227,21 @@ class Ledger:
         self, kind: int, batch: int, count: int, start: Any, *, dense: bool
     ) -> tuple[int, int]:
         """The slots, open and sealed, by which the pools of a kind would grow."""
-        if kind in self.book.changes:
-            return 0, 0
-        given = None if start is None else _padding(start, batch)
-        extent = self._beginning(kind, batch, count, given)
-        scratch = self.pools[kind].copy()
-        if self.kinds[kind].capacity is not None and self.blank:
-            self._reserve(kind, batch, scratch)
-        for which, slots in self.book.retired:
-            if which == kind:
-                scratch.drop(*slots)
-        tables = replace(extent, sealed=extent.sealed.copy(), open=extent.open.copy())
-        advanced(tables, count, scratch, dense=dense)
-        pools = self.pools[kind]
-        return scratch.open.size - pools.open.size, scratch.sealed.size - pools.sealed.size
+        with self.lock:
+            if kind in self.book.changes:
+                return 0, 0
+            given = None if start is None else _padding(start, batch)
+            extent = self._beginning(kind, batch, count, given)
+            scratch = self.pools[kind].copy()
+            if self.kinds[kind].capacity is not None and self.blank:
+                self._reserve(kind, batch, scratch)
+            for which, slots in self.book.retired:
+                if which == kind:
+                    scratch.drop(*slots)
+            tables = replace(extent, sealed=extent.sealed.copy(), open=extent.open.copy())
+            advanced(tables, count, scratch, dense=dense)
+            pools = self.pools[kind]
+            return scratch.open.size - pools.open.size, scratch.sealed.size - pools.sealed.size
 
     def _beginning(
         self, kind: int, batch: int, count: int, given: tuple[int, ...] | None

@@ -7,6 +7,7 @@ import torch
 
 from cache.tagged import forward, layer, put, rows, same, told
 from kvant import Cache, CacheError, CacheSpec, CapacityError, RecurrentSpec, SharedSpec
+from kvant.cache.storage import Storage
 
 SPECS = (
     "raw",
@@ -295,3 +296,27 @@ def test_changes_tell_of_all_that_may_change_the_bytes() -> None:
     before = cache.changes
     assert (cache.nbytes, cache.length, cache.stats()["abandoned"]) == (0, 0, 1)
     assert cache.changes == before
+
+
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_where_no_memory_is_left_to_give_some_back_the_tokens_stay(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise error("no room for a second copy")
+
+    cache = Cache(2, "affine8,tail=0,prefill=stored")
+    forward(cache, 190)
+    twin = cache.fork()
+    forward(twin, 600)
+    del twin  # which leaves many slots
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "moved_to", none)
+        forward(cache, 140)
+    large = cache.nbytes
+    assert [told(state) for state in cache] == [list(range(330))] * 2
+    cache.check()
+    forward(cache, 140)
+    assert cache.nbytes < large
+    assert [told(state) for state in cache] == [list(range(470))] * 2
+    cache.check()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from threading import RLock
@@ -416,41 +416,43 @@ class Ledger:
             self.book = replace(self.book, to_follow=None)
 
     def _compact(self) -> None:
-        """Give back what a chunk took beyond what its tokens would have, where nobody else holds
-        pages.
+        """Give back what a chunk took beyond what its tokens would have.
+
+        The tokens are kept already: where there is no memory for it, the next chunk tries again.
+        """
+        for kind in range(len(self.kinds)):
+            with suppress(MemoryError, torch.OutOfMemoryError):
+                self._compact_kind(kind)
+
+    def _compact_kind(self, kind: int) -> None:
+        """Do it where nobody else holds pages.
 
         Pages of which there were too many, open or sealed, move to new tensors: whoever reads the
         old ones is not disturbed.
         """
-        for kind, pools in enumerate(self.pools):
-            book = self.book
-            one, was = self.kinds[kind], book.extents[kind]
-            opened, sealed = most_slots(one, was.rows.tolist())
-            large = pools.open.size > opened, pools.sealed.size > sealed
-            if pools.shared or not any(large):
-                continue
-            new = Pools.of(one)
-            self._reserve(kind, was.batch, new)
-            now = moved(was, new.open if large[0] else None, new.sealed if large[1] else None)
-            new = Pools(*_chosen(large, new, pools))
-            storages = book.storages | {
-                leaf: book.storages[leaf].moved_to(was, now, (new.open.size, new.sealed.size))
-                for leaf, own in enumerate(self.leaves)
-                if own == kind
-            }
-            for pool in new:
-                pool.join(self)
-            left = [k for k in book.retired if k[0] != kind]  # slots of pools that stay
-            left += [(k, _chosen(large, NO_SLOTS, s)) for k, s in book.retired if k == kind]
-            self.keep(
-                replace(
-                    book,
-                    extents=_with(book.extents, kind, now),
-                    pools=_with(book.pools, kind, new),
-                    storages=storages,
-                    retired=tuple(left),
-                )
-            )
+        pools, book = self.pools[kind], self.book
+        one, was = self.kinds[kind], book.extents[kind]
+        opened, sealed = most_slots(one, was.rows.tolist())
+        large = pools.open.size > opened, pools.sealed.size > sealed
+        if pools.shared or not any(large):
+            return
+        new = Pools.of(one)
+        self._reserve(kind, was.batch, new)
+        now = moved(was, new.open if large[0] else None, new.sealed if large[1] else None)
+        new = Pools(*_chosen(large, new, pools))
+        storages = book.storages | {
+            leaf: book.storages[leaf].moved_to(was, now, (new.open.size, new.sealed.size))
+            for leaf, own in enumerate(self.leaves)
+            if own == kind
+        }
+        for pool in new:
+            pool.join(self)
+        left = [k for k in book.retired if k[0] != kind]  # slots of pools that stay
+        left += [(k, _chosen(large, NO_SLOTS, s)) for k, s in book.retired if k == kind]
+        extents, both = _with(book.extents, kind, now), _with(book.pools, kind, new)
+        self.keep(
+            replace(book, extents=extents, pools=both, storages=storages, retired=tuple(left))
+        )
 
     def _held(self, kind: int) -> Slots:
         book, parts = self.book, []

@@ -130,6 +130,19 @@ def test_a_recode_counts_too_and_a_side_that_stays_is_not_counted_twice() -> Non
     assert clamped(cache) == 9
 
 
+@pytest.mark.parametrize("sinks", [4, 70])
+def test_a_recode_does_not_count_sinks_either(sinks: int) -> None:
+    keys = rows(200)
+    keys[0, 0, :sinks] = HUGE
+    keys[0, 0, sinks, :9] = HUGE  # of a row that is no sink
+    new = Cache(1, f"affine8,sinks={sinks},tail=0")
+    new[0].append(keys, rows(200), prefill="stored")
+    old = Cache(1, f"raw,sinks={sinks}")
+    old[0].append(keys, rows(200))
+    old.recode(new.spec)
+    assert clamped(old) == clamped(new) == 9
+
+
 def test_it_is_said_once_a_cache(caplog: pytest.LogCaptureFixture) -> None:
     cache, keys = Cache(3, "affine8"), rows(64)
     keys[0, 0, 7, 2], keys[0, 1, 9, 0] = -HUGE, 70000.0

@@ -19,7 +19,7 @@ from kvant.attention.reference import Reference
 from kvant.attention.triton import Triton
 from kvant.attention.writing import SEAL_AT_ONCE, rows_to_seal
 from kvant.contracts import Codec, Fields, Stored, Tally
-from kvant.extent import Change, Extent, Ints, Kind, Paging
+from kvant.extent import LENGTH, Change, Extent, Ints, Kind, Paging
 
 STORES: list[Any] = [Native(), Triton(), Reference()]
 
@@ -47,11 +47,16 @@ def _count_clamped(change: Change, rows: Fields, sides: Mapping[str, Stored], ta
             count_clamped(stored.codec, pages, name, tally)
 
 
-def seal_into(stored: Stored, name: str, rows: Tensor, slots: Ints, tally: Tally) -> None:
-    """Seal whole pages [n, H, P, D] of one side into these slots."""
+def seal_into(
+    stored: Stored, name: str, rows: Tensor, slots: Ints, first: Ints, sinks: int, tally: Tally
+) -> None:
+    """Seal whole pages [n, H, P, D] of one side, from positions `first` on, into these slots."""
+    numbers = np.zeros((len(slots), 6), np.int64)
+    numbers[:, LENGTH] = first
+    none = np.zeros((len(slots), 0), np.int64)
+    here = Extent(Kind(Paging(rows.shape[2], 0), sinks=sinks), numbers, none, none)
     seals = np.stack([np.arange(len(slots)), slots, np.full(len(slots), -1), slots * 0], 1)
-    nowhere = Extent.empty(Kind(Paging(rows.shape[2], 0)), [0] * len(rows))
-    change = Change(nowhere, nowhere, nowhere, rows.shape[2], seals=seals)
+    change = Change(here, here, here, rows.shape[2], seals=seals)
     store(change, {name: rows}, {name: stored}, tally)
 
 

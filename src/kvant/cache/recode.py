@@ -194,7 +194,8 @@ class Recoding:
             some = numbers[first : first + SEAL_AT_ONCE]
             pages = [self.rows(name, n * page, (n + 1) * page) for n in some.tolist()]
             slots = self.now.sealed[self.which, some]
-            seal_into(stored, name, torch.cat(pages), slots, self.tally)
+            sinks = self.now.kind.sinks
+            seal_into(stored, name, torch.cat(pages), slots, some * page, sinks, self.tally)
 
     def _copy(self, name: str, numbers: Ints) -> None:
         source = torch.from_numpy(self.was.sealed[self.which, numbers])

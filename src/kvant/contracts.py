@@ -214,6 +214,9 @@ class Stored:
 class View(NamedTuple):
     """What attention may read of one layer, until its next append: B sequences of B lengths.
 
+    It holds tensors and no slots: keep its cache as long as it is read. The pages of a cache that
+    is gone are given to others, who write to them.
+
     The columns of a query are counted back from the newest one: the last of T is at position
     `length - 1` of its sequence. Rows that came with the forward itself are read from `own`, where
     there are any: column t of it is position `length - T + t`, and padding where that is below

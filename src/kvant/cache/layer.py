@@ -160,8 +160,8 @@ class Attention:
         """Add the rows of T new tokens to every sequence; what attention may read for them.
 
         `start` says, with the first rows, how many columns of left padding each sequence has:
-        those are not stored. The view stays valid until the next append. Rows whose forward never
-        reached the other layers are taken back first.
+        those are not stored. The view stays valid until the next append, as long as the cache is
+        kept. Rows whose forward never reached the other layers are taken back first.
         """
         check_lasts("append")
         ledger = self.ledger

@@ -37,7 +37,8 @@ class Pool:
         )  # slots of holders that are gone, yet to be dropped
         self.torn = False  # was a change of counts interrupted?
         self.joined: set[int] = set()  # the holders whose slots are counted
-        self._free: list[int] = []
+        self._fresh = 0  # from this slot on, nobody ever took any
+        self._free: list[int] = []  # those before it that nobody holds, the next one last
 
     @property
     def size(self) -> int:
@@ -46,12 +47,14 @@ class Pool:
 
     @property
     def free(self) -> int:
-        return len(self._free)
+        return len(self._free) + self.size - self._fresh
 
     def copy(self) -> Pool:
         """The same counts, which nobody holds."""
         twin = Pool(self.step)
-        twin.counts, twin._free = self.counts.copy(), list(self._free)
+        twin.grow(self.size)
+        twin.counts[: self._fresh] = self.counts[: self._fresh]
+        twin._fresh, twin._free = self._fresh, list(self._free)
         return twin
 
     def join(self, holder: Holder) -> None:
@@ -73,16 +76,21 @@ class Pool:
         """Let there be so many slots."""
         more = -(-size // self.step) * self.step - self.size
         if more > 0:
-            self._free[:0] = range(self.size + more - 1, self.size - 1, -1)
-            self.counts = np.concatenate([self.counts, np.zeros(more, np.int64)])
+            counts = np.zeros(self.size + more, np.int64)  # no memory where nobody writes
+            counts[: self._fresh] = self.counts[: self._fresh]
+            self.counts = counts
 
     def take(self, count: int) -> Ints:
         """Free slots, held once from now on; the pool grows where there are too few."""
         self.collect()
-        if count > len(self._free):
-            self.grow(self.size - len(self._free) + count)
-        slots = np.array(self._free[: -count - 1 : -1], np.int64)
-        del self._free[len(self._free) - count :]
+        again = min(count, len(self._free))
+        stop = self._fresh + count - again
+        if stop > self.size:
+            self.grow(stop)
+        slots = np.arange(stop - count, stop)
+        slots[:again] = self._free[: -again - 1 : -1]
+        del self._free[len(self._free) - again :]
+        self._fresh = stop
         self.counts[slots] = 1
         return slots
 
@@ -115,7 +123,7 @@ class Pool:
         self.joined = {one.serial for one in living}
         for serial in self.holders.keys() - self.joined:  # whose end was interrupted
             self.holders.pop(serial, None)
-        self._free = np.flatnonzero(self.counts == 0)[::-1].tolist()
+        self._free = np.flatnonzero(self.counts[: self._fresh] == 0)[::-1].tolist()
         self.torn = False
         return living
 
@@ -135,7 +143,8 @@ class Pool:
             f"counted {self.counts[wrong].tolist()}"
         )
         free = sorted(self._free)
-        assert free == np.flatnonzero(self.counts == 0).tolist(), f"free slots {free}"
+        unheld = np.flatnonzero(self.counts[: self._fresh] == 0).tolist()
+        assert free == unheld and not self.counts[self._fresh :].any(), f"free slots {free}"
 
     def _counted(self, holders: list[Holder]) -> Ints:
         counts = np.zeros(self.size, np.int64)

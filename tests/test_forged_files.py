@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import forged
-from cache.tagged import forward, layer, same
+from cache.tagged import forward, layer, same, told
 from kvant import (
     Cache,
     CacheFileError,
@@ -25,6 +25,7 @@ from kvant import (
     load,
     save,
 )
+from kvant.extent import FIRST_OPEN, LENGTH
 from kvant.recipes import EmptySpec
 from kvant.spec import language
 
@@ -110,6 +111,21 @@ def test_pages_that_begin_where_there_are_none_are_refused(tmp_path: Path) -> No
     snapshot.tensors["0/numbers"][0, 2:4] = 2**52
     with pytest.raises(SnapshotMismatch, match="sealed"):
         cache.restore(snapshot)
+
+
+@pytest.mark.parametrize(("page", "batch"), [(2**24, 1), (2**23, 3), (2**40, 1)])
+def test_a_length_whose_tables_of_pages_are_huge_is_refused(page: int, batch: int) -> None:
+    """A window of 70 rows, and an entry for each page before it: gigabytes for 15 KB."""
+    cache = Cache(1, "raw,window=70")
+    forward(cache, 300, batch=batch)
+    snapshot = cache.snapshot()
+    numbers = snapshot.tensors["0/numbers"]
+    shift = page - numbers[0, FIRST_OPEN]
+    numbers[0, FIRST_OPEN] += shift
+    numbers[0, LENGTH] += shift * 64
+    with pytest.raises(SnapshotMismatch, match=r"tables of \d+ pages.*16777216 at most"):
+        cache.restore(snapshot)
+    assert told(cache[0]) == list(range(230, 300))
 
 
 def test_rows_of_no_bytes_do_not_say_how_wide_a_frame_is() -> None:

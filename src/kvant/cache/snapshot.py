@@ -19,6 +19,7 @@ from kvant.extent import (
     BEGINS,
     FIRST_OPEN,
     FIRST_SEALED,
+    LENGTH,
     STOP_SEALED,
     Extent,
     Ints,
@@ -28,6 +29,7 @@ from kvant.recipes import LayerSpec
 
 NUMBERS = "numbers"  # the tensor of integers: one row a sequence, as an Extent has them
 MAX_PLACE = 1 << 53  # no overflow where positions are counted
+MAX_PAGES = 1 << 24  # entries of a table of pages, which has one for those that are gone, too
 
 
 def exposed(storage: Storage | None, extent: Extent | None) -> Snapshot:
@@ -109,6 +111,12 @@ def _numbers(snapshot: Snapshot, spec: LayerSpec, kind: Kind) -> Ints:
     numbers: Ints = tensor.cpu().numpy().copy()
     for row in numbers.tolist():
         _check_sequence(row, spec, kind)
+    longest = int(numbers[:, LENGTH].max())
+    if (pages := len(numbers) * -(-longest // kind.page)) > MAX_PAGES:
+        raise SnapshotMismatch(
+            f"{len(numbers)} sequences of up to {longest} tokens need tables of {pages} pages, "
+            f"{MAX_PAGES} at most: larger pages, or fewer sequences at once, need less"
+        )
     return numbers
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import forged
-from cache.tagged import forward, layer, same, told
+from cache.tagged import forward, layer, recipe, same, told
 from kvant import (
     Cache,
     CacheFileError,
@@ -25,8 +25,11 @@ from kvant import (
     load,
     save,
 )
+from kvant.cache import storage
+from kvant.codecs import Affine
 from kvant.extent import FIRST_OPEN, LENGTH
 from kvant.recipes import EmptySpec
+from kvant.retention import All
 from kvant.spec import language
 
 
@@ -126,6 +129,31 @@ def test_a_length_whose_tables_of_pages_are_huge_is_refused(page: int, batch: in
     with pytest.raises(SnapshotMismatch, match=r"tables of \d+ pages.*16777216 at most"):
         cache.restore(snapshot)
     assert told(cache[0]) == list(range(230, 300))
+
+
+@pytest.mark.parametrize("page", [2**23, 2**31 - 64])
+@pytest.mark.parametrize("text", ["raw", "raw,sinks=4"])
+def test_pages_far_beyond_the_rows_of_the_file_allocate_nothing(
+    page: int, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One page of 2**31 rows was reserved for 10 of them; on a GPU, it was taken."""
+    cache = Cache(2, text)
+    forward(cache, 10, batch=2)
+    monkeypatch.setattr(storage, "reserved", None)
+
+    def edit(entry: dict[str, Any]) -> None:
+        for spec in entry["spec"]["layers"]:
+            spec["page"] = page
+
+    refuse(cache, edit, tmp_path, f"page={page}.* bytes for rows of .* at most.* smaller page")
+
+
+@pytest.mark.parametrize("page", [4096, 2**16])
+def test_large_pages_come_back_however_few_rows_they_hold(page: int, tmp_path: Path) -> None:
+    cache = Cache(1, recipe(Affine(8), All(), page=page))
+    forward(cache, 1, batch=3)
+    save(cache, tmp_path / "a")
+    same(load(tmp_path / "a").snapshot(), cache.snapshot())
 
 
 def test_rows_of_no_bytes_do_not_say_how_wide_a_frame_is() -> None:

@@ -21,11 +21,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from kvant.cache import Cache
+from kvant.cache.contents import leaves_of
 from kvant.cache.snapshot import NUMBERS
 from kvant.contracts import Snapshot, Tiles
 from kvant.errors import CacheError, CacheFileError
 from kvant.extent import LENGTH, PADDING
-from kvant.recipes import CacheSpec
+from kvant.recipes import CacheSpec, LayerSpec
 from kvant.spec import distinct, from_json, to_json
 
 ENTRY = "kvant-cache"  # the one entry of the header's metadata: JSON, so that bytes are the same
@@ -34,6 +35,8 @@ BLANK = "0" * 64  # stands for the checksum while the checksum is taken
 MARK = rb"\"checksum\": \""  # as it stands in JSON inside JSON
 MAX_HEADER = 100 << 20  # what safetensors itself accepts
 MAX_INTEGER = 1 << 53  # what any JSON reader keeps; tensors count further than that
+MAX_ROOM = 1 << 28  # bytes of open pages that loading may take, however few rows they hold
+MAX_TIMES = 1 << 12  # or so many times the bytes of the rows: one row in each page of so many
 CHUNK = 1 << 22
 
 
@@ -132,6 +135,7 @@ def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     """What is in a file, for a cache of the same spec to `restore`."""
     source = Path(path)
     head = header(source)
+    _check_pages(source, head)
     try:
         with safe_open(source, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -178,6 +182,30 @@ def _columns(path: Path, stored: Mapping[str, Stored]) -> tuple[int, ...]:
                 numbers = file.get_tensor(name)
             return tuple((numbers[:, LENGTH] + numbers[:, PADDING]).tolist())
     return ()
+
+
+def _check_pages(path: Path, head: Header) -> None:
+    """Refuse pages far larger than their rows: the last one of each sequence may hold a single one.
+
+    Whether shapes agree, `restore` finds.
+    """
+    held = room = page = 0
+    for name, recipe in leaves_of(head.spec):
+        if not isinstance(recipe, LayerSpec):
+            continue
+        batch = head.tensors.get(f"{name}/{NUMBERS}")
+        for side in recipe.sides:
+            rows = head.tensors.get(f"{name}/{side}.open")
+            if batch and rows and rows.nbytes:
+                page, held = max(page, recipe.page), held + rows.nbytes
+                begun = min(rows.shape[:1] + batch.shape[:1])
+                room += begun * recipe.page * (rows.nbytes // max(rows.shape[:1], default=1))
+    limit = max(MAX_ROOM, MAX_TIMES * held)
+    if room > limit:
+        raise CacheFileError(
+            f"{path}: page={page}: its pages take {room} bytes for rows of {held}, {limit} at "
+            "most: save the cache with a smaller page"
+        )
 
 
 def _write(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any]) -> None:

@@ -148,6 +148,21 @@ def test_pages_far_beyond_the_rows_of_the_file_allocate_nothing(
     refuse(cache, edit, tmp_path, f"page={page}.* bytes for rows of .* at most.* smaller page")
 
 
+def test_a_file_that_finds_no_memory_is_refused_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise MemoryError("2 bytes are not to be had")
+
+    cache = Cache(1, "raw")
+    forward(cache, 10)
+    monkeypatch.setattr(storage, "_mapping", none)
+    monkeypatch.setattr(storage, "OWN", 0)
+    save(cache, tmp_path / "a")
+    with pytest.raises(CacheFileError, match=f"{tmp_path / 'a'}.*2 bytes are not to be had"):
+        load(tmp_path / "a")
+
+
 @pytest.mark.parametrize("page", [4096, 2**16])
 def test_large_pages_come_back_however_few_rows_they_hold(page: int, tmp_path: Path) -> None:
     cache = Cache(1, recipe(Affine(8), All(), page=page))

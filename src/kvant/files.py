@@ -127,7 +127,7 @@ def restoring(path: str | os.PathLike[str]) -> Iterator[None]:
     """What does not fit within is the file's fault, and said of it."""
     try:
         yield
-    except (CacheError, RuntimeError, ValueError) as error:
+    except (CacheError, MemoryError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{path}: not a cache that can be restored: {error}") from error
 
 
@@ -139,7 +139,7 @@ def read(path: str | os.PathLike[str], *, device: str | torch.device = "cpu") ->
     try:
         with safe_open(source, framework="pt", device=str(device)) as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, RuntimeError, ValueError) as error:
+    except (SafetensorError, MemoryError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
     return Saved(head.spec, Snapshot(tensors, head.numbers), head.about)
 

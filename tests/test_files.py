@@ -467,7 +467,7 @@ def test_open_rows_that_begin_behind_the_sealed_pages_are_refused(tmp_path: Path
     for _ in range(10):
         cache[0].append(*torch.randn(2, 1, 1, 100, 8))
     save(cache, tmp_path / "good")
-    first = int(cache.exposed().tensors["0/numbers"][0, FIRST_OPEN])
+    first = int(cache.shared_snapshot().tensors["0/numbers"][0, FIRST_OPEN])
 
     def cut(parts: dict) -> None:
         numbers = parts["0/numbers"].clone()

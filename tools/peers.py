@@ -1,4 +1,4 @@
-"""Caches of transformers that quantize, measured as ours are: damage, bytes, and time a token.
+"""Caches of transformers that quantize, measured as ours are: divergence, bytes, and time a token.
 
 They read a prompt dense and all of it opened at once afterwards, so tokens are fed one by one: what
 decoding sees. A text of 1,024 tokens twice is enough for that, and ours are measured on it again.
@@ -19,7 +19,7 @@ from kvant.bench.latency import latencies
 from kvant.checkpoints import load
 from kvant.eval.result import quality
 from kvant.eval.text import cut
-from kvant.probing import damage
+from kvant.probing import divergence
 from kvant.probing.predictions import damage_by
 
 PIECES, CONTEXT, SEED = 2, 1024, 0
@@ -55,7 +55,7 @@ def figures(model: Any, pieces: tuple[Tensor, ...], name: str) -> dict[str, Any]
     some = [piece[:, :CONTEXT] for piece in pieces[:PIECES]]
     if name in THEIRS:
         return quality(damage_by(model, some, maker(model, name), chunk=1), SEED)
-    return quality(damage(model, some, name), SEED)
+    return quality(divergence(model, some, name), SEED)
 
 
 def steps(tokenizer: Any) -> list[dict[str, Any]]:

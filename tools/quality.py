@@ -25,7 +25,7 @@ from kvant.contracts import Codec
 from kvant.eval.outliers import with_heavy_values, with_outliers
 from kvant.eval.result import quality, size
 from kvant.eval.text import cut
-from kvant.probing import damage, resolved, trial
+from kvant.probing import divergence, resolved, trial
 from kvant.recipes import AnySpec
 from quality_page import write
 from searched import Searched
@@ -124,7 +124,7 @@ class Found:
 
 def figures(model: Any, pieces: tuple[Tensor, ...], spec: AnySpec) -> dict[str, Any]:
     took = size(model, spec)
-    return quality(damage(model, pieces, spec), SEED) | {
+    return quality(divergence(model, pieces, spec), SEED) | {
         "of_raw": took["row_nbytes"] / took["raw_row_nbytes"],
         **{f"of_raw_{n}": b / took["raw_nbytes"][n] for n, b in took["nbytes"].items()},
     }
@@ -138,7 +138,7 @@ def scales(model: Any, pieces: tuple[Tensor, ...], form: str) -> dict[str, Any]:
         spec = fitted.changed(
             lambda layer: replace(layer, keys=change(layer.keys), values=change(layer.values))
         )
-        hurt = damage(model, pieces, spec)
+        hurt = divergence(model, pieces, spec)
         return {"mean_kl": hurt.mean_kl, "perplexity_change": hurt.perplexity_change}
 
     ways = {"first": lambda codec: replace(codec, corrected=False), "fitted": lambda codec: codec}

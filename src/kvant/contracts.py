@@ -272,7 +272,7 @@ class Snapshot:
         return Snapshot({name: t.clone() for name, t in self.tensors.items()}, self.numbers)
 
 
-class Follower(Protocol):
+class HostState(Protocol):
     """The state of a layer that a host changes in place, so that nobody appends to it."""
 
     @property
@@ -291,7 +291,7 @@ class Follower(Protocol):
     def follow(self, length: int) -> None:
         """The others have come so far: the state is the one of that length."""
 
-    def lose(self) -> None:
+    def invalidate(self) -> None:
         """A forward died: the state is of no length any more, until it goes back or is reset."""
 
     def reachable(self, to: int) -> int:
@@ -299,7 +299,7 @@ class Follower(Protocol):
 
     def rewind(self, to: int) -> None: ...
     def checkpoint(self) -> None: ...
-    def exposed(self) -> Snapshot: ...
+    def shared_snapshot(self) -> Snapshot: ...
     def restored(self, snapshot: Snapshot) -> Any:
         """What `become` takes; an error where it does not fit."""
 
@@ -307,5 +307,5 @@ class Follower(Protocol):
         """The state and its checkpoints between two forwards: one under way has died."""
 
     def become(self, past: Any) -> None: ...
-    def fork(self) -> Follower: ...
+    def fork(self) -> HostState: ...
     def reset(self) -> None: ...

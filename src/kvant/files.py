@@ -45,7 +45,7 @@ class Storable(Protocol):
 
     @property
     def spec(self) -> CacheSpec: ...
-    def exposed(self) -> Snapshot: ...
+    def shared_snapshot(self) -> Snapshot: ...
 
 
 class Stored(NamedTuple):
@@ -90,16 +90,16 @@ def save(
     target = Path(path)
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target}: there is no folder {target.parent}")
-    exposed = cache.exposed()
+    held = cache.shared_snapshot()
     header = {
         "version": VERSION,
         "checksum": BLANK,
         "spec": json.loads(to_json(cache.spec)),
-        "numbers": dict(exposed.numbers),
+        "numbers": dict(held.numbers),
     }
     if about:
         header["about"] = dict(about)
-    tensors = {name: tensor.contiguous() for name, tensor in exposed.tensors.items()}
+    tensors = {name: tensor.contiguous() for name, tensor in held.tensors.items()}
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         _write(tensors, beside, header)

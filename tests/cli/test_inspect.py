@@ -170,8 +170,8 @@ def test_a_tensor_of_fewer_dimensions_than_rows_have_ends_in_no_traceback(
     """Anybody can write such a file; loading it is refused."""
     cache = Cache(1, "raw")
     cache[0].append(*torch.randn(2, 1, 1, 3, 8))
-    exposed = cache.exposed()
-    other = Snapshot({**exposed.tensors, name: tensor}, exposed.numbers)
-    save(SimpleNamespace(spec=cache.spec, exposed=lambda: other), tmp_path / "forged.kv")
+    shared_snapshot = cache.shared_snapshot()
+    other = Snapshot({**shared_snapshot.tensors, name: tensor}, shared_snapshot.numbers)
+    save(SimpleNamespace(spec=cache.spec, shared_snapshot=lambda: other), tmp_path / "forged.kv")
     code, _, error = call("inspect", str(tmp_path / "forged.kv"))
     assert (code, error) == (0, "")

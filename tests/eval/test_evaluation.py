@@ -22,7 +22,7 @@ from kvant.eval.evaluation import Evaluation, continuations
 from kvant.eval.picture import Point, draw, front
 from kvant.eval.result import flat, quality
 from kvant.generation.reader import shared_prefix
-from kvant.probing.predictions import Damage, stored
+from kvant.probing.predictions import Divergence, stored
 
 FEW = Settings(tokens=700, context=350, prompts=1, continued=8)
 
@@ -81,7 +81,7 @@ def test_a_result_is_a_line_of_json_also_where_nothing_is_finite(found: list[Res
 
 def test_a_loss_beyond_all_numbers_is_infinite() -> None:
     many = torch.zeros(500)
-    told = quality(Damage(many + 900, many + 1, many + 900, many > 0), seed=0)
+    told = quality(Divergence(many + 900, many + 1, many + 900, many > 0), seed=0)
     assert told["perplexity_change"] == told["perplexity_change_interval"][1] == math.inf
     assert told["mean_kl_interval"] == (900, 900)
 

@@ -119,7 +119,7 @@ def test_the_formats_of_the_steps(spec: str, expected: list[str]) -> None:
 def test_the_widest_window_that_fits_is_taken(spec: str, budget: int) -> None:
     """Halves of what was held left up to half of the budget unused; now less than a page is."""
     cache, other = grown(spec, 5000), grown(spec, 5000)
-    Adaptive(budget).relieve(cache, 0)
+    Adaptive(budget).make_room(cache, 0)
     (rule,) = {layer.retention for layer in attending(cache.spec)}
     assert rule.sinks == (9 if "sinks" in spec else 4)
     forms = [*formats_below(other.spec), other.spec]
@@ -131,7 +131,7 @@ def test_of_windows_that_are_equally_wide_the_one_with_more_bits_is_taken() -> N
     cache = grown("raw", 5000)
     in_8, in_4 = (cache.nbytes_after(0, f"affine{n},window=1007,sinks=4") for n in (8, 4))
     assert in_4 < in_8 < cache.nbytes_after(0, "affine4,window=1008,sinks=4")
-    Adaptive(in_8).relieve(cache, 0)
+    Adaptive(in_8).make_room(cache, 0)
     assert words(cache.spec) == "affine8,window=1007,sinks=4"
 
 
@@ -171,7 +171,7 @@ def test_the_bits_of_the_steps_are_those_of_the_spec_language() -> None:
 def test_a_window_keeps_its_own_sinks(spec: str, sinks: int) -> None:
     cache = grown(spec, 400)
     for budget in (cache.nbytes - 1, cache.nbytes // 2, 1):
-        Adaptive(budget).relieve(cache, 0)
+        Adaptive(budget).make_room(cache, 0)
     assert [layer.retention for layer in attending(cache.spec)] == [Window(64, sinks)] * 2
 
 
@@ -200,10 +200,10 @@ def test_no_step_makes_it_larger(caplog: pytest.LogCaptureFixture) -> None:
     cache = grown("raw", 600, num_layers=8)
     in_8, in_4 = cache.nbytes_after(0, "affine8"), cache.nbytes_after(0, "affine4")
     assert in_8 < in_4  # for the last 128 rows, which stay dense
-    Adaptive(in_4 - 1).relieve(cache, 0)
+    Adaptive(in_4 - 1).make_room(cache, 0)
     assert words(cache.spec) == "affine8" and cache.nbytes <= in_8
     wider = cache.nbytes_after(0, "affine8,window=304,sinks=4")
-    Adaptive(in_8 - 1).relieve(cache, 0)
+    Adaptive(in_8 - 1).make_room(cache, 0)
     assert words(cache.spec) == "affine8,window=303,sinks=4" and wider >= in_8
     assert cache.nbytes < in_8
     assert len(caplog.messages) == cache.stats()["recodes"] == 2
@@ -211,7 +211,7 @@ def test_no_step_makes_it_larger(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_step_that_would_not_suffice_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     cache = grown("raw", 5000)
-    Adaptive(cache.nbytes_after(0, "affine4")).relieve(cache, 0)
+    Adaptive(cache.nbytes_after(0, "affine4")).make_room(cache, 0)
     assert words(cache.spec) == "affine4"
     assert (
         len(caplog.messages) == 1
@@ -221,10 +221,10 @@ def test_a_step_that_would_not_suffice_is_left_out(caplog: pytest.LogCaptureFixt
 
 def test_every_layer_above_a_step_is_lowered() -> None:
     cache = grown("affine4,edge=1:raw", 5000, num_layers=4)
-    Adaptive(cache.nbytes - 1).relieve(cache, 0)
+    Adaptive(cache.nbytes - 1).make_room(cache, 0)
     assert [layer.keys.bits for layer in attending(cache.spec)] == [8, 4, 4, 8]
     assert words(cache.spec) == "affine8 and affine4"
-    Adaptive(cache.nbytes - 1).relieve(cache, 0)
+    Adaptive(cache.nbytes - 1).make_room(cache, 0)
     assert [layer.keys.bits for layer in attending(cache.spec)] == [4, 4, 4, 4]
 
 
@@ -253,7 +253,7 @@ def test_codecs_of_others_are_not_lowered() -> None:
 def test_rows_that_no_step_can_store_get_a_window() -> None:
     cache = grown("raw", 400, dim=12)  # affine formats need a multiple of 8
     budget, wider = cache.nbytes - 1, cache.nbytes_after(0, "raw,window=241,sinks=4")
-    Adaptive(budget).relieve(cache, 0)
+    Adaptive(budget).make_room(cache, 0)
     assert words(cache.spec) == "raw,window=240,sinks=4"  # the first rows have a page of their own
     assert cache.nbytes <= budget < wider
 
@@ -265,7 +265,7 @@ def test_room_is_made_before_it_is_needed(spec: str, coming: int) -> None:
     least = cache.nbytes_after(900, cache.spec if "turbo" in spec else "affine8,window=64,sinks=4")
     strategy = Adaptive(max(least, cache.nbytes) + 1000)
     for _ in range(900 // coming):
-        strategy.relieve(cache, coming)
+        strategy.make_room(cache, coming)
         forward(cache, coming, dim=64)
         assert cache.nbytes <= strategy.budget
 

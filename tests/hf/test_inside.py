@@ -101,7 +101,7 @@ def test_a_wrapped_model_generates_what_the_one_inside_does(name: str) -> None:
     session = kvant.Session(wrapped, words, "raw", template=False)
     assert [step.token for step in session.send(ids()[0].tolist())] == expected
     assert isinstance(kvant.cache_for(wrapped, "affine8"), HostCache)
-    assert kvant.probe(wrapped, None, "affine8").damage.positions > 0
+    assert kvant.probe(wrapped, None, "affine8").divergence.positions > 0
 
 
 def test_a_prompt_that_was_learnt_is_refused() -> None:
@@ -169,7 +169,7 @@ def test_a_model_that_needs_more_than_tokens_names_the_part_that_does_not() -> N
     model, _ = blip2(opt())
     with pytest.raises(TypeError, match=r"needs pixel_values.*model\.language_model"):
         kvant.generate(model, Words(), [5, 6])
-    assert kvant.probe(model, None, "affine8").damage.positions > 0
+    assert kvant.probe(model, None, "affine8").divergence.positions > 0
     assert len(list(kvant.generate(model.language_model, Words(), [5, 6], max_new_tokens=2))) == 2
 
 

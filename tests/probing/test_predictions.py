@@ -13,7 +13,7 @@ from hf import zoo
 from kvant.attention import attending
 from kvant.attention.reference import Reference
 from kvant.codecs.affine import Affine
-from kvant.probing.predictions import Damage, compared, damage
+from kvant.probing.predictions import Divergence, compared, divergence
 
 SPECS = ("affine4", "turbo4v2", "affine3,sinks=4,tail=0", "affine8,window=96")
 
@@ -24,7 +24,7 @@ def pieces(*lengths: int) -> list[Tensor]:
 
 
 def test_raw_does_no_damage_at_all() -> None:
-    found = damage(zoo.build("llama"), pieces(150, 80), "raw", chunk=64)
+    found = divergence(zoo.build("llama"), pieces(150, 80), "raw", chunk=64)
     assert found.positions == 149 + 79
     assert (found.mean_kl, found.quantile(1.0), found.perplexity_change) == (0.0, 0.0, 0.0)
     assert found.top1 == 1.0
@@ -34,10 +34,10 @@ def test_raw_does_no_damage_at_all() -> None:
 def test_chunks_and_what_the_spec_says_of_prompts_change_nothing(spec: str) -> None:
     """But for a code here and there that rounding of another matrix product tips over."""
     model, text = zoo.build("llama"), pieces(200)
-    whole = damage(model, text, spec)
+    whole = divergence(model, text, spec)
     assert whole.mean_kl > 1e-4
-    assert torch.equal(damage(model, text, f"{spec},prefill=dense").kl, whole.kl)
-    other = damage(model, text, spec, chunk=37)
+    assert torch.equal(divergence(model, text, f"{spec},prefill=dense").kl, whole.kl)
+    other = divergence(model, text, spec, chunk=37)
     assert float((other.kl - whole.kl).abs().quantile(0.9)) < 1e-5
     assert other.mean_kl == pytest.approx(whole.mean_kl, rel=0.05)
     assert other.perplexity == pytest.approx(whole.perplexity, rel=0.002)
@@ -46,7 +46,7 @@ def test_chunks_and_what_the_spec_says_of_prompts_change_nothing(spec: str) -> N
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "gpt2"])
 def test_losses_are_those_of_the_model(name: str) -> None:
     model, (ids,) = zoo.build(name), pieces(90)
-    found = damage(model, [ids], "affine8,tail=0")
+    found = divergence(model, [ids], "affine8,tail=0")
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
@@ -56,9 +56,11 @@ def test_losses_are_those_of_the_model(name: str) -> None:
 
 def test_each_piece_begins_anew() -> None:
     model, (one, other) = zoo.build("llama"), pieces(100, 70)
-    together = damage(model, [one, other], "affine4")
-    apart = Damage.joined([damage(model, [one], "affine4"), damage(model, [other], "affine4")])
-    for field in fields(Damage):
+    together = divergence(model, [one, other], "affine4")
+    apart = Divergence.joined(
+        [divergence(model, [one], "affine4"), divergence(model, [other], "affine4")]
+    )
+    for field in fields(Divergence):
         assert torch.equal(getattr(together, field.name), getattr(apart, field.name))
 
 
@@ -86,11 +88,11 @@ def test_half_precision_is_compared_in_float32() -> None:
 
 def test_rows_that_are_zeroed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = zoo.build("llama"), pieces(200)
-    sound = damage(model, text, "affine8,tail=0")
+    sound = divergence(model, text, "affine8,tail=0")
     opened = Affine.open
     monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * 0)
     with_reference(monkeypatch)
-    broken = damage(model, text, "affine8,tail=0")
+    broken = divergence(model, text, "affine8,tail=0")
     assert torch.equal(broken.kl[:63], torch.zeros(63))  # no page is sealed before
     assert broken.mean_kl > 100 * sound.mean_kl
 
@@ -99,7 +101,7 @@ def test_what_is_no_number_is_infinite_damage(monkeypatch: pytest.MonkeyPatch) -
     opened = Affine.open
     monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * torch.nan)
     with_reference(monkeypatch)
-    found = damage(zoo.build("llama"), pieces(200), "affine8,tail=0")
+    found = divergence(zoo.build("llama"), pieces(200), "affine8,tail=0")
     assert found.mean_kl == found.quantile(0.999) == found.perplexity_change == math.inf
     assert found.same[:63].all() and not found.same[64:].any()
 
@@ -123,4 +125,4 @@ def test_what_cannot_be_compared_is_refused(
     name: str, spec: str, text: list[Tensor], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        damage(zoo.build(name), text, spec)
+        divergence(zoo.build(name), text, spec)

@@ -38,7 +38,7 @@ def outliers(plain: Any) -> Any:
 def test_a_harmless_format_is_left_as_it_is(plain: Any, tokenizer: Any) -> None:
     found = kvant.probe(plain, tokenizer, "affine4")
     assert found.harmless and found.recommended == "affine4"
-    assert 0 < found.damage.mean_kl < MAX_KL
+    assert 0 < found.divergence.mean_kl < MAX_KL
     assert len(found.layers) == 6 and all(0 < one < MAX_KL for one in found.layers)
     assert "affine4" in str(found) and "layer" in str(found)
 
@@ -49,7 +49,7 @@ def test_a_window_or_a_capacity_is_no_harm_of_the_format(plain: Any, tokenizer: 
         found = kvant.probe(plain, tokenizer, f"affine4,{options}")
         assert found.harmless
         if "sinks" not in options:
-            assert found.damage.mean_kl == alone.damage.mean_kl
+            assert found.divergence.mean_kl == alone.divergence.mean_kl
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             kvant.attach(plain, f"affine4,{options}", tokenizer=tokenizer)
@@ -58,7 +58,7 @@ def test_a_window_or_a_capacity_is_no_harm_of_the_format(plain: Any, tokenizer: 
 
 def test_raw_does_nothing(plain: Any, tokenizer: Any) -> None:
     found = kvant.probe(plain, tokenizer, "raw")
-    assert found.harmless and found.damage.mean_kl == 0.0 and found.layers == (0.0,) * 6
+    assert found.harmless and found.divergence.mean_kl == 0.0 and found.layers == (0.0,) * 6
 
 
 @pytest.mark.parametrize("spec", ["affine4", "turbo4v4"])
@@ -66,7 +66,7 @@ def test_outliers_are_caught_and_scales_are_recommended(
     spec: str, outliers: Any, tokenizer: Any
 ) -> None:
     found = kvant.probe(outliers, tokenizer, spec)
-    assert not found.harmless and found.damage.mean_kl > 1
+    assert not found.harmless and found.divergence.mean_kl > 1
     assert max(found.layers) > 0.01
     assert found.recommended == f"{spec},smooth" and "outliers" in found.why
     assert kvant.probe(outliers, tokenizer, found.recommended).harmless
@@ -95,14 +95,14 @@ def test_auto_is_the_smallest_that_does_little(plain: Any, outliers: Any, tokeni
         assert isinstance(chosen, str) and chosen in CHOICES
         assert kvant.plan(shape, chosen).nbytes_per_token <= most * raw
         found = kvant.probe(model, tokenizer, chosen)
-        assert found.harmless and abs(found.damage.perplexity_change) < 0.01
+        assert found.harmless and abs(found.divergence.perplexity_change) < 0.01
         assert found.recalled > 0.4 and found.lost < 0.1 * found.recalled
 
 
 def test_a_format_that_takes_what_a_model_recalls_does_harm(plain: Any, tokenizer: Any) -> None:
     """`auto` took turbo4v2: 0.0023 nats in the mean, and every fourth needle and copy lost."""
     found = kvant.probe(plain, tokenizer, "turbo4v2")
-    assert found.damage.mean_kl < MAX_KL and found.lost > 3 * MAX_LOST
+    assert found.divergence.mean_kl < MAX_KL and found.lost > 3 * MAX_LOST
     assert not found.harmless and "what it read it gives back" in str(found)
     better = kvant.probe(plain, tokenizer, found.recommended)
     assert better.harmless and better.lost < MAX_LOST

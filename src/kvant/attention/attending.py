@@ -16,7 +16,7 @@ from kvant.attention.reference import Reference, serves
 from kvant.attention.triton import Triton
 from kvant.contracts import Backend, Mask, Request, View
 from kvant.errors import UnsupportedView
-from kvant.lasting import check_lasts
+from kvant.modes import refuse_transforms
 
 # In order of preference. The reference serves everything: what stands behind it runs where it is
 # asked for by name.
@@ -46,7 +46,7 @@ def attend(
     its last dimension is aligned to the newest column; what lies before it, or was let go, is not
     seen. No gradients are recorded.
     """
-    check_lasts("attend")
+    refuse_transforms("attend")
     _check(q, view, mask, sink_logits)
     keys, frame = view.keys, view.values.codec.frame
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():

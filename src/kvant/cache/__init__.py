@@ -3,7 +3,7 @@
 from kvant.cache.cache import Cache, merge
 from kvant.cache.contents import Group
 from kvant.cache.layer import Attention
-from kvant.cache.recode import attending, succeeding, within
+from kvant.cache.recode import attending, spec_after, within
 from kvant.cache.recurrent import Recurrent
 
 __all__ = [
@@ -13,6 +13,6 @@ __all__ = [
     "Recurrent",
     "attending",
     "merge",
-    "succeeding",
+    "spec_after",
     "within",
 ]

@@ -24,11 +24,11 @@ from kvant.cache.changes import joined, reachable, rewound, selected
 from kvant.cache.contents import Group, Layers, brought, leaves_of, recode_into, restore_into
 from kvant.cache.layer import Attention, kind_of
 from kvant.cache.ledger import Book, Ledger, Retired
-from kvant.cache.recode import attending, succeeding, within
+from kvant.cache.recode import attending, spec_after, within
 from kvant.cache.recurrent import Past, Recurrent
-from kvant.cache.recurrent import exposed as exposed_past
 from kvant.cache.recurrent import joined as joined_pasts
-from kvant.contracts import Follower, Snapshot, Tally, Tiles
+from kvant.cache.recurrent import shared_snapshot as past_snapshot
+from kvant.contracts import HostState, Snapshot, Tally, Tiles
 from kvant.errors import CacheError, Refusals, RewindError
 from kvant.extent import LENGTH, PADDING, Change, Extent, Ints
 from kvant.recipes import AnySpec, CacheSpec, attention_in
@@ -46,17 +46,17 @@ class Cache(Refusals):
         spec: AnySpec = "raw",
         *,
         tiles: Tiles | None = None,
-        followers: Mapping[str, Follower] | None = None,
+        host_states: Mapping[str, HostState] | None = None,
         backend: str | None = None,
     ) -> None:
         """`spec` is a string of the spec language, one recipe for all layers, or one a layer.
 
-        `backend` is the one that is to read every layer, else the first that can. `followers` are
+        `backend` is the one that is to read every layer, else the first that can. `host_states` are
         the states that a host changes in place, by the name of their layer.
         """
         self.tiles = tiles
         full = check_fitted(as_spec(spec, num_layers))
-        self._hold(Layers.of(full, tiles, followers or {}))
+        self._hold(Layers.of(full, tiles, host_states or {}))
         self.backend = backend
         self._recoded: list[dict[str, Any]] = []  # each recode: where, from what, to what
 
@@ -103,9 +103,9 @@ class Cache(Refusals):
         self._ledger.backend = name
 
     @property
-    def followers(self) -> list[Follower]:
+    def host_states(self) -> list[HostState]:
         """The states that a host changes in place."""
-        return list(self._ledger.followers)
+        return list(self._ledger.host_states)
 
     @property
     def changes(self) -> int:
@@ -116,9 +116,9 @@ class Cache(Refusals):
     def length(self) -> int:
         """Tokens that every layer has seen, of the longest sequence, its padding included."""
         ledger = self.contents.ledger
-        if not ledger.followers:
+        if not ledger.host_states:
             return ledger.book.length
-        lengths = [follower.length for follower in ledger.followers]
+        lengths = [follower.length for follower in ledger.host_states]
         return min([*lengths, ledger.book.length] if ledger.leaves else lengths)
 
     @property
@@ -142,7 +142,7 @@ class Cache(Refusals):
         book = self._ledger.book
         batches = [extent.batch for extent in book.extents if extent.columns]
         batches += [past.batch for past in book.states]
-        return max(batches + [one.batch for one in self._ledger.followers], default=0)
+        return max(batches + [one.batch for one in self._ledger.host_states], default=0)
 
     @property
     def held(self) -> int:
@@ -177,7 +177,7 @@ class Cache(Refusals):
         """
         self.rollback()
         recipes = dict(
-            leaves_of(self.spec if spec is None else succeeding(self.spec, self._asked(spec)))
+            leaves_of(self.spec if spec is None else spec_after(self.spec, self._asked(spec)))
         )
         leaves: Mapping[str, Any] = self.contents.leaves
         return sum(int(leaf.nbytes_after(coming, recipes[name])) for name, leaf in leaves.items())
@@ -191,7 +191,9 @@ class Cache(Refusals):
         """Has the forward under way this layer's rows? One more append begins a new forward."""
         found, ledger = self[layer], self._ledger
         leaves = list(found.values()) if isinstance(found, Group) else [found]
-        return any(one.leaf in ledger.book.arrived for one in leaves if one not in ledger.followers)
+        return any(
+            one.leaf in ledger.book.arrived for one in leaves if one not in ledger.host_states
+        )
 
     def rollback(self) -> None:
         """Take back what a forward left that died before it reached every layer."""
@@ -240,7 +242,7 @@ class Cache(Refusals):
         self._check_reach(to)
         layers, ledger = self.contents, self._ledger
         if to == self.length and ledger.book.lengths <= {to}:
-            for follower in ledger.followers:  # which may be lost
+            for follower in ledger.host_states:  # which may be lost
                 follower.rewind(to)
             return
         if to == 0:
@@ -262,7 +264,7 @@ class Cache(Refusals):
                 decoded = len(changes[leaf.kind].opens) > 0
                 leaf.tally.rewinds_exact += not decoded
                 leaf.tally.rewinds_decoded += decoded
-            for follower in ledger.followers:
+            for follower in ledger.host_states:
                 follower.rewind(to)
             states = tuple(past.rewound(to) for past in ledger.book.states)
             for _, one in layers.recurrent():
@@ -294,7 +296,7 @@ class Cache(Refusals):
         """Make the present length one that recurrent layers can come back to."""
         self.rollback()
         ledger, specs = self._ledger, [leaf.spec for _, leaf in self.contents.recurrent()]
-        for follower in ledger.followers:
+        for follower in ledger.host_states:
             follower.checkpoint()
         states = ledger.book.states
         marked = tuple(p.marked(s.max_checkpoints) for p, s in zip(states, specs, strict=True))
@@ -302,9 +304,9 @@ class Cache(Refusals):
 
     def snapshot(self) -> Snapshot:
         """A copy of all that is remembered, to `restore` from."""
-        return self.exposed().copied()
+        return self.shared_snapshot().copied()
 
-    def exposed(self) -> Snapshot:
+    def shared_snapshot(self) -> Snapshot:
         """A snapshot that may share memory with the cache: to be read before anything else."""
         self.rollback()
         ledger = self._ledger
@@ -312,11 +314,11 @@ class Cache(Refusals):
         numbers: dict[str, int] = {}
         for name, leaf in self.contents.leaves.items():
             if isinstance(leaf, Attention):
-                piece = snapshot.exposed(leaf.storage, ledger.committed(leaf.kind))
+                piece = snapshot.shared_snapshot(leaf.storage, ledger.committed(leaf.kind))
             elif isinstance(leaf, Recurrent):
-                piece = exposed_past(leaf.past)
+                piece = past_snapshot(leaf.past)
             else:
-                piece = leaf.exposed()
+                piece = leaf.shared_snapshot()
             tensors |= {f"{name}/{key}": tensor for key, tensor in piece.tensors.items()}
             numbers |= {f"{name}/{key}": number for key, number in piece.numbers.items()}
         return Snapshot(tensors, numbers)
@@ -330,10 +332,10 @@ class Cache(Refusals):
         """A second cache with the same tokens, which shares pages until one writes to them."""
         self.rollback()
         book = self._ledger.book
-        followers = {name: one.fork() for name, one in self.contents.followers().items()}
+        host_states = {name: one.fork() for name, one in self.contents.host_states().items()}
         extents = [selected(extent, np.arange(extent.batch)) for extent in book.extents]
         with self._ledger.counting():
-            return self._twin(extents, book.states, followers)
+            return self._twin(extents, book.states, host_states)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         return self.fork()
@@ -345,13 +347,13 @@ class Cache(Refusals):
         book = self._ledger.book
         _check_begun(book.extents, index)
         extents = [joined([selected(extent, index)]) for extent in book.extents]
-        followers = {name: one.fork() for name, one in self.contents.followers().items()}
-        pasts = _selected([one.settled() for one in followers.values()], index, book, extents)
-        for follower, past in zip(followers.values(), pasts, strict=True):
+        host_states = {name: one.fork() for name, one in self.contents.host_states().items()}
+        pasts = _selected([one.settled() for one in host_states.values()], index, book, extents)
+        for follower, past in zip(host_states.values(), pasts, strict=True):
             follower.become(past)
         with self._ledger.counting():
             states = _selected(book.states, index, book, extents)
-            return self._twin(extents, states, followers)
+            return self._twin(extents, states, host_states)
 
     def merged(self, others: Sequence[Cache]) -> Cache:
         """The sequences of this cache and of others under one: see `merge`."""
@@ -368,9 +370,9 @@ class Cache(Refusals):
                 raise ValueError(f"cache {number} has no tokens: merge caches that have some")
             _check_begun(cache._ledger.book.extents)
         length = max(max(cache.lengths) for cache in caches)
-        followers = {name: one.fork() for name, one in self.contents.followers().items()}
-        for name, follower in followers.items():
-            pasts = [cache.contents.followers()[name].settled() for cache in caches]
+        host_states = {name: one.fork() for name, one in self.contents.host_states().items()}
+        for name, follower in host_states.items():
+            pasts = [cache.contents.host_states()[name].settled() for cache in caches]
             follower.become(joined_pasts(pasts, length))
         states = tuple(
             joined_pasts(pasts, length)
@@ -384,7 +386,7 @@ class Cache(Refusals):
                 if found is not cache._ledger.book.extents:
                     taken += [(k, (e.open_slots(), e.sealed_slots())) for k, e in enumerate(found)]
             extents = [joined(kinds) for kinds in zip(*books, strict=True)]
-            return self._twin(extents, states, followers, taken)
+            return self._twin(extents, states, host_states, taken)
 
     def remove(self, sequence: int) -> None:
         """Let one of the sequences go; the others stay as they are."""
@@ -400,11 +402,11 @@ class Cache(Refusals):
         book = self._ledger.book
         extents = [selected(extent, chosen) for extent in book.extents]
         states = _selected(book.states, chosen, book, extents)
-        followers = self._ledger.followers
-        pasts = _selected([one.settled() for one in followers], chosen, book, extents)
+        host_states = self._ledger.host_states
+        pasts = _selected([one.settled() for one in host_states], chosen, book, extents)
         with self._ledger.lock:
             self._ledger.adopt(extents, states)
-            for follower, past in zip(followers, pasts, strict=True):
+            for follower, past in zip(host_states, pasts, strict=True):
                 follower.become(past)
 
     def repeat(self, count: int) -> None:
@@ -424,9 +426,9 @@ class Cache(Refusals):
         where = torch.empty(0, device=device).device
         with self._ledger.lock:  # others grow the same pools and storages
             self.rollback()
-            layers = self.contents.twin(self.contents.followers())
+            layers = self.contents.twin(self.contents.host_states())
             layers.succeed(self.contents)
-            for follower in layers.ledger.followers:
+            for follower in layers.ledger.host_states:
                 follower.become(follower.settled().moved(where))
             for _, leaf in layers.attention():
                 if leaf.storage is not None:
@@ -453,7 +455,7 @@ class Cache(Refusals):
         if len(set(map(kind_of, attention_in(*spec.layers)))) < len(self._ledger.kinds):
             self._recode(spec)  # layers of two kinds are of one now
         else:
-            self._restored(spec, self.exposed())
+            self._restored(spec, self.shared_snapshot())
 
     def recode(self, spec: AnySpec) -> None:
         """Store the same tokens by another spec; every layer, or an error and none.
@@ -461,7 +463,7 @@ class Cache(Refusals):
         A CacheSpec says it of each layer. One recipe for all goes to those that attend, and leaves
         them what follows from the model (see `within`).
         """
-        full = succeeding(self.spec, check_fitted(self._asked(spec)))
+        full = spec_after(self.spec, check_fitted(self._asked(spec)))
         self.rollback()
         told = {"length": self.length, "from": words(self.spec), "nbytes_before": self.nbytes}
         self._recode(full)
@@ -475,7 +477,7 @@ class Cache(Refusals):
         """Forget the tokens and free the memory."""
         self._forget()
         old = self.contents
-        self._hold(Layers.of(self.spec, self.tiles, old.followers(), old))
+        self._hold(Layers.of(self.spec, self.tiles, old.host_states(), old))
 
     def stats(self) -> dict[str, Any]:
         """What there is and what happened, in numbers."""
@@ -509,13 +511,13 @@ class Cache(Refusals):
         self,
         extents: Sequence[Extent],
         states: tuple[Past, ...],
-        followers: Mapping[str, Follower],
+        host_states: Mapping[str, HostState],
         taken: Sequence[Retired] = (),
     ) -> Cache:
         """A cache over the same pools with these sequences, while counts change."""
         twin = Cache.__new__(Cache)
         twin.tiles = self.tiles
-        twin._hold(self.contents.twin(followers))
+        twin._hold(self.contents.twin(host_states))
         twin._recoded = list(self._recoded)
         twin._ledger.swap(extents, states, taken)
         return twin
@@ -526,7 +528,7 @@ class Cache(Refusals):
         ledger.rollback()
         for leaf in self.contents.leaves.values():
             leaf.tally.rewinds_exact += rewound
-        for follower in ledger.followers:
+        for follower in ledger.host_states:
             follower.reset()
         extents = [Extent.empty(e.kind, [0] * e.batch) for e in ledger.book.extents]
         with ledger.lock:
@@ -536,14 +538,14 @@ class Cache(Refusals):
         # All of the new memory is there before any of the old one goes, or an error halfway could
         # not be undone. So the peak is old + new, and the scratch of a few pages of one layer.
         old = self.contents
-        layers = Layers.of(spec, self.tiles, old.followers(), old)
+        layers = Layers.of(spec, self.tiles, old.host_states(), old)
         recode_into(layers, old)
         layers.ledger.keep(replace(layers.ledger.book, states=old.ledger.book.states))
         self._hold(layers)
 
     def _restored(self, spec: CacheSpec, snapshot: Snapshot) -> None:
         old = self.contents
-        layers = Layers.of(spec, self.tiles, old.followers(), old)
+        layers = Layers.of(spec, self.tiles, old.host_states(), old)
         followed = restore_into(layers, snapshot)
         for name, past in followed.items():
             layers.leaves[name].become(past)

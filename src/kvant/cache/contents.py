@@ -21,12 +21,12 @@ from kvant.cache.layer import Attention, kind_of
 from kvant.cache.ledger import Ledger
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import restored as restored_past
-from kvant.contracts import Follower, Snapshot, Tiles
+from kvant.contracts import HostState, Snapshot, Tiles
 from kvant.errors import CacheError, SnapshotMismatch
 from kvant.extent import Extent, Ints
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 
-Layer = Any  # an Attention, a Recurrent, or a Follower
+Layer = Any  # an Attention, a Recurrent, or a HostState
 
 
 class Group(dict[str, Layer]):
@@ -65,12 +65,12 @@ class Layers:
         cls,
         spec: CacheSpec,
         tiles: Tiles | None,
-        followers: Mapping[str, Follower],
+        host_states: Mapping[str, HostState],
         old: Layers | None = None,
     ) -> Layers:
-        """Empty ones, in pools of their own; followers are as they are."""
+        """Empty ones, in pools of their own; states of the host are as they are."""
         every = dict(leaves_of(spec))
-        recipes = {name: recipe for name, recipe in every.items() if name not in followers}
+        recipes = {name: recipe for name, recipe in every.items() if name not in host_states}
         kinds = list(
             dict.fromkeys(kind_of(r) for r in recipes.values() if isinstance(r, LayerSpec))
         )
@@ -79,8 +79,8 @@ class Layers:
             kinds.index(kind_of(r)) if isinstance(r, LayerSpec) else None for r in recipes.values()
         ]
         ledger = Ledger(kinds, [Pools.of(kind) for kind in kinds], own, states)
-        ledger.followers = tuple(followers.values())
-        leaves: dict[str, Layer] = dict(followers)
+        ledger.host_states = tuple(host_states.values())
+        leaves: dict[str, Layer] = dict(host_states)
         place = 0
         for leaf, (name, recipe) in enumerate(recipes.items()):
             if isinstance(recipe, LayerSpec):
@@ -104,14 +104,14 @@ class Layers:
         for name, leaf in leaves:
             leaf.tally = old.leaves[name].tally
 
-    def twin(self, followers: Mapping[str, Follower]) -> Layers:
+    def twin(self, host_states: Mapping[str, HostState]) -> Layers:
         """The same over the same pools, without any sequences."""
         old = self.ledger
         states = tuple(Past() for _ in old.book.states)
         ledger = Ledger(old.kinds, old.pools, old.leaves, states, old.book.storages, old.lock)
-        ledger.followers, ledger.backend = tuple(followers.values()), old.backend
+        ledger.host_states, ledger.backend = tuple(host_states.values()), old.backend
         leaves = {
-            name: followers[name] if name in followers else leaf.twin(ledger)
+            name: host_states[name] if name in host_states else leaf.twin(ledger)
             for name, leaf in self.leaves.items()
         }
         return Layers(self.spec, ledger, leaves, _by_layer(self.spec, leaves))
@@ -122,7 +122,7 @@ class Layers:
     def recurrent(self) -> list[tuple[str, Recurrent]]:
         return [(name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Recurrent)]
 
-    def followers(self) -> dict[str, Follower]:
+    def host_states(self) -> dict[str, HostState]:
         ours = (Attention, Recurrent)
         return {name: leaf for name, leaf in self.leaves.items() if not isinstance(leaf, ours)}
 
@@ -161,7 +161,7 @@ def _pieces(snapshot: Snapshot, names: list[str]) -> dict[str, Snapshot]:
 
 
 def restore_into(layers: Layers, whole: Snapshot) -> dict[str, Any]:
-    """Fill layers that are empty; what followers are to become."""
+    """Fill layers that are empty; what states of the host are to become."""
     pieces = _pieces(whole, list(layers.leaves))
     ledger = layers.ledger
     numbers: dict[int, Ints | None] = {}

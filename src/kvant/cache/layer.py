@@ -21,7 +21,7 @@ from kvant.cache.rows import check_order, incoming
 from kvant.cache.storage import Geometry, Storage
 from kvant.contracts import Fields, Order, Tally, Tiles, View
 from kvant.extent import Change, Extent, Kind
-from kvant.lasting import check_lasts
+from kvant.modes import refuse_transforms
 from kvant.recipes import LayerSpec, Prefill
 
 RULES = (None, "dense", "stored")
@@ -163,7 +163,7 @@ class Attention:
         those are not stored. The view stays valid until the next append, as long as the cache is
         kept. Rows whose forward never reached the other layers are taken back first.
         """
-        check_lasts("append")
+        refuse_transforms("append")
         ledger = self.ledger
         storage = ledger.book.storages.get(self.leaf)
         known = None if storage is None else storage.geometry

@@ -31,7 +31,7 @@ from kvant.cache.changes import (
 )
 from kvant.cache.pool import Pool
 from kvant.cache.storage import Storage
-from kvant.contracts import Follower
+from kvant.contracts import HostState
 from kvant.errors import CapacityError, UnsupportedView
 from kvant.extent import NO_SLOTS, Change, Extent, Ints, Kind
 
@@ -56,7 +56,7 @@ class Book:
     retired: tuple[Retired, ...] = ()  # dropped when the next change begins
     arrived: set[int] = field(default_factory=set)  # leaves that the forward under way has reached
     coming: dict[int, Any] = field(default_factory=dict)  # by place: its states of those that recur
-    to_follow: int | None = None  # a length that followers were not told of
+    to_follow: int | None = None  # a length that states of the host were not told of
 
     @cached_property
     def lengths(self) -> set[int]:
@@ -94,7 +94,7 @@ class Ledger:
         self.changes = 0  # appends and verbs, by which memory may have changed
         self.backend: str | None = None  # that reads all layers; None: the first that does
         self.speculating = False  # may a chunk be drafts? Then it is read as single tokens are
-        self.followers: tuple[Follower, ...] = ()
+        self.host_states: tuple[HostState, ...] = ()
         self.lock = lock or RLock()  # of all caches that share these pools
         for pool in self._all():
             pool.join(self)
@@ -205,7 +205,7 @@ class Ledger:
         Those are written by somebody else, later: so no page may fall due with its own row.
         """
         self.changes += 1
-        if None in self.leaves or self.followers:
+        if None in self.leaves or self.host_states:
             raise UnsupportedView("a layer that recurs: its state is no row that comes later")
         if self.blank:
             raise CapacityError("no token yet, whose rows say what memory is needed: append first")
@@ -311,7 +311,7 @@ class Ledger:
             coming = book.coming if state is None else book.coming | dict([state])
             states = tuple(coming.get(i, past) for i, past in enumerate(states))
         new = Book(book.pools, tuple(after), states, book.storages, {}, tuple(gone))
-        if self.followers:
+        if self.host_states:
             self.book = replace(new, to_follow=min(extent.columns for extent in after))
             self._follow()
         else:
@@ -343,8 +343,8 @@ class Ledger:
             self.abandoned += 1
         taken = tuple((kind, change.taken) for kind, change in book.changes.items())
         if book.arrived:
-            for follower in self.followers:
-                follower.lose()
+            for follower in self.host_states:
+                follower.invalidate()
         self.keep(replace(book, changes={}, retired=book.retired + taken))
 
     def adopt(
@@ -408,10 +408,10 @@ class Ledger:
                 self.pools[kind].drop(*slots)
 
     def _follow(self) -> None:
-        """Tell followers of a forward that was kept, if they were not told."""
+        """Tell states of the host of a forward that was kept, if they were not told."""
         length = self.book.to_follow
         if length is not None:
-            for follower in self.followers:
+            for follower in self.host_states:
                 follower.follow(length)
             self.book = replace(self.book, to_follow=None)
 

@@ -33,7 +33,7 @@ def attending(spec: CacheSpec) -> list[int]:
     return [index for index, recipe in enumerate(spec.layers) if any(attention_in(recipe))]
 
 
-def succeeding(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
+def spec_after(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
     """Every attention layer as it is asked for, or an error."""
     return _met(present, asked, _exactly)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvant.cache.ledger import Ledger
 from kvant.contracts import Fields, Snapshot, Tally
 from kvant.errors import SnapshotMismatch
-from kvant.lasting import check_lasts
+from kvant.modes import refuse_transforms
 from kvant.recipes import RecurrentSpec
 
 
@@ -155,7 +155,7 @@ class Recurrent:
 
     def append(self, count: int, state: Fields) -> None:
         """The state after `count` more tokens; it is copied."""
-        check_lasts("append")
+        refuse_transforms("append")
         _check(count, state)
         with self.ledger.lock:
             self.ledger.enter(self.leaf)
@@ -191,7 +191,7 @@ class Recurrent:
             raise ValueError(f"state {_shapes(state)} for a layer of {old}")
 
 
-def exposed(past: Past) -> Snapshot:
+def shared_snapshot(past: Past) -> Snapshot:
     """All moments of a layer as tensors and integers."""
     moments = {"now": past.now} | {f"at{i}": m for i, m in enumerate(past.checkpoints)}
     for name, moment in moments.items():  # of tensors that are the same, a file takes only one

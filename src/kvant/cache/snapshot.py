@@ -32,7 +32,7 @@ MAX_PLACE = 1 << 53  # no overflow where positions are counted
 MAX_PAGES = 1 << 24  # entries of a table of pages, which has one for those that are gone, too
 
 
-def exposed(storage: Storage | None, extent: Extent | None) -> Snapshot:
+def shared_snapshot(storage: Storage | None, extent: Extent | None) -> Snapshot:
     """The rows and pages of a layer, in the order of their sequences and positions."""
     if storage is None or extent is None or not extent.columns:
         return Snapshot({}, {})

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvant.attention import arrangement
 from kvant.contracts import Fields, Stored, Tiles
 from kvant.extent import Extent, Ints
-from kvant.lasting import lasting
+from kvant.modes import no_inference_mode
 from kvant.recipes import LayerSpec
 
 OWN = 1 << 17  # bytes from which on a tensor is a mapping, which is a whole number of pages
@@ -29,7 +29,7 @@ FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)  # 0
 
 def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor whose values are to be written yet."""
-    with lasting():
+    with no_inference_mode():
         nbytes = torch.Size(shape).numel() * dtype.itemsize
         large = FLAGS and device.type == "cpu" and nbytes >= OWN
         if large and type(torch.empty(0, device=device)) is Tensor:  # not in a mode of fake ones

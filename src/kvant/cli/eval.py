@@ -42,7 +42,7 @@ def evaluation(
         ),
     ] = "auto",
     csv: Annotated[Path | None, Option(help="Also write a table of CSV.")] = None,
-    plot: Annotated[Path | None, Option(help="Also draw damage against bytes: F.png")] = None,
+    plot: Annotated[Path | None, Option(help="Also draw divergence against bytes: F.png")] = None,
     save: Annotated[
         Path | None, Option(help="Keep each result in a file, and go on from there.")
     ] = None,

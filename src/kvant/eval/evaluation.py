@@ -22,7 +22,7 @@ from kvant.eval.result import Result, Saved, Settings, quality, size
 from kvant.eval.text import Text, cut
 from kvant.generation.reader import shared_prefix
 from kvant.hf import identity
-from kvant.probing.predictions import damage, empty_cache, read, stored
+from kvant.probing.predictions import divergence, empty_cache, read, stored
 from kvant.probing.recall import Exam, Shares, exams, recall
 from kvant.recipes import AnySpec
 from kvant.spec import to_json
@@ -97,7 +97,7 @@ class Evaluation:
 
     def result(self, name: str, spec: AnySpec) -> Result:
         continued = self.settings.continued
-        found = damage(self.model, self._ticking(self.text.pieces), spec)
+        found = divergence(self.model, self._ticking(self.text.pieces), spec)
         shares = self.raw_recall, recall(self.model, self._ticking(self._exams), spec)
         written = continuations(self.model, self._ticking(self._prompts), spec, continued)
         return Result(

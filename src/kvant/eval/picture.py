@@ -1,4 +1,4 @@
-"""Damage against bytes, as a picture: what no other format beats in both is the front."""
+"""Divergence against bytes, as a picture: what no other format beats in both is the front."""
 
 from __future__ import annotations
 

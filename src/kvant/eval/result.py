@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvant.errors import CapacityError
 from kvant.planner import plan
-from kvant.probing.predictions import Damage
+from kvant.probing.predictions import Divergence
 from kvant.probing.recall import Shares
 from kvant.recipes import AnySpec
 
@@ -110,21 +110,21 @@ class Result:
         return Result(**{one.name: _infinite(told[one.name]) for one in fields(Result)})
 
 
-def quality(damage: Damage, seed: int) -> dict[str, Any]:
+def quality(divergence: Divergence, seed: int) -> dict[str, Any]:
     """The figures of all positions."""
-    more = mean_interval(damage.loss - damage.raw_loss, seed=seed)
+    more = mean_interval(divergence.loss - divergence.raw_loss, seed=seed)
     change = torch.tensor(more, dtype=torch.float64).expm1()  # which may be infinite
     return {
-        "positions": damage.positions,
-        "raw_perplexity": damage.raw_perplexity,
-        "perplexity": damage.perplexity,
-        "perplexity_change": damage.perplexity_change,
+        "positions": divergence.positions,
+        "raw_perplexity": divergence.raw_perplexity,
+        "perplexity": divergence.perplexity,
+        "perplexity_change": divergence.perplexity_change,
         "perplexity_change_interval": (float(change[0]), float(change[1])),
-        "mean_kl": damage.mean_kl,
-        "mean_kl_interval": mean_interval(damage.kl, seed=seed),
-        "p99_kl": damage.quantile(0.99),
-        "p999_kl": damage.quantile(0.999),
-        "top1": damage.top1,
+        "mean_kl": divergence.mean_kl,
+        "mean_kl_interval": mean_interval(divergence.kl, seed=seed),
+        "p99_kl": divergence.quantile(0.99),
+        "p999_kl": divergence.quantile(0.999),
+        "top1": divergence.top1,
     }
 
 

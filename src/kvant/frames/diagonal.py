@@ -18,7 +18,7 @@ from torch import Tensor
 from kvant.contracts import Frame
 from kvant.errors import SpecError
 from kvant.frames.identity import Product
-from kvant.lasting import lasting, passing
+from kvant.modes import no_inference_mode, passing
 
 # Scale and reciprocal both stay normal numbers in float32.
 SMALLEST, LARGEST = 1e-30, 1e30
@@ -55,7 +55,7 @@ class Diagonal:
 
     @cached_property
     def _table(self) -> Tensor:
-        with lasting():
+        with no_inference_mode():
             return torch.tensor(self.scale, dtype=torch.float64).unsqueeze(1)
 
     @cached_property
@@ -79,7 +79,7 @@ class Diagonal:
         heads, dim = len(self.scale), len(self.scale[0])
         if x.shape[-1] != dim:
             raise ValueError(f"rows have {x.shape[-1]} channels; this scale has {dim}")
-        with lasting():
+        with no_inference_mode():
             factors = self._table.to(x.device, dtype)
             if heads == 1:
                 return factors

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvant.frames.launching import launchable, launched
-from kvant.lasting import lasting
+from kvant.modes import no_inference_mode
 from kvant.native import Signs, rotatable, rotated
 
 MASK = 2**64 - 1
@@ -94,7 +94,7 @@ def splitmix64(state: int) -> Iterator[int]:
 
 @lru_cache(maxsize=256)
 def _scaled_signs(seed: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    with lasting():
+    with no_inference_mode():
         return torch.tensor(_scaled(seed, dim), dtype=dtype, device=device)
 
 

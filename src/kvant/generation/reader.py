@@ -113,10 +113,10 @@ class Reader:
 
     def _forward(self, tokens: Sequence[int], begin: int, stop: int, last: int) -> Tensor:
         self._tokens[begin:] = tokens[begin:stop]
-        self.strategy.relieve(self.memory, stop - begin)
+        self.strategy.make_room(self.memory, stop - begin)
         logits = self.decoder.logits(list(tokens[begin:stop]), self.memory, last)
         if begin == 0:  # now it is known how large rows are
-            self.strategy.relieve(self.memory, 0)
+            self.strategy.make_room(self.memory, 0)
         return logits
 
 

@@ -50,7 +50,7 @@ class Adaptive:
     def first(self, chunk: int) -> int:
         return 1
 
-    def relieve(self, memory: Memory, coming: int) -> None:
+    def make_room(self, memory: Memory, coming: int) -> None:
         need = memory.nbytes_after(coming)
         if need <= self.budget or (memory.spec, need) == self._stuck:
             return
@@ -178,7 +178,7 @@ class Strategy(Protocol):
     def first(self, chunk: int) -> int:
         """How many tokens are read first, of which at most so many go into a forward."""
 
-    def relieve(self, memory: Memory, coming: int) -> None:
+    def make_room(self, memory: Memory, coming: int) -> None:
         """Make room for so many tokens, if need be: before every forward, and after the first."""
 
 
@@ -192,7 +192,7 @@ class Always:
     def first(self, chunk: int) -> int:
         return chunk
 
-    def relieve(self, memory: Memory, coming: int) -> None: ...
+    def make_room(self, memory: Memory, coming: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class Disabled:
     def first(self, chunk: int) -> int:
         return chunk
 
-    def relieve(self, memory: Memory, coming: int) -> None: ...
+    def make_room(self, memory: Memory, coming: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ class Long:
     def first(self, chunk: int) -> int:
         return chunk
 
-    def relieve(self, memory: Memory, coming: int) -> None: ...
+    def make_room(self, memory: Memory, coming: int) -> None: ...
 
 
 ALWAYS = Always()

@@ -41,7 +41,7 @@ class HostCache(Verbs, TransformersCache):
         cross: bool = False,
         attachable: bool = False,
     ) -> None:
-        states = Cache(spec=spec, followers=recurrences(described, spec))
+        states = Cache(spec=spec, host_states=recurrences(described, spec))
         told = None if padding is None else tuple(padding)
         self._hold(tuple(described), Context(states, told, cross, attachable), {})
 
@@ -53,8 +53,8 @@ class HostCache(Verbs, TransformersCache):
         self.context = context
         self._turn = False
         self._opening = next((i for i, one in enumerate(described) if one.attends), None)
-        followers: list[Any] = context.states.followers
-        self._pace = Pace(described, followers)
+        host_states: list[Any] = context.states.host_states
+        self._pace = Pace(described, host_states)
         layers = [layer_for(context, i, one, own.get(i)) for i, one in enumerate(described)]
         super().__init__(layers=layers)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvant.cache.recurrent import NOTHING, Moment, Past, exposed, restored
+from kvant.cache.recurrent import NOTHING, Moment, Past, restored, shared_snapshot
 from kvant.contracts import Fields, Snapshot, Tally
 from kvant.errors import CacheError, RewindError
 from kvant.hf.detect import HostLayer
@@ -29,7 +29,7 @@ KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}  # name in a fi
 
 
 class Recurrence:
-    """A state that lies in a layer of the host's; a `Follower`."""
+    """A state that lies in a layer of the host's; a `HostState`."""
 
     held = 0  # rows, whatever the length
     max_held: int | None = 0
@@ -73,7 +73,7 @@ class Recurrence:
     def touch(self) -> None:
         """A forward begins here; if the one before did not end, it died."""
         if self.touched:
-            self.lose()
+            self.invalidate()
         self.check()
         self.touched = True
 
@@ -81,7 +81,7 @@ class Recurrence:
         self.touched = False
         self.length = length
 
-    def lose(self) -> None:
+    def invalidate(self) -> None:
         self.touched = False
         if self.length == 0:
             self._give({})
@@ -122,9 +122,9 @@ class Recurrence:
             marked = (*self.checkpoints, self.past.now.copied())
             self.checkpoints = marked[-self.spec.max_checkpoints :]
 
-    def exposed(self) -> Snapshot:
+    def shared_snapshot(self) -> Snapshot:
         self._check_still()
-        return exposed(self.past)
+        return shared_snapshot(self.past)
 
     def restored(self, snapshot: Snapshot) -> Past:
         return restored(self.spec, snapshot)
@@ -157,7 +157,7 @@ class Recurrence:
     def _check_still(self) -> None:
         """The verbs come between forwards: one that is under way has died."""
         if self.touched:
-            self.lose()
+            self.invalidate()
         self.check()
 
     def _live(self) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ from kvant.hf.detect import narrows
 from kvant.hf.handles import pair
 from kvant.hf.layers import AttentionLayer
 from kvant.hf.reading import Question, Reading, SideName
-from kvant.lasting import lasting
+from kvant.modes import no_inference_mode
 
 
 @dataclass(eq=False, kw_only=True)
@@ -307,7 +307,7 @@ class Replayer:
         self._ran = self._captured = False
         device = self.model.device
         self._places = [MovingPlace(change.during, device) for change in changes]
-        with lasting():
+        with no_inference_mode():
             self._ids = torch.zeros(changes[0].before.batch, 1, dtype=torch.int64, device=device)
         places = [self._places[layer.state.kind] for layer in layers]
         self._steps = [Step.of(*given) for given in zip(pages, places, strict=True)]

@@ -175,12 +175,12 @@ class Verbs:
 
     def snapshot(self) -> Snapshot:
         """A copy of all that is remembered, to `restore` from."""
-        return self.exposed().copied()
+        return self.shared_snapshot().copied()
 
-    def exposed(self) -> Snapshot:
+    def shared_snapshot(self) -> Snapshot:
         """A snapshot that may share memory with the cache: to be read before anything else."""
         self._check_ours("snapshot")
-        return self.states.exposed()
+        return self.states.shared_snapshot()
 
     def restore(self, snapshot: Snapshot) -> None:
         self._check_ours("restore")

@@ -11,7 +11,7 @@ import struct
 import torch
 from torch import Tensor
 
-from kvant.lasting import passing
+from kvant.modes import passing
 from kvant.native.library import DTYPES, behind, done, library
 
 RECORD = struct.Struct("@16q")  # kvant_rotate_request

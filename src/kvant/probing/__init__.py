@@ -2,20 +2,20 @@
 
 from kvant.probing.finding import Probe, auto_size, auto_tolerance, is_auto, probe, resolved
 from kvant.probing.guard import attach, attached, harm
-from kvant.probing.predictions import Damage, damage
+from kvant.probing.predictions import Divergence, divergence
 from kvant.probing.text import MAX_KL, MAX_LOST, Tolerance, trial
 
 __all__ = [
     "MAX_KL",
     "MAX_LOST",
-    "Damage",
+    "Divergence",
     "Probe",
     "Tolerance",
     "attach",
     "attached",
     "auto_size",
     "auto_tolerance",
-    "damage",
+    "divergence",
     "harm",
     "is_auto",
     "probe",

@@ -19,7 +19,7 @@ from kvant.errors import SpecError
 from kvant.hf import continuing, host_model
 from kvant.planner import plan
 from kvant.probing.judgement import Judgement
-from kvant.probing.predictions import Damage, unbounded
+from kvant.probing.predictions import Divergence, unbounded
 from kvant.probing.text import MAX_KL, MAX_LOST, Tolerance, Trial, trial
 from kvant.recipes import AnySpec
 from kvant.shapes import LayerShape
@@ -104,7 +104,7 @@ class Probe:
     """The finding."""
 
     spec: AnySpec
-    damage: Damage
+    divergence: Divergence
     layers: tuple[float, ...]  # mean divergence where one layer alone is stored so, nats
     recalled: float  # the chance of an answer with the raw cache,
     lost: float  # and by how much it is less with the spec
@@ -115,14 +115,15 @@ class Probe:
 
     @property
     def harmless(self) -> bool:
-        return self.damage.mean_kl <= self.max_kl and self.lost <= self.max_lost
+        return self.divergence.mean_kl <= self.max_kl and self.lost <= self.max_lost
 
     def __str__(self) -> str:
         worst = max(range(len(self.layers)), key=self.layers.__getitem__)
         return (
-            f"{_word(self.spec)}: {self.damage.mean_kl:.2g} nats in the mean, "
-            f"{self.damage.quantile(0.999):.2g} in 1 of 1000 positions, the likeliest token stays "
-            f"in {self.damage.top1:.1%}; at most {self.max_kl:.2g} in the mean is tolerated\n"
+            f"{_word(self.spec)}: {self.divergence.mean_kl:.2g} nats in the mean, "
+            f"{self.divergence.quantile(0.999):.2g} in 1 of 1000 positions, the likeliest token "
+            f"stays in {self.divergence.top1:.1%}; at most {self.max_kl:.2g} in the mean is "
+            f"tolerated\n"
             f"what it read it gives back with a chance of {self.recalled - self.lost:.2f}, and of "
             f"{self.recalled:.2f} from raw; at most {self.max_lost:.2g} less is tolerated\n"
             f"layer {worst} alone: {self.layers[worst]:.2g} nats, the most of all\n"
@@ -148,7 +149,7 @@ def probe(
     model = continuing(host_model(model))
     tried = trial(model, tokenizer, text, Tolerance(max_kl, max_lost))
     asked, judgement = resolved(model, spec, tried), Judgement(model, tried)
-    found, lost = judgement.damage(asked), judgement.lost(asked)
+    found, lost = judgement.divergence(asked), judgement.lost(asked)
     recommended, why = asked, "it does little enough"
     if found.mean_kl > tried.max_kl or lost > tried.max_lost:
         recommended, why = _better(judgement, asked)

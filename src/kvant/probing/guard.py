@@ -13,7 +13,7 @@ from kvant import hf
 from kvant.errors import UnsupportedView
 from kvant.hf.detect import host_layers, recipes
 from kvant.probing.finding import Progress, is_auto, resolved, silent
-from kvant.probing.predictions import damage, unbounded
+from kvant.probing.predictions import divergence, unbounded
 from kvant.probing.text import Trial, trial
 from kvant.recipes import AnySpec, attention_in
 
@@ -104,7 +104,7 @@ def harm(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> str | None:
     if hf.crosses(model):
         return None  # it continues no text
     try:
-        found = damage(model, [tried.ids], unbounded(model, spec))
+        found = divergence(model, [tried.ids], unbounded(model, spec))
     except UnsupportedView as error:  # attention of the model's own, which needs dense rows
         log.info("the format was not tried on the model: %s", error)
         return None

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from kvant.hf import HostCache, cache_for
 from kvant.probing.predictions import (
-    Damage,
+    Divergence,
     compared,
-    damage,
+    divergence,
     empty_cache,
     forward,
     stored,
@@ -46,7 +46,7 @@ class Screen:
         behind = ids[:, -judged - 1 :]
         return cls(model, cache, behind, forward(model, behind[:, :-1], cache.fork()))
 
-    def damage(self, spec: AnySpec) -> Damage:
+    def divergence(self, spec: AnySpec) -> Divergence:
         return self._of(cache_for(self.model, stored(self.model, spec)).spec)
 
     def by_layer(self, spec: AnySpec) -> tuple[float, ...]:
@@ -60,7 +60,7 @@ class Screen:
         raw = self.cache.spec.layers
         return self._of(CacheSpec((*raw[:index], full[index], *raw[index + 1 :]))).mean_kl
 
-    def _of(self, spec: CacheSpec) -> Damage:
+    def _of(self, spec: CacheSpec) -> Divergence:
         twin = self.cache.fork()
         twin.recode(spec)
         logits = forward(self.model, self.ids[:, :-1], twin)
@@ -82,8 +82,8 @@ class Judgement:
     def recall(self) -> Recall:
         return Recall.of(self.model, self.tried.exams())
 
-    def damage(self, spec: AnySpec) -> Damage:
-        return damage(self.model, [self.tried.ids], unbounded(self.model, spec))
+    def divergence(self, spec: AnySpec) -> Divergence:
+        return divergence(self.model, [self.tried.ids], unbounded(self.model, spec))
 
     def lost(self, spec: AnySpec) -> float:
         return self.recall.lost(unbounded(self.model, spec))
@@ -92,7 +92,7 @@ class Judgement:
         """Does it do little enough? What costs least to find out is asked first."""
         tried = self.tried
         return (
-            self.screen.damage(unbounded(self.model, spec)).mean_kl <= tried.max_kl
+            self.screen.divergence(unbounded(self.model, spec)).mean_kl <= tried.max_kl
             and self.lost(spec) <= tried.max_lost
-            and self.damage(spec).mean_kl <= tried.max_kl
+            and self.divergence(spec).mean_kl <= tried.max_kl
         )

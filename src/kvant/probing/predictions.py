@@ -3,8 +3,8 @@
 Both caches read the same tokens, a chunk each in turn, and the distributions of a chunk are
 compared before the next: memory does not grow with the text. Both run under `prefill="stored"`
 whatever the spec says: so every token sees what it would see in decoding, and raw takes the same
-ways through the backends, which makes its own damage exactly 0. Log-softmax is in float32 whatever
-the model is in. Knows tokens, no text.
+ways through the backends, which makes its own divergence exactly 0. Log-softmax is in float32
+whatever the model is in. Knows tokens, no text.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPARED = 64  # positions whose distributions are compared at once: bounds floa
 
 
 @dataclass(frozen=True)
-class Damage:
+class Divergence:
     """One number a position, for all positions whose next token is known."""
 
     kl: Tensor  # KL(raw || spec), nats; infinite where the spec gives no distribution
@@ -37,13 +37,13 @@ class Damage:
     same: Tensor  # bool: is the likeliest token the same?
 
     @staticmethod
-    def joined(parts: Iterable[Damage]) -> Damage:
+    def joined(parts: Iterable[Divergence]) -> Divergence:
         """All positions of the parts, in their order."""
         found = [*parts]
         if not found:
             raise ValueError("no tokens to predict: give pieces of 2 tokens or more")
-        names = [field.name for field in fields(Damage)]
-        return Damage(*(torch.cat([getattr(part, name) for part in found]) for name in names))
+        names = [field.name for field in fields(Divergence)]
+        return Divergence(*(torch.cat([getattr(part, name) for part in found]) for name in names))
 
     @property
     def positions(self) -> int:
@@ -76,9 +76,9 @@ class Damage:
         return float(self.same.mean(dtype=torch.float64))
 
 
-def damage(
+def divergence(
     model: PreTrainedModel, pieces: Iterable[Tensor], spec: AnySpec, *, chunk: int = CHUNK
-) -> Damage:
+) -> Divergence:
     """Over pieces of text [1, T], each with caches of its own; the last token is only predicted."""
     full = stored(model, spec)
     return damage_by(model, pieces, lambda: empty_cache(model, full), chunk=chunk)
@@ -86,10 +86,10 @@ def damage(
 
 def damage_by(
     model: PreTrainedModel, pieces: Iterable[Tensor], empty: Callable[[], Any], *, chunk: int
-) -> Damage:
+) -> Divergence:
     """That of anybody's caches; one that has no `prefill="stored"` is to be read in chunks of 1."""
     raw = stored(model, "raw")
-    return Damage.joined(
+    return Divergence.joined(
         part
         for piece in pieces
         for part in _piece(model, piece, (empty_cache(model, raw), empty()), chunk)
@@ -117,7 +117,7 @@ def empty_cache(model: PreTrainedModel, spec: AnySpec) -> HostCache:
     cache = cache_for(model, spec)
     if not isinstance(cache, HostCache):
         raise ValueError(
-            f"{type(model).__name__} reads an encoder: damage is that of a model that "
+            f"{type(model).__name__} reads an encoder: divergence is that of a model that "
             "continues text"
         )
     if not any(layer.attends for layer in cache.described):
@@ -127,7 +127,7 @@ def empty_cache(model: PreTrainedModel, spec: AnySpec) -> HostCache:
 
 def _piece(
     model: PreTrainedModel, piece: Tensor, caches: tuple[HostCache, Any], chunk: int
-) -> Iterator[Damage]:
+) -> Iterator[Divergence]:
     ids = piece.to(model.device)
     count = ids.shape[1] - 1
     for first in range(0, count, chunk):
@@ -156,7 +156,7 @@ def read(model: PreTrainedModel, ids: Tensor, cache: HostCache) -> Tensor:
     return logits[-1]
 
 
-def compared(raw: Tensor, logits: Tensor, targets: Tensor) -> Damage:
+def compared(raw: Tensor, logits: Tensor, targets: Tensor) -> Divergence:
     """Of logits [N, vocabulary] and the tokens [N] that came; the result lies on the CPU."""
     before, after = (one.float().log_softmax(-1) for one in (raw, logits))
     shares = before.exp()
@@ -165,7 +165,7 @@ def compared(raw: Tensor, logits: Tensor, targets: Tensor) -> Damage:
     lost = [-one.gather(-1, targets[:, None])[:, 0] for one in (before, after)]
     same = before.argmax(-1) == after.argmax(-1)
     broken = after.isnan().any(-1)
-    return Damage(
+    return Divergence(
         kl.masked_fill(broken, torch.inf).cpu(),
         lost[0].cpu(),
         lost[1].masked_fill(broken, torch.inf).cpu(),

@@ -1,7 +1,7 @@
 """The tokens that a model is probed with: a text for its tokenizer, or tokens that mean nothing.
 
 The usual text is source code that the model inside was not trained on: a text that a model knows
-by heart shows less damage than any other. `kvant eval` measures on other files than these.
+by heart shows less divergence than any other. `kvant eval` measures on other files than these.
 
 A model is less sure behind tokens that mean nothing, and any change shows ten times as large there
 (5 to 11 times for formats that do little to the model inside): so is what is tolerated. Nor is

@@ -16,7 +16,7 @@ from kvant.codecs.codebook import levels
 from kvant.codecs.packing import BLOCK, PLANES
 from kvant.contracts import Codec, Fields, Form
 from kvant.extent import LENGTH, PADDING, Extent, Ints, Kind
-from kvant.lasting import lasting
+from kvant.modes import no_inference_mode
 
 MAX_DIM = 256
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of rows and queries
@@ -148,7 +148,7 @@ def pages(half: Half) -> Any:
 @lru_cache(maxsize=64)
 def table(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The levels of a codebook, as float32 has them."""
-    with lasting():
+    with no_inference_mode():
         return torch.tensor(levels(bits, dim).astype(np.float32), device=device).to(dtype)
 
 
@@ -224,7 +224,7 @@ class MovingPlace(Place):
         pages = -(-tokens // kind.page)
         self.kind, self.tokens = kind, tokens
         self.room = (pages if kind.seals else 0, pages)
-        with lasting():
+        with no_inference_mode():
             rows = torch.zeros(
                 extent.batch, NUMBERS + sum(self.room), dtype=torch.int64, device=device
             )

@@ -31,8 +31,8 @@ from kvant.attention.triton.forms import (
 from kvant.codecs.codebook import boundaries
 from kvant.contracts import Fields, Stored
 from kvant.extent import Change, Ints
-from kvant.lasting import lasting
 from kvant.launches import on
+from kvant.modes import no_inference_mode
 
 ROWS = 16  # a program
 
@@ -159,5 +159,5 @@ def _seal(side: Stored, came: Tensor, entries: Tensor) -> None:
 
 @lru_cache(maxsize=64)
 def _boundaries(bits: int, dim: int, device: torch.device) -> Tensor:
-    with lasting():
+    with no_inference_mode():
         return torch.tensor(boundaries(bits, dim).astype(np.float32), device=device)

@@ -10,7 +10,7 @@ from torch._C._functorch import peek_interpreter_stack
 from kvant.errors import CacheError
 
 
-def lasting() -> AbstractContextManager[None]:
+def no_inference_mode() -> AbstractContextManager[None]:
     """Make tensors here that are kept: one born in inference mode can never be written outside."""
     return torch.inference_mode(False)
 
@@ -30,7 +30,7 @@ def passing() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
-def check_lasts(what: str) -> None:
+def refuse_transforms(what: str) -> None:
     """Refuse what changes in place, or is read by address, inside such a transform."""
     if peek_interpreter_stack() is not None:
         raise CacheError(

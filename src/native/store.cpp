@@ -40,7 +40,7 @@ private:
     const kvant_store_request &r;
     const Kernels &kernels;
     Step step = nullptr;
-    int64_t units = 0;
+    int64_t units = 0, together = 1;
     std::atomic<int64_t> next{0};
 
     // A step for each head of each side of so many; on that many more threads than this one.
@@ -49,14 +49,18 @@ private:
         next.store(0, std::memory_order_relaxed);
         if (units == 0) return;
         const int64_t most = std::min(r.threads, units);
-        in_parallel((int)std::min((double)most, helpers + 1),
-                    [](void *self) { ((Storing *)self)->work(); }, this);
+        const int threads = (int)std::min((double)most, helpers + 1);
+        together = threads < 2 ? units : std::max((int64_t)1, units / (8 * threads));
+        in_parallel(threads, [](void *self) { ((Storing *)self)->work(); }, this);
     }
 
+    // Several units at once: who counts waits for all that was written before.
     void work() {
-        for (int64_t i; (i = next.fetch_add(1)) < units;) {
-            const int64_t which = i / r.heads;
-            (this->*step)(r.side[which % r.sides], i % r.heads, which / r.sides);
+        for (int64_t first; (first = next.fetch_add(together)) < units;) {
+            for (int64_t i = first; i < std::min(first + together, units); i++) {
+                const int64_t which = i / r.heads;
+                (this->*step)(r.side[which % r.sides], i % r.heads, which / r.sides);
+            }
         }
     }
 

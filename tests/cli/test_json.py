@@ -24,6 +24,10 @@ COMMANDS = {
     ),
     "bench append": ("--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32"),
     "bench attend": ("--lengths", "64", "--formats", "affine8", "--repeats", "1"),
+    "bench batch": (
+        *("--sequences", "1,2", "--context", "8", "--formats", "raw"),
+        *("--repeats", "1", "--layers", "1"),
+    ),
     "bench decode": (
         *("--formats", "raw", "--lengths", "8", "--prompt", "4"),
         *("--tokens", "2", "--runs", "1", "--repeats", "2"),

@@ -37,19 +37,9 @@ def test_sinks_do_not_move_the_window() -> None:
     assert [Window(3, sinks=8).keep(length) for length in (2, 5)] == [0, 2]
 
 
-@given(lengths, st.integers(0, 200), st.integers(1, 50))
-def test_window_reaches_the_longest_length_that_rows_serve(
-    to: int, first: int, window: int
-) -> None:
-    rule = Window(window)
-    served = [length for length in range(to + 1) if length == 0 or rule.keep(length) >= first]
-    assert rule.reachable(to, first) == max(served)
-
-
-def test_all_keeps_row_zero_and_reaches_everything_while_it_is_there() -> None:
+def test_all_keeps_row_zero() -> None:
     rule = All(sinks=4)
     assert (rule.window, rule.sinks, rule.keep(1000)) == (None, 4, 0)
-    assert (rule.reachable(70, 0), rule.reachable(70, 1)) == (70, 0)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -74,10 +73,3 @@ def _check(name: str, tensor: Tensor, order: Order) -> None:
 
 def stores(dtype: torch.dtype) -> bool:
     return dtype in DTYPES.values()
-
-
-def padding(start: Sequence[int] | Tensor) -> tuple[int, ...]:
-    columns = torch.as_tensor(start)
-    if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
-        raise ValueError(f"start {start}: one whole number a sequence is needed")
-    return tuple(columns.tolist())

@@ -79,12 +79,6 @@ class Native:
             done(refusal)
         return out, lse
 
-    def stores(self, sides: Mapping[str, Stored]) -> bool:
-        """Are rows of these sides stored natively?"""
-        if library().functions is None or not 0 < len(sides) < 3:
-            return False
-        return all(records.side(stored, name).unstored is None for name, stored in sides.items())
-
     def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
         """Copy, write and seal what a change says of the rows that came; False where it is not.
 

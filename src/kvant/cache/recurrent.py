@@ -101,12 +101,42 @@ def joined(pasts: Sequence[Past], length: int) -> Past:
     return Past(Moment(length, state))
 
 
-class Recurrent:
-    """One recurrent layer of a cache."""
+class Recurring:
+    """What a layer tells that has a past and no rows, whoever keeps it."""
 
     held = 0  # rows, whatever the length
     max_held: int | None = 0
     capacity: int | None = None
+
+    @property
+    def past(self) -> Past:
+        raise NotImplementedError
+
+    @property
+    def batch(self) -> int:
+        """Sequences; 0 before the first state."""
+        return self.past.batch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.past.nbytes
+
+    @property
+    def nbytes_used(self) -> int:
+        return self.nbytes
+
+    def nbytes_after(self, coming: int, recipe: RecurrentSpec) -> int:
+        """The same at every length; who takes a checkpoint adds to it."""
+        return self.nbytes
+
+    def read(self) -> Fields:
+        """A copy of the state now, by name."""
+        return self.past.now.copied().state
+
+
+class Recurrent(Recurring):
+    """One recurrent layer of a cache."""
 
     def __init__(self, spec: RecurrentSpec, ledger: Ledger, place: int, leaf: int) -> None:
         self.spec = spec
@@ -126,24 +156,6 @@ class Recurrent:
     def length(self) -> int:
         """Tokens seen."""
         return self.past.now.length
-
-    @property
-    def batch(self) -> int:
-        """Sequences; 0 before the first state."""
-        return self.past.batch
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.past.nbytes
-
-    @property
-    def nbytes_used(self) -> int:
-        return self.nbytes
-
-    def nbytes_after(self, coming: int, recipe: RecurrentSpec) -> int:
-        """The same at every length; who takes a checkpoint adds to it."""
-        return self.nbytes
 
     def nbytes_with(self, count: int, state: Fields) -> int:
         """Bytes allocated once the same was appended."""
@@ -166,10 +178,6 @@ class Recurrent:
             now = Moment(past.now.length + count, kept)
             self.tally.appends += 1
             self.ledger.arrive(self.leaf, (self.place, replace(past, now=now)))
-
-    def read(self) -> Fields:
-        """A copy of the state now, by name."""
-        return self.past.now.copied().state
 
     def twin(self, ledger: Ledger) -> Recurrent:
         """The same layer of a cache that shares states with this one."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvant.cache.recurrent import NOTHING, Moment, Past, restored, shared_snapshot
+from kvant.cache.recurrent import NOTHING, Moment, Past, Recurring, restored, shared_snapshot
 from kvant.contracts import Fields, Snapshot, Tally
 from kvant.errors import CacheError, RewindError
 from kvant.hf.detect import HostLayer
@@ -28,12 +28,8 @@ from kvant.recipes import RecurrentSpec
 KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}  # name in a file: the host's
 
 
-class Recurrence:
+class Recurrence(Recurring):
     """A state that lies in a layer of the host's; a `HostState`."""
-
-    held = 0  # rows, whatever the length
-    max_held: int | None = 0
-    capacity: int | None = None
 
     def __init__(self, spec: RecurrentSpec, layer: LinearAttentionLayer) -> None:
         self.spec = spec
@@ -47,28 +43,6 @@ class Recurrence:
     @property
     def past(self) -> Past:
         return Past(Moment(self.length, self._live()), self.checkpoints)
-
-    @property
-    def batch(self) -> int:
-        """Sequences; 0 before the first state."""
-        return self.past.batch
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.past.nbytes
-
-    @property
-    def nbytes_used(self) -> int:
-        return self.nbytes
-
-    def nbytes_after(self, coming: int, recipe: RecurrentSpec) -> int:
-        """The same at every length; who takes a checkpoint adds to it."""
-        return self.nbytes
-
-    def read(self) -> Fields:
-        """A copy of the state now, by name."""
-        return self.past.now.copied().state
 
     def touch(self) -> None:
         """A forward begins here; if the one before did not end, it died."""

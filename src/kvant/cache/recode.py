@@ -19,7 +19,7 @@ from kvant.attention.reference import Alike, seen_rows
 from kvant.attention.storing import seal_into
 from kvant.attention.writing import SEAL_AT_ONCE
 from kvant.cache.changes import Pools, placed
-from kvant.cache.storage import Storage
+from kvant.cache.storage import Storage, copy_pages
 from kvant.contracts import Mask, Tally, View
 from kvant.errors import CapacityError, SpecError
 from kvant.extent import BEGINS, FIRST_OPEN, FIRST_SEALED, STOP_SEALED, Extent, Ints, Kind
@@ -198,12 +198,9 @@ class Recoding:
             seal_into(stored, name, torch.cat(pages), slots, some * page, sinks, self.tally)
 
     def _copy(self, name: str, numbers: Ints) -> None:
-        source = torch.from_numpy(self.was.sealed[self.which, numbers])
-        to = torch.from_numpy(self.now.sealed[self.which, numbers])
-        old, new = self.old.sides[name], self.new.sides[name]
-        for field, tensor in new.sealed.items():
-            device = tensor.device
-            tensor[to.to(device)] = old.sealed[field][source.to(device)]
+        old, new = (s.sides[name].sealed for s in (self.old, self.new))
+        slots = (e.sealed[self.which, numbers] for e in (self.was, self.now))
+        copy_pages(old, new, *slots)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Positions [start, stop) in the frame and dtype of the new layer, [1, H, n, D]."""

@@ -229,15 +229,19 @@ class Storage:
         self._take_sealed(other, was, now)
 
     def _take_open(self, other: Storage, was: Extent, now: Extent) -> None:
-        runs = _runs(was.open_slots(), now.open_slots())
         for name, stored in self.sides.items():
-            _copy(other.sides[name].open, stored.open, runs)
+            copy_pages(
+                {"open": other.sides[name].open},
+                {"open": stored.open},
+                was.open_slots(),
+                now.open_slots(),
+            )
 
     def _take_sealed(self, other: Storage, was: Extent, now: Extent) -> None:
-        runs = _runs(was.sealed_slots(), now.sealed_slots())
         for name, stored in self.sides.items():
-            for field, tensor in stored.sealed.items():
-                _copy(other.sides[name].sealed[field], tensor, runs)
+            copy_pages(
+                other.sides[name].sealed, stored.sealed, was.sealed_slots(), now.sealed_slots()
+            )
 
     def _room(self, need: int, have: int) -> int:
         if need <= have:
@@ -289,7 +293,9 @@ def _runs(old: Ints, new: Ints) -> list[tuple[slice, slice]]:
     ]
 
 
-def _copy(source: Tensor, target: Tensor, runs: list[tuple[slice, slice]]) -> None:
-    """Pages, and no tensor in between."""
-    for old, new in runs:
-        target[new].copy_(source[old])
+def copy_pages(source: Fields, target: Fields, old: Ints, new: Ints) -> None:
+    """Pages from slots to slots, field by field, and no tensor in between."""
+    runs = _runs(old, new)
+    for name, tensor in target.items():
+        for there, here in runs:
+            tensor[here].copy_(source[name][there])

@@ -310,12 +310,11 @@ class Ledger:
         if states:
             coming = book.coming if state is None else book.coming | dict([state])
             states = tuple(coming.get(i, past) for i, past in enumerate(states))
-        new = Book(book.pools, tuple(after), states, book.storages, {}, tuple(gone))
-        if self.host_states:
-            self.book = replace(new, to_follow=min(extent.columns for extent in after))
+        to_follow = min(extent.columns for extent in after) if self.host_states else None
+        kept = book.pools, tuple(after), states, book.storages
+        self.book = Book(*kept, retired=tuple(gone), to_follow=to_follow)
+        if to_follow is not None:
             self._follow()
-        else:
-            self.book = new
         if len(self.book.lengths) > 1:
             log.warning("layers hold different numbers of tokens: %s", sorted(self.book.lengths))
         if len(gone) > len(book.retired):

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from frames.turned import bits, by_torch, dtypes, odd_rows
+from kvant import native
 from kvant.frames import Rotation
-from kvant.native import Library, library, rotatable, rotation
-from kvant.native.library import load
+from kvant.native import Library, library, load, rotatable
 
 pytestmark = pytest.mark.skipif(
     library().functions is None, reason="the native library is not here"
@@ -39,7 +39,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def every_isa(loaded: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotation, "library", lambda: loaded)
+    monkeypatch.setattr(native, "library", lambda: loaded)
 
 
 def agree(x: Tensor, threads: tuple[int, ...] = (1,)) -> None:

@@ -1,17 +1,138 @@
-"""The compiled library, as Python sees it: below everything that computes with it."""
+"""The compiled library, as Python sees it: found, loaded and checked once; and rows rotated by it.
 
-from kvant.native.library import DTYPES, Library, behind, done, library, part_teams
-from kvant.native.rotation import Signs, present, rotatable, rotated
+It is built by the package build where there is a C++ compiler, and lies on this package's path:
+beside this file, or where an editable install puts what it has compiled. What it runs on is chosen
+when it is loaded, from the processor; KVANT_ISA (avx512, avx2, plain) forces one.
+"""
 
-__all__ = [
-    "DTYPES",
-    "Library",
-    "Signs",
-    "behind",
-    "done",
-    "library",
-    "part_teams",
-    "present",
-    "rotatable",
-    "rotated",
-]
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import struct
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvant.modes import passing
+
+ABI = 10
+NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The loaded functions, or the reason why there are none."""
+
+    functions: ctypes.CDLL | None
+    isa: str = ""
+    reason: str = ""
+
+
+@lru_cache(maxsize=1)
+def library() -> Library:
+    """What this process runs; what is missing is said once, in the log."""
+    found = _loaded()
+    if found.functions is None:
+        logger.warning("kvant runs its reference backend: %s", found.reason)
+    return found
+
+
+def _loaded() -> Library:
+    path = next((path for place in __path__ if (path := Path(place, NAME)).exists()), None)
+    if path is None:
+        return Library(None, reason="the native library was not built (is there a C++ compiler?)")
+    return load(path)
+
+
+def load(path: Path) -> Library:
+    """One file; a copy of it is a library apart, with an instruction set of its own."""
+    try:
+        functions = ctypes.CDLL(str(path))
+    except OSError as error:
+        return Library(None, reason=f"{path} cannot be loaded: {error}")
+    if functions.kvant_abi() != ABI:
+        return Library(None, reason=f"{path} is of another version: reinstall kvant")
+    for name in ("kvant_isa", "kvant_attend", "kvant_store", "kvant_rotate"):
+        getattr(functions, name).restype = ctypes.c_char_p
+    isa = functions.kvant_isa()
+    if isa is None:
+        wish = os.environ.get("KVANT_ISA")
+        return Library(None, reason=f"KVANT_ISA={wish} is nothing that this processor has")
+    _share_team(functions)
+    return Library(functions, isa.decode())
+
+
+def behind(x: Tensor, size: int) -> int:
+    """Bytes of memory from the first number of a tensor on, each number of so many bytes."""
+    return x.untyped_storage().nbytes() - x.storage_offset() * size  # type: ignore[return-value]
+
+
+def done(refusal: bytes | None) -> None:
+    """Nothing where a function did what it was asked for; else what it refused as an error."""
+    if refusal is not None:
+        raise RuntimeError(f"the native library refuses what it was asked: {refusal.decode()}")
+
+
+def part_teams() -> None:
+    """Run on threads of its own from now on, beside those of torch."""
+    if (functions := library().functions) is not None:
+        functions.kvant_share_team(None)
+
+
+def _share_team(functions: ctypes.CDLL) -> None:
+    """Let it run on the threads that torch has anyway: two teams would compete for the cores."""
+    try:
+        team = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):  # torch was built with another OpenMP, or none
+        return
+    functions.kvant_share_team(ctypes.cast(team, ctypes.c_void_p))
+
+
+RECORD = struct.Struct("@16q")  # kvant_rotate_request
+DIMS = range(16, 256 + 1, 16)
+Signs = ctypes.Array[ctypes.c_float]  # one a channel: +-1 over the square root of its block
+
+
+def rotatable(x: Tensor) -> bool:
+    """Whether `rotated` serves this."""
+    return x.is_cpu and present(x) and library().functions is not None
+
+
+def present(x: Tensor) -> bool:
+    """Rows that lie in memory as a kernel reads them: not only traced, and no gradient wanted."""
+    return (
+        type(x) is Tensor
+        and not passing()
+        and x.dtype in DTYPES
+        and x.ndim == 4
+        and x.shape[3] in DIMS
+        and x.stride(3) == 1
+        and not (x.requires_grad and torch.is_grad_enabled())
+    )
+
+
+def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
+    """Rows [B, H, T, D] turned, multiplied by the D signs before that, or last.
+
+    The rotation of codecs/frames/hadamard.py in one call: the same rows, to the bit. A token's rows
+    take less time than a few torch operators, so what a call asks is kept cheap.
+    """
+    functions = library().functions
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    assert functions is not None
+    assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
+    (batch, head, row, _), size = x.stride(), x.element_size()
+    given = RECORD.pack(
+        *(x.data_ptr(), behind(x, size), batch * size, head * size, row * size),
+        *(DTYPES[x.dtype], *x.shape, ctypes.addressof(signs), ctypes.sizeof(signs), last),
+        *(out.data_ptr(), out.nbytes, torch.get_num_threads()),
+    )
+    done(functions.kvant_rotate(given))
+    return out

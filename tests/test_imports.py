@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
     "contracts devices errors extent launches modes recipes retention sizes native/",
-    "frames/",
     "codecs/",
     "attention/ spec/",
     "shapes",
@@ -34,7 +33,7 @@ FOLDERS = {name.rstrip("/") for name in PLACES if name.endswith("/")}
 KNOWN = [[], *([name] for name in RANK)]  # what may follow "kvant."
 HOST = RANK["hf"]  # from here up transformers may be imported
 # Triton's own language: all of it is optional.
-KERNELS = ("kvant.attention.triton.kernels", "kvant.frames.kernels")
+KERNELS = ("kvant.attention.triton.kernels", "kvant.codecs.frames.kernels")
 
 
 class Import(NamedTuple):
@@ -155,7 +154,11 @@ def test_imports_go_downward() -> None:
         ("kvant", "from transformers import Cache", "hf"),
         ("kvant.attention.triton.launching", "import triton.language as tl", "optional"),
         ("kvant.attention", "from kvant.attention.triton.kernels import attend", "optional"),
-        ("kvant.frames.launching", "from kvant.frames.kernels.rotate import rotate", "optional"),
+        (
+            "kvant.codecs.frames.hadamard",
+            "from kvant.codecs.frames.kernels import rotate",
+            "optional",
+        ),
         ("kvant.cache.layer", "from kvant import Cache", "defines the name"),
         ("kvant.cache.layer", "import kvant", "defines the name"),
     ],

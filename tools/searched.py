@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvant.codecs import Affine
-from kvant.codecs.float16 import saturated
+from kvant.codecs.packing import saturated
 
 SHARES = tuple(1 - step / 20 for step in range(9))
 

@@ -18,9 +18,9 @@ from kvant.attention.triton.kernels import attend, put, seal
 from kvant.attention.triton.launching import Scope
 from kvant.attention.triton.step import Step
 from kvant.cache.changes import advanced
+from kvant.codecs.frames import hadamard
+from kvant.codecs.frames import kernels as turning
 from kvant.contracts import Request
-from kvant.frames import launching as turning
-from kvant.frames.kernels import rotate
 
 found: dict[str, dict[str, int]] = {}
 
@@ -54,7 +54,7 @@ for module, *names in (
 ):
     for name in names:
         setattr(module, name, Compiled(getattr(module, name), keep))
-rotate.rotate = Compiled(rotate.rotate, keep)
+turning.rotate = Compiled(turning.rotate, keep)
 
 for text, dim, queries in (
     ("raw", 128, 1),
@@ -106,5 +106,5 @@ for text, dim in (
 for last in (False, True):
     label = f"last={last}"
     x = torch.randn(1, 8, 1, 128).bfloat16()
-    turning.launched(x, lambda x: torch.ones(128), torch.float32, last=last)
+    hadamard.launched(x, lambda x: torch.ones(128), torch.float32, last=last)
 print(json.dumps(found))

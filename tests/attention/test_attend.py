@@ -15,8 +15,8 @@ from kvant.attention import attending, reference, storing
 from kvant.attention.mask import visible
 from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook, Raw
+from kvant.codecs.frames import Diagonal
 from kvant.contracts import View
-from kvant.frames import Diagonal
 from kvant.retention import All
 from laws import oracle
 from laws.cases import near

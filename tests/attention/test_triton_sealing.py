@@ -20,7 +20,7 @@ from kvant.attention.triton.forms import power
 from kvant.cache import merge
 from kvant.cache.changes import advanced
 from kvant.codecs import Affine, Codebook
-from kvant.codecs.float16 import tree_sum
+from kvant.codecs.packing import tree_sum
 from kvant.contracts import Codec, Stored
 from kvant.extent import Change, Extent, Kind, Paging
 from thin import once

@@ -13,8 +13,8 @@ from kvant.attention import attending
 from kvant.attention.reference import Reference
 from kvant.attention.storing import count_clamped
 from kvant.codecs import Affine, Raw
+from kvant.codecs.frames import Diagonal
 from kvant.contracts import Tally
-from kvant.frames import Diagonal
 from kvant.retention import All
 
 FORMATS = ("affine8,tail=0", "affine4,tail=0", "fp8", "turbo4,tail=0", "affine8,rotate")

@@ -4,8 +4,8 @@ from torch import Tensor
 
 from kvant.codecs import Affine, Codebook
 from kvant.codecs.codebook import boundaries, corrected_mse, levels, mse
+from kvant.codecs.frames import Identity, Rotation
 from kvant.codecs.packing import unpack
-from kvant.frames import Identity, Rotation
 
 BITS = (2, 3, 4)
 widths = pytest.mark.parametrize("bits", BITS)

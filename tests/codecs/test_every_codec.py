@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from kvant.codecs import CODECS, Affine, Codebook, Fp8, Raw
+from kvant.codecs.frames import Rotation
 from kvant.contracts import Codec, Fields
-from kvant.frames import Rotation
 
 CODEC_LIST: list[Codec] = [
     Raw(),

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvant.codecs import Affine, Fp8
-from kvant.frames import Identity, Rotation
+from kvant.codecs.frames import Identity, Rotation
 
 LIMIT = 65504.0
 CODEC = Fp8()

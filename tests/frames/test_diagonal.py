@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kvant.frames import Diagonal
+from kvant.codecs.frames import Diagonal
 
 
 def test_each_head_has_its_own_row() -> None:

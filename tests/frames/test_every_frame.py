@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kvant.codecs.frames import FRAMES, Diagonal, Identity, Product, Rotation
 from kvant.contracts import Frame
-from kvant.frames import FRAMES, Diagonal, Identity, Product, Rotation
 
 HEADS, GROUP = 2, 3
 DIMS = (64, 80, 96, 128, 192, 256)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
-from kvant.frames import Rotation
-from kvant.frames.hadamard import blocks, signs, splitmix64
+from kvant.codecs.frames import Rotation
+from kvant.codecs.frames.hadamard import blocks, signs, splitmix64
 
 DIMS = (64, 80, 96, 128, 192, 256)
 PINNED = [

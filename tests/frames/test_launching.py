@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from attention.kernels import DEVICE, GPU, needed
 from frames.turned import bits, by_torch, dtypes, odd_rows
-from kvant.frames import Rotation, hadamard, launching
+from kvant.codecs.frames import Rotation, hadamard
 
 pytestmark = [
     needed,
@@ -30,7 +30,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         found.append(out.dtype)
         return out
 
-    launched = launching.launched
+    launched = hadamard.launched
     monkeypatch.setattr(hadamard, "launched", counted)
     if not GPU:
         monkeypatch.setattr(hadamard, "launchable", lambda x: True)
@@ -101,18 +101,18 @@ def test_nothing_is_kept_of_a_mode_whose_tensors_have_no_memory() -> None:
 
 def test_what_lies_elsewhere_is_left_to_others() -> None:
     x = torch.randn(1, 2, 3, 64)
-    assert not launching.launchable(x) and not launching.launchable(x.to("meta"))
+    assert not hadamard.launchable(x) and not hadamard.launchable(x.to("meta"))
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 def test_what_is_not_served_is_left_to_torch() -> None:
     x = torch.randn(1, 2, 3, 64, device=DEVICE)
-    assert launching.launchable(x)
+    assert hadamard.launchable(x)
     others = [x.double(), x[0], x[None], x[..., :20], x[..., ::2], torch.nn.Parameter(x)]
     others += [torch.randn(1, 1, 1, 272, device=DEVICE), x.clone().requires_grad_()]
-    assert not any(launching.launchable(other) for other in others)
+    assert not any(hadamard.launchable(other) for other in others)
     with torch.no_grad():
-        assert launching.launchable(others[-1])
+        assert hadamard.launchable(others[-1])
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")

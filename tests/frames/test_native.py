@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 from frames.turned import bits, by_torch, dtypes, odd_rows
 from kvant import native
-from kvant.frames import Rotation
+from kvant.codecs.frames import Rotation
 from kvant.native import Library, library, load, rotatable
 
 pytestmark = pytest.mark.skipif(

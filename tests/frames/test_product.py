@@ -1,6 +1,6 @@
 import torch
 
-from kvant.frames import Diagonal, Product, Rotation
+from kvant.codecs.frames import Diagonal, Product, Rotation
 
 SCALE = Diagonal((tuple(float(i + 1) for i in range(8)),))
 

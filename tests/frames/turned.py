@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvant.frames import hadamard
+from kvant.codecs.frames import hadamard
 
 INTEGERS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
 dtypes = pytest.mark.parametrize("dtype", list(INTEGERS), ids=str)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kvant import Cache, attend, load, plan, save
 from kvant.codecs import CODECS
+from kvant.codecs.frames import Identity
 from kvant.contracts import Codec, Field, Fields
-from kvant.frames import Identity
 from kvant.planner import Shape
 from laws import oracle
 

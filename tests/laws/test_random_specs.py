@@ -12,7 +12,7 @@ from cache.tagged import One
 from kvant import LayerSpec, attend
 from kvant.cache.storage import Tiled
 from kvant.codecs import Affine, Codebook, Fp8, Raw
-from kvant.frames import Rotation
+from kvant.codecs.frames import Rotation
 from kvant.retention import All, Window
 from laws import oracle
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvant.codecs import CODECS, Affine, Codebook, Fp8, Raw
+from kvant.codecs.frames import Diagonal, Identity, Product, Rotation
 from kvant.contracts import Frame
 from kvant.errors import SpecError
-from kvant.frames import Diagonal, Identity, Product, Rotation
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.retention import All, Window
 from kvant.spec import from_json, parse, to_json

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvant.codecs import CODECS, Affine, Raw
+from kvant.codecs.frames import Identity, Rotation
 from kvant.contracts import Frame
 from kvant.errors import SpecError
-from kvant.frames import Identity, Rotation
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.retention import All, Window
 from kvant.spec import as_spec, from_json, parse, split, to_json

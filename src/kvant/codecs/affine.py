@@ -26,10 +26,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvant.codecs.float16 import LIMIT, rounded_down, rounded_up, saturated, tree_sum
-from kvant.codecs.packing import PLANES, check_choice, check_dim, pack, unpack
+from kvant.codecs.frames.diagonal import Identity
+from kvant.codecs.packing import (
+    LIMIT,
+    PLANES,
+    check_choice,
+    check_dim,
+    pack,
+    rounded_down,
+    rounded_up,
+    saturated,
+    tree_sum,
+    unpack,
+)
 from kvant.contracts import Field, Fields, Form, Frame
-from kvant.frames.identity import Identity
 
 GROUPS = (16, 32, 64, 128)
 

@@ -18,10 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvant.codecs.float16 import LIMIT, finite_rows, saturated, tree_sum
-from kvant.codecs.packing import check_choice, check_dim, pack, unpack
+from kvant.codecs.frames.hadamard import Rotation
+from kvant.codecs.packing import (
+    LIMIT,
+    check_choice,
+    check_dim,
+    finite_rows,
+    pack,
+    saturated,
+    tree_sum,
+    unpack,
+)
 from kvant.contracts import Field, Fields, Form, Frame
-from kvant.frames.hadamard import Rotation
 
 Floats = NDArray[np.float64]
 

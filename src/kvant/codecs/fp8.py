@@ -19,10 +19,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvant.codecs.float16 import LIMIT, rounded_up, saturated
-from kvant.codecs.packing import check_dim
+from kvant.codecs.frames.diagonal import Identity
+from kvant.codecs.packing import (
+    LIMIT,
+    check_dim,
+    rounded_up,
+    saturated,
+)
 from kvant.contracts import Field, Fields, Form, Frame
-from kvant.frames.identity import Identity
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0

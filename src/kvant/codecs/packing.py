@@ -1,11 +1,13 @@
-"""Codes of a few bits in whole bytes, with none wasted.
+"""What sealed rows are made of: codes of a few bits in whole bytes, and scales of 16 bits.
 
-A width is a sum of planes of 8, 4, 2 or 1 bits: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2. The first plane
-holds the low-order bits, the second the high-order ones, one plane after the other.
+No bit is wasted. A width is a sum of planes of 8, 4, 2 or 1 bits: 3 = 2 + 1, 5 = 4 + 1, 6 = 4 + 2.
+The first plane holds the low-order bits, the second the high-order ones, one plane after the other.
 
 In a plane of w-bit parts a byte holds m = 8 / w of them. Channels are interleaved within blocks of
 gcd(dim, 32): byte e of a block holds channels e, e + block / m, e + 2 block / m, ..., the first in
 the lowest bits. So a vector register of bytes, masked, is a run of neighbouring channels.
+
+Scales are computed with sums that are the same to the bit, and within what a 16-bit float holds.
 """
 
 from __future__ import annotations
@@ -73,3 +75,43 @@ def _unpack_plane(packed: Tensor, width: int) -> Tensor:
     lanes = packed.reshape(*packed.shape[:-1], size // step, step)
     parts = [lanes >> width * i & (1 << width) - 1 for i in range(per_byte)]
     return torch.stack(parts, dim=-2).flatten(-3)
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sums over the last dimension, [..., 1]; in place."""
+    width = x.shape[-1]
+    while width > 1:
+        half = (width + 1) // 2
+        x[..., : width - half] += x[..., half:width]
+        width = half
+    return x[..., :1]
+
+
+LIMIT = 65504.0  # the largest finite float16
+
+
+def saturated(x: Tensor) -> Tensor:
+    """A float32 copy within +-LIMIT; NaN stays NaN."""
+    return x.to(torch.float32).clamp(-LIMIT, LIMIT)
+
+
+def rounded_down(x: Tensor) -> Tensor:
+    """The largest float16 that is not above x, for float32 x within +-LIMIT."""
+    nearest = x.to(torch.float16)
+    return torch.where(nearest.to(torch.float32) > x, _next_below(nearest), nearest)
+
+
+def rounded_up(x: Tensor) -> Tensor:
+    return -rounded_down(-x)
+
+
+def finite_rows(x: Tensor) -> Tensor:
+    """[..., 1]: whether no value of a row is NaN or infinite, in the dtype it came in."""
+    return x.amin(-1, keepdim=True).isfinite() & x.amax(-1, keepdim=True).isfinite()
+
+
+def _next_below(x: Tensor) -> Tensor:
+    # As integers the magnitudes of floats are in order; below either zero comes 0x8001.
+    bits = x.view(torch.int16)
+    below = torch.where(bits > 0, bits - 1, bits + 1)
+    return torch.where(x == 0, below.new_tensor(-0x7FFF), below).view(torch.float16)

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvant.codecs.frames.diagonal import Identity
 from kvant.codecs.packing import check_dim
 from kvant.contracts import Field, Fields, Form, Frame
-from kvant.frames.identity import Identity
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.codecs import Raw
+from kvant.codecs.frames import Diagonal, Identity, fitted, waits
 from kvant.configurations import max_context
 from kvant.contracts import Codec, Frame
 from kvant.errors import SpecError
-from kvant.frames import Diagonal, Identity, fitted, waits
 from kvant.hf.attention import switched
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import crosses, host_layers, recipes

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from kvant.codecs import CODECS, Affine, Codebook, Fp8
+from kvant.codecs.frames import Identity, Rotation, smoothed
 from kvant.contracts import Codec
 from kvant.errors import SpecError
-from kvant.frames import Identity, Rotation, smoothed
 
 GROUPS = {8: 64, 6: 64, 5: 32, 4: 32, 3: 32, 2: 16}  # width: values a scale covers
 TURBO_WIDTHS = (4, 3, 2)

@@ -20,9 +20,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import torch
 
 from kvant.codecs import CODECS
+from kvant.codecs.frames import FRAMES
 from kvant.contracts import Codec, Frame, Retention
 from kvant.errors import SpecError
-from kvant.frames import FRAMES
 from kvant.recipes import (
     DTYPES,
     CacheSpec,

@@ -14,8 +14,8 @@ from dataclasses import replace
 from reprlib import repr as short
 from typing import Any
 
+from kvant.codecs.frames import Smooth, waits
 from kvant.errors import SpecError
-from kvant.frames import Smooth, waits
 from kvant.recipes import (
     DTYPES,
     AnySpec,

@@ -1,9 +1,16 @@
 """The invertible maps that rows are stored under, by the name they have on disk."""
 
+from kvant.codecs.frames.diagonal import (
+    Diagonal,
+    Identity,
+    Product,
+    Smooth,
+    fitted,
+    smoothed,
+    waits,
+)
+from kvant.codecs.frames.hadamard import Rotation
 from kvant.contracts import Frame
-from kvant.frames.diagonal import Diagonal, Smooth, fitted, smoothed, waits
-from kvant.frames.hadamard import Rotation
-from kvant.frames.identity import Identity, Product
 
 FRAMES: dict[str, type[Frame]] = {
     "identity": Identity,

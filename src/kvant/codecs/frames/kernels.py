@@ -1,7 +1,8 @@
-"""The signed Hadamard transform of frames/hadamard.py, in its order of operations.
+"""The signed Hadamard transform of hadamard.py as a kernel, in its order of operations.
 
 Nothing may be fused (whoever launches says so): the product with the signs rounds on its own. A
-program turns some rows, block by block of the powers of two that a row is made of.
+program turns some rows, block by block of the powers of two that a row is made of. This is
+Triton's language, Python in syntax alone: it is imported only where it is run.
 """
 
 import triton

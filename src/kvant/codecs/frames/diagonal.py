@@ -1,8 +1,8 @@
-"""A scale for each channel, which evens out channels that are large in every row.
+"""Rows as they come, a scale for each channel, and several frames one after another.
 
-The scale belongs to a model and is stored with its spec. It is never fitted to a sequence, or
-sealed pages could not be shared between sequences. Until the model is known, `Smooth` holds its
-place: that one serves no row, and no file has it.
+A scale evens out channels that are large in every row. It belongs to a model and is stored with its
+spec. It is never fitted to a sequence, or sealed pages could not be shared between sequences. Until
+the model is known, `Smooth` holds its place: that one serves no row, and no file has it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,27 @@ from torch import Tensor
 
 from kvant.contracts import Frame
 from kvant.errors import SpecError
-from kvant.frames.identity import Product
 from kvant.modes import no_inference_mode, passing
 
 # Scale and reciprocal both stay normal numbers in float32.
 SMALLEST, LARGEST = 1e-30, 1e30
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A = 1."""
+
+    name: ClassVar[str] = "identity"
+    trivial: ClassVar[bool] = True
+
+    def rows(self, x: Tensor) -> Tensor:
+        return x
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q
+
+    def outputs(self, x: Tensor) -> Tensor:
+        return x
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,33 @@ class Smooth:
             "smooth needs channel scales, which are fitted to a model: take the cache, or its "
             "spec, from kvant.cache_for(model, ...)"
         )
+
+
+@dataclass(frozen=True)
+class Product:
+    """A = A_n ... A_1: the first frame meets the rows first, and leaves them last."""
+
+    frames: tuple[Frame, ...]
+    name: ClassVar[str] = "product"
+
+    @property
+    def trivial(self) -> bool:
+        return all(frame.trivial for frame in self.frames)
+
+    def rows(self, x: Tensor) -> Tensor:
+        for frame in self.frames:
+            x = frame.rows(x)
+        return x
+
+    def queries(self, q: Tensor) -> Tensor:
+        for frame in self.frames:
+            q = frame.queries(q)
+        return q
+
+    def outputs(self, x: Tensor) -> Tensor:
+        for frame in reversed(self.frames):
+            x = frame.outputs(x)
+        return x
 
 
 def smoothed(frame: Frame) -> Frame:

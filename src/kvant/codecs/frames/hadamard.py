@@ -11,7 +11,7 @@ The library computes it in that order too, and on a GPU a kernel; what neither s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvant.frames.launching import launchable, launched
+from kvant.launches import compiled, installed, on
 from kvant.modes import no_inference_mode
-from kvant.native import Signs, rotatable, rotated
+from kvant.native import Signs, present, rotatable, rotated
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
@@ -129,3 +129,49 @@ def _butterfly(x: Tensor) -> Tensor:
         even, odd = y.view(-1, 1, size // 2, 2).unbind(-1)
         y = torch.addcmul(even, odd, sign)
     return y.view(x.shape)
+
+
+ROWS = 4  # a program, which is one warp: what lanes exchange waits for no others
+
+
+def launchable(x: Tensor) -> bool:
+    """Whether `launched` serves this: rows on a GPU where the kernel runs."""
+    return x.is_cuda and present(x) and _runs()
+
+
+def launched(
+    x: Tensor, signs: Callable[[Tensor], Tensor], dtype: torch.dtype, *, last: bool
+) -> Tensor:
+    """Rows [B, H, T, D] turned, multiplied by the D signs for them before that, or last.
+
+    Nothing is copied to the device and nothing waits for it, so a launch can be captured. Signs are
+    kept by whoever gives them, so they are asked for where memory is memory.
+    """
+    from kvant.codecs.frames.kernels import rotate
+
+    out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+    assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
+    batch, heads, count, dim = x.shape
+    rows = batch * heads * count
+    if rows == 0:
+        return out
+    with on(x.device):
+        rotate[-(-rows // ROWS),](
+            *(x, signs(x), out, *x.stride()[:3], rows, heads, count),
+            DIM=dim,
+            LAST=last,
+            ROWS=ROWS,
+            num_warps=1,
+            enable_fp_fusion=False,  # which rounds otherwise than torch does
+        )
+    return out
+
+
+@lru_cache(maxsize=1)
+def _runs() -> bool:
+    """Can the kernel run on a GPU?"""
+    if not installed():
+        return False
+    from kvant.codecs.frames.kernels import rotate
+
+    return compiled(rotate) == {True}

@@ -1,1 +1,0 @@
-"""The kernels, in Triton's language: Python in syntax alone. Imported only where they are run."""

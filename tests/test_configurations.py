@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvant import plan
-from kvant.configurations import layer_shapes, max_context
-from kvant.shapes import LayerShape
+from kvant.models import layer_shapes, max_context
+from kvant.models.shapes import LayerShape
 
 GIB = 1 << 30
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"

@@ -24,10 +24,10 @@ from kvant.errors import (
     UnsupportedView,
 )
 from kvant.files import save
+from kvant.models.shapes import Shape
 from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.sequences import Sequences
-from kvant.shapes import Shape
 from kvant.spec import parse
 
 if TYPE_CHECKING:

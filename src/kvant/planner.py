@@ -16,8 +16,9 @@ import torch
 
 from kvant.cache.layer import kind_of, pages_nbytes
 from kvant.cache.storage import Geometry
-from kvant.configurations import layer_shapes
 from kvant.errors import CapacityError, SpecError
+from kvant.models import layer_shapes
+from kvant.models.shapes import LayerShape, Shape, fitted
 from kvant.recipes import (
     AnySpec,
     CacheSpec,
@@ -27,7 +28,6 @@ from kvant.recipes import (
     RecurrentSpec,
     attention_in,
 )
-from kvant.shapes import LayerShape, Shape, fitted
 from kvant.sizes import format_size
 from kvant.spec import as_spec
 

@@ -13,7 +13,7 @@ import test_configurations
 from hf.zoo import FAMILIES, build, names, worded
 from kvant import cache_for, plan
 from kvant.cache.layer import Attention, kind_of, pages_nbytes
-from kvant.configurations import layer_shapes
+from kvant.models import layer_shapes
 
 HUB = {  # config.json as the hub has it: much is left to the class that reads it
     name: value

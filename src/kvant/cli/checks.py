@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from kvant.checkpoints import config_file
-from kvant.configurations import layer_shapes
 from kvant.errors import CacheError, CacheFileError
 from kvant.files import Header, header
+from kvant.models import layer_shapes
 from kvant.spec import parse
 
 Rows = tuple[int, int]  # heads of keys, channels of each

@@ -16,12 +16,12 @@ from kvant.cache import Cache
 from kvant.checkpoints import configuration, skeleton
 from kvant.cli import options
 from kvant.cli.options import blank
-from kvant.configurations import layer_shapes, max_context
 from kvant.contracts import View
 from kvant.files import Header, Stored, header
+from kvant.models import layer_shapes, max_context
+from kvant.models.shapes import LayerShape
 from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
-from kvant.shapes import LayerShape
 from kvant.sizes import format_size
 from kvant.spec import spelled
 

@@ -18,10 +18,10 @@ from kvant import demo
 from kvant.checkpoints import configuration
 from kvant.cli import options
 from kvant.cli.options import blank
-from kvant.configurations import Entries, layer_shapes, max_context, says_dtype
+from kvant.models import Entries, layer_shapes, max_context, says_dtype
+from kvant.models.shapes import LayerShape
 from kvant.planner import Plan
 from kvant.planner import plan as planned
-from kvant.shapes import LayerShape
 from kvant.sizes import format_size, parse_size
 
 RAW = "raw"

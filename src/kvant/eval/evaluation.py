@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.configurations import max_context
 from kvant.eval.result import Result, Saved, Settings, quality, size
 from kvant.eval.text import Text, cut
 from kvant.generation.reader import shared_prefix
 from kvant.hf import identity
+from kvant.models import max_context
 from kvant.probing.predictions import divergence, empty_cache, read, stored
 from kvant.probing.recall import Exam, Shares, exams, recall
 from kvant.recipes import AnySpec

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from kvant.errors import SpecError
+from kvant.models.shapes import ATTENDING, CHUNKED, CROSS, EMPTY, RECURRING, fitted
 from kvant.recipes import AnySpec, CacheSpec, LayerSpec
-from kvant.shapes import ATTENDING, CHUNKED, CROSS, EMPTY, RECURRING, fitted
 from kvant.spec import parse
 
 # Their forwards of several tokens begin anew, whatever state there is (seen in 5.23, where the

@@ -31,8 +31,8 @@ from kvant.hf.handles import Handle, pair
 from kvant.hf.latents import LatentReading
 from kvant.hf.reading import CrossReading, Reading, Source
 from kvant.hf.recurrence import Recurrence
+from kvant.models.shapes import CROSS
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
-from kvant.shapes import CROSS
 
 log = logging.getLogger("kvant")
 PROCESSOR = torch.device("cpu")

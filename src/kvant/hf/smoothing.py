@@ -21,13 +21,13 @@ from transformers import PreTrainedModel
 
 from kvant.codecs import Raw
 from kvant.codecs.frames import Diagonal, Identity, fitted, waits
-from kvant.configurations import max_context
 from kvant.contracts import Codec, Frame
 from kvant.errors import SpecError
 from kvant.hf.attention import switched
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import crosses, host_layers, recipes
 from kvant.hf.inside import continuing
+from kvant.models import max_context
 from kvant.recipes import CacheSpec, LayerSpec, attention_in
 from kvant.retention import All
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.configurations import max_context
 from kvant.demo.texts import probed
+from kvant.models import max_context
 from kvant.probing.recall import Exam, exams
 
 TOKENS = 1024  # read; the last ones are judged by

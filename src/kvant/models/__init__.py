@@ -3,7 +3,7 @@
 `layer_shapes` reads what is in a config.json (a mapping), a configuration object or a model; it
 loads nothing and imports no host. What it cannot tell is said in the shape: a state of unknown
 size is None, and a kind that only its host understands has no rows. Families differ by the names
-that they use: those are tables in rows.py, kinds.py and states.py.
+that they use: those are tables in families.py.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 
-from kvant.configurations.entries import Entries
-from kvant.configurations.kinds import kinds, window
-from kvant.configurations.rows import NAMES, dtype_of, positive, rows, state_nbytes
-from kvant.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, WINDOWED, LayerShape
+from kvant.models.entries import Entries
+from kvant.models.families import NAMES, dtype_of, kinds, positive, rows, state_nbytes, window
+from kvant.models.shapes import ATTENDING, CHUNKED, EMPTY, RECURRING, WINDOWED, LayerShape
 from kvant.spec.formats import MAX_LAYERS
 
 __all__ = ["Entries", "layer_shapes", "max_context", "says_dtype"]

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-import kvant.files
+import kvant.cache.files
 from cache.tagged import forward, layer, same, told
 from kvant import (
     Cache,
@@ -249,13 +249,13 @@ def forged(
     """A file with an edited header whose checksum is right."""
     source = path.with_suffix(".source")
     source.write_bytes(good)
-    with kvant.files.safe_open(source, framework="pt") as file:
+    with kvant.cache.files.safe_open(source, framework="pt") as file:
         parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        header = json.loads(file.metadata()[kvant.files.ENTRY])
+        header = json.loads(file.metadata()[kvant.cache.files.ENTRY])
     entry(header)
     tensors(parts)
-    header["checksum"] = kvant.files.BLANK
-    kvant.files._write(parts, path, header)
+    header["checksum"] = kvant.cache.files.BLANK
+    kvant.cache.files._write(parts, path, header)
 
 
 def test_a_forged_file_is_loaded_where_nothing_was_edited(good: bytes, tmp_path: Path) -> None:
@@ -428,7 +428,7 @@ def test_a_write_that_fails_leaves_the_older_file_and_nothing_else(
         Path(path).write_bytes(Path(path).read_bytes()[:100])
         raise error
 
-    monkeypatch.setattr(kvant.files, "save_file", fails)
+    monkeypatch.setattr(kvant.cache.files, "save_file", fails)
     with pytest.raises((OSError, KeyboardInterrupt)):
         save(new, tmp_path / "a.kv")
     assert [path.name for path in tmp_path.iterdir()] == ["a.kv"]
@@ -442,7 +442,7 @@ def test_a_failing_first_write_leaves_no_file(
     def fails(*args: Any, **kwargs: Any) -> None:
         raise OSError("no space")
 
-    monkeypatch.setattr(kvant.files, "save_file", fails)
+    monkeypatch.setattr(kvant.cache.files, "save_file", fails)
     with pytest.raises(OSError, match="no space"):
         save(filled("raw"), tmp_path / "a.kv")
     assert list(tmp_path.iterdir()) == []

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 from torch import device as Device
 
-from kvant import files, functional
+from kvant import functional
 from kvant.attention import attend, explain
-from kvant.cache import Cache, merge
+from kvant.cache import Cache, files, merge
+from kvant.cache.files import save
+from kvant.cache.sequences import Sequences
 from kvant.contracts import Mask, Tiles
 from kvant.errors import (
     CacheError,
@@ -23,11 +25,9 @@ from kvant.errors import (
     UnknownSequence,
     UnsupportedView,
 )
-from kvant.files import save
 from kvant.models.shapes import Shape
 from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
-from kvant.sequences import Sequences
 from kvant.spec import parse
 
 if TYPE_CHECKING:

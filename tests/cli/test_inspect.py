@@ -14,8 +14,8 @@ from torch import Tensor
 from cache.tagged import layer
 from hf.zoo import FAMILIES
 from kvant import Cache, CacheFileError, CacheSpec, GroupSpec, RecurrentSpec, SharedSpec, save
+from kvant.cache.files import header
 from kvant.contracts import Snapshot
-from kvant.files import header
 
 MIXED = CacheSpec(
     (

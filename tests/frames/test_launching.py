@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 from attention.kernels import DEVICE, GPU, needed
 from frames.turned import bits, by_torch, dtypes, odd_rows
 from kvant.codecs.frames import Rotation, hadamard
+from kvant.codecs.frames.hadamard import launchable
 
 pytestmark = [
     needed,
@@ -101,18 +102,18 @@ def test_nothing_is_kept_of_a_mode_whose_tensors_have_no_memory() -> None:
 
 def test_what_lies_elsewhere_is_left_to_others() -> None:
     x = torch.randn(1, 2, 3, 64)
-    assert not hadamard.launchable(x) and not hadamard.launchable(x.to("meta"))
+    assert not launchable(x) and not launchable(x.to("meta"))
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 def test_what_is_not_served_is_left_to_torch() -> None:
     x = torch.randn(1, 2, 3, 64, device=DEVICE)
-    assert hadamard.launchable(x)
+    assert launchable(x)
     others = [x.double(), x[0], x[None], x[..., :20], x[..., ::2], torch.nn.Parameter(x)]
     others += [torch.randn(1, 1, 1, 272, device=DEVICE), x.clone().requires_grad_()]
-    assert not any(hadamard.launchable(other) for other in others)
+    assert not any(launchable(other) for other in others)
     with torch.no_grad():
-        assert hadamard.launchable(others[-1])
+        assert launchable(others[-1])
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")

@@ -346,7 +346,7 @@ def test_a_header_that_does_not_fit_is_refused(wrong: dict[str, Any], tmp_path: 
     session, path = session_of("llama"), tmp_path / "a.kv.safetensors"
     say(session, [5, 6, 7])
     session.save(path)
-    about = dict(kvant.files.read(path).about)
+    about = dict(kvant.cache.files.read(path).about)
     about["session"] = about["session"] | wrong
     kvant.save(session.memory, path, about=about)
     with pytest.raises(kvant.CacheFileError, match=r"a\.kv\.safetensors: not a conversation"):

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvant.cache.files import Header, header
 from kvant.checkpoints import config_file
 from kvant.errors import CacheError, CacheFileError
-from kvant.files import Header, header
 from kvant.models import layer_shapes
 from kvant.spec import parse
 

@@ -13,11 +13,11 @@ from typer import Argument, Option
 
 from kvant.attention import explain
 from kvant.cache import Cache
+from kvant.cache.files import Header, Stored, header
 from kvant.checkpoints import configuration, skeleton
 from kvant.cli import options
 from kvant.cli.options import blank
 from kvant.contracts import View
-from kvant.files import Header, Stored, header
 from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import Plan, plan

@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvant import files
+from kvant.cache import files
 from kvant.errors import RewindError
 from kvant.generation.decoder import Memory, decoder_of
 from kvant.generation.drafts import Drafter, drafter_of

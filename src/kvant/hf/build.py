@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import EncoderDecoderCache
 
-from kvant import files
+from kvant.cache import files
 from kvant.errors import CacheError
 from kvant.hf.attention import switchable
 from kvant.hf.cache import HostCache

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvant.cache import Cache
+from kvant.cache.cache import Cache
 from kvant.cache.contents import leaves_of
 from kvant.cache.snapshot import NUMBERS
 from kvant.contracts import Snapshot, Tiles

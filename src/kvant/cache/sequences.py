@@ -1,7 +1,7 @@
 """Many sequences by id: a `Cache` each, under one limit of bytes, for any number of threads.
 
 What the caches take never passes `max_bytes` once an operation has returned. Different sequences do
-not wait for each other. This folder knows no layer, no format and no model.
+not wait for each other. Nothing here knows a layer, a format or a model.
 """
 
 # ruff: noqa: A002 - an id is what everybody calls it
@@ -16,14 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvant.cache import Cache
+from kvant.cache.cache import Cache
+from kvant.cache.sequence import BY_BACKEND, EVENTS, Books
 from kvant.contracts import Order, View
 from kvant.recipes import AnySpec, LayerSpec, Prefill, SharedSpec
-from kvant.sequences.sequence import BY_BACKEND, EVENTS, Books
 from kvant.sizes import parse_size
 from kvant.spec import as_spec, check_fitted
-
-__all__ = ["Sequences"]
 
 
 class Sequences:

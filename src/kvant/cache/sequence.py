@@ -10,7 +10,7 @@ from reprlib import repr as short
 from threading import Condition, Thread, current_thread
 from time import monotonic
 
-from kvant.cache import Cache
+from kvant.cache.cache import Cache
 from kvant.errors import CacheError, CapacityError, UnknownSequence
 from kvant.recipes import CacheSpec
 

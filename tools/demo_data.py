@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from kvant.demo.texts import is_held_out, library_files
+from kvant.demo import is_held_out, library_files
 
 END = "<|endoftext|>"
 MARKER = "\n# recall: "

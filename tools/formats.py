@@ -24,7 +24,7 @@ from kvant.bench.candidates import dynamic, ours
 from kvant.bench.markdown import markdown
 from kvant.bench.report import machine
 from kvant.bench.stream import streams
-from kvant.demo.texts import held_out
+from kvant.demo import held_out
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "formats.md"
 EIGHT_BITS = ("affine8", "fp8")

@@ -17,8 +17,8 @@ from transformers import QuantizedCache
 from kvant.bench.candidates import Make, Remembered, dynamic, ours
 from kvant.bench.latency import latencies
 from kvant.checkpoints import load
+from kvant.eval.evaluation import cut
 from kvant.eval.result import quality
-from kvant.eval.text import cut
 from kvant.probing import divergence
 from kvant.probing.predictions import damage_by
 

@@ -22,9 +22,9 @@ import peers
 from kvant.bench.report import machine, progress
 from kvant.checkpoints import load
 from kvant.contracts import Codec
+from kvant.eval.evaluation import cut
 from kvant.eval.outliers import with_heavy_values, with_outliers
 from kvant.eval.result import quality, size
-from kvant.eval.text import cut
 from kvant.probing import divergence, resolved, trial
 from kvant.recipes import AnySpec
 from quality_page import write

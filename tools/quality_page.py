@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant.bench.markdown import markdown
-from kvant.eval.picture import Point, draw, front
+from kvant.eval.result import Point, draw, front
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGE = DOCS / "quality.md"

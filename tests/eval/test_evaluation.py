@@ -19,8 +19,7 @@ from kvant.checkpoints import load
 from kvant.codecs.affine import Affine
 from kvant.eval import Result, Settings, evaluate
 from kvant.eval.evaluation import Evaluation, continuations
-from kvant.eval.picture import Point, draw, front
-from kvant.eval.result import flat, quality
+from kvant.eval.result import Point, draw, flat, front, quality
 from kvant.generation.reader import shared_prefix
 from kvant.probing.predictions import Divergence, stored
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kvant.demo.texts import held_out, is_held_out, library_files, probed
-from kvant.eval import text
-from kvant.eval.text import cut
+from kvant.demo import held_out, is_held_out, library_files, probed
+from kvant.eval import evaluation
+from kvant.eval.evaluation import cut
 
 
 class Letters:
@@ -22,7 +22,7 @@ class Letters:
         return begin + [ord(letter) for letter in text]
 
 
-def told(found: text.Text) -> list[str]:
+def told(found: evaluation.Text) -> list[str]:
     return ["".join(map(chr, piece[0].tolist())) for piece in found.pieces]
 
 
@@ -34,7 +34,7 @@ def test_a_text_is_cut_into_pieces_of_the_context() -> None:
 
 
 def test_documents_take_turns_and_short_ones_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "held_out", lambda: ["abcdefgh", "no", "vwxyz"])
+    monkeypatch.setattr(evaluation, "held_out", lambda: ["abcdefgh", "no", "vwxyz"])
     assert told(cut(Letters(), None, 4, 99)) == ["abcd", "vwxy", "efgh"]
     assert told(cut(Letters(), None, 10, 99)) == ["abcdefgh", "no", "vwxyz"]  # all are short
 

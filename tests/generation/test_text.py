@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvant import demo
-from kvant.generation.stream import UNFINISHED, Text
+from kvant.generation.loop import UNFINISHED, Text
 
 MIXED = "naïve 日本語 🙂 text"
 

@@ -16,7 +16,7 @@ from kvant import SpecError, demo
 from kvant.eval.outliers import with_outliers
 from kvant.probing import MAX_KL, MAX_LOST, harm, resolved, trial
 from kvant.probing.finding import CHOICES, promoted, smallest
-from kvant.probing.text import MEANINGLESS
+from kvant.probing.judgement import MEANINGLESS
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def check_saved(path: Path, model: str | None) -> None:
 
     The weights may still be others: that is found when they are there.
     """
-    from kvant.generation.transcript import Transcript
+    from kvant.generation.conversation import Transcript
 
     check_readable(path, "--load")
     head = header(path)

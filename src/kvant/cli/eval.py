@@ -55,8 +55,7 @@ def evaluation(
     told = None if text is None else read_text(text, "--text")
     loaded, tokenizer = load(model, trust_code=trust_remote_code, device=device, dtype=dtype)
     from kvant.eval import Settings, evaluate
-    from kvant.eval.picture import Point, draw
-    from kvant.eval.result import flat
+    from kvant.eval.result import Point, draw, flat
     from kvant.hf import attach
 
     attach(loaded)  # some attention reads stored rows only so

@@ -1,19 +1,22 @@
-"""What is measured of one format, and how it is kept: plain numbers, a line of JSON each.
+"""What is measured of one format, and how it is kept and drawn.
 
-A run that was ended goes on where its file ends. The first line says what is measured: another
-model, text or settings is another file. A line that was not finished is dropped. A format is known
-by its name and its recipes.
+Kept are plain numbers, a line of JSON each. A run that was ended goes on where its file ends. The
+first line says what is measured: another model, text or settings is another file. A line that was
+not finished is dropped. A format is known by its name and its recipes.
+
+Drawn is divergence against bytes: what no other format beats in both is the front.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -221,3 +224,42 @@ def _check(path: Path, told: Mapping[str, Any], facts: Mapping[str, Any]) -> Non
                 f"{path} holds results with {name} {told.get(name)}, and this is {value}: "
                 "give the same settings, or save to another file"
             )
+
+
+LEAST = 1e-7  # nats: below is rounding, and a scale in powers has no zero
+
+
+class Point(NamedTuple):
+    """A format: bytes of a sealed row, of raw, and the mean divergence."""
+
+    share: float
+    kl: float
+    name: str
+
+    @classmethod
+    def of(cls, one: Result) -> Point:
+        return cls(one.row_nbytes / one.raw_row_nbytes, one.mean_kl, one.format)
+
+
+def front(points: Iterable[Point]) -> list[Point]:
+    """From few bytes to many, each with less divergence than all that are smaller."""
+    found: list[Point] = []
+    for one in sorted(points):
+        if not found or one.kl < found[-1].kl:
+            found.append(one)
+    return found
+
+
+def draw(points: Sequence[Point], title: str, file: Path) -> None:
+    figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    places = [(one.share, max(LEAST, one.kl)) for one in front(points)]
+    axes.plot(*zip(*places, strict=True), color="0.7", zorder=1)
+    for one in points:
+        place = one.share, max(LEAST, one.kl)
+        axes.scatter(*place, s=18, zorder=2)
+        axes.annotate(one.name, place, textcoords="offset points", xytext=(4, 4), fontsize="small")
+    axes.set(yscale="log", title=title, ylabel="mean KL against raw (nats)")
+    axes.set(xlabel="bytes of a sealed row, of raw")
+    axes.grid(alpha=0.3)
+    figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})

@@ -1,9 +1,84 @@
-"""The library's own loop: streaming generation over a cache of any format."""
+"""The library's own loop: streaming generation over a cache of any format.
 
-from kvant.generation.api import generate
-from kvant.generation.decoder import HostDecoder
+`kvant.generate` is one call from a prompt to a stream of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvant.generation.conversation import Prompt, tokens_of_prompt
+from kvant.generation.decoder import HostDecoder, Memory
+from kvant.generation.drafts import Drafter
+from kvant.generation.loop import Step
+from kvant.generation.reader import Progress
 from kvant.generation.sampling import Sampling
 from kvant.generation.session import Session
-from kvant.generation.stream import Step
+from kvant.recipes import AnySpec
 
 __all__ = ["HostDecoder", "Sampling", "Session", "Step", "generate"]
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    kv_cache: AnySpec | Memory = "raw",
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    ignore_end: bool = False,
+    max_context: int | None = None,
+    prefill_chunk: int = 512,
+    strategy: str = "always",
+    threshold: int = 512,
+    budget: int | str | None = None,
+    draft: Any | Drafter | None = None,
+    max_drafts: int = 8,
+    backend: str | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Step]:
+    """Stream the continuation of a prompt, a `Step` for each token.
+
+    `model` is a model of transformers, or any callable `model(ids, cache) -> logits`. The prompt is
+    text, token ids, or messages with roles. `kv_cache` is a spec, or an empty cache to use, from
+    which the caller may read what there was. `strategy` is always, disabled (compute everything
+    anew), long (keep only what passes `threshold` tokens) or adaptive (stay under `budget` bytes,
+    "64MiB" too). `draft` guesses tokens that are verified together: "ngram", or a smaller model
+    with the same tokenizer. `backend` reads every layer ("reference", "native", "triton"), else
+    the first that can. What is wrong with the arguments is said here, before the first step.
+    """
+    session = Session(
+        model,
+        tokenizer,
+        kv_cache,
+        template=False,
+        max_context=max_context,
+        prefill_chunk=prefill_chunk,
+        strategy=strategy,
+        threshold=threshold,
+        budget=budget,
+        draft=draft,
+        max_drafts=max_drafts,
+        backend=backend,
+    )
+    return session.send(
+        tokens_of_prompt(tokenizer, prompt),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        ignore_end=ignore_end,
+        progress=progress,
+    )

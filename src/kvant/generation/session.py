@@ -16,15 +16,13 @@ from typing import Any
 
 from kvant.cache import files
 from kvant.errors import RewindError
+from kvant.generation.conversation import Transcript, Turn, dialogue_of, refusing, tokens_of
 from kvant.generation.decoder import Memory, decoder_of
 from kvant.generation.drafts import Drafter, drafter_of
-from kvant.generation.loop import Limits, Run
-from kvant.generation.prompts import Turn, dialogue_of, tokens_of
+from kvant.generation.loop import Limits, Run, Step, Stream
 from kvant.generation.reader import Progress, Reader, shared_prefix
 from kvant.generation.sampling import Sampling
 from kvant.generation.strategy import strategy_of
-from kvant.generation.stream import Step, Stream
-from kvant.generation.transcript import Transcript, refusing
 from kvant.recipes import AnySpec
 
 

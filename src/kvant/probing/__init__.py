@@ -2,8 +2,8 @@
 
 from kvant.probing.finding import Probe, auto_size, auto_tolerance, is_auto, probe, resolved
 from kvant.probing.guard import attach, attached, harm
+from kvant.probing.judgement import MAX_KL, MAX_LOST, Tolerance, trial
 from kvant.probing.predictions import Divergence, divergence
-from kvant.probing.text import MAX_KL, MAX_LOST, Tolerance, trial
 
 __all__ = [
     "MAX_KL",

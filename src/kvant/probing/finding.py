@@ -19,9 +19,8 @@ from kvant.hf import continuing, host_model
 from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import plan
-from kvant.probing.judgement import Judgement
+from kvant.probing.judgement import MAX_KL, MAX_LOST, Judgement, Tolerance, Trial, trial
 from kvant.probing.predictions import Divergence, unbounded
-from kvant.probing.text import MAX_KL, MAX_LOST, Tolerance, Trial, trial
 from kvant.recipes import AnySpec
 from kvant.sizes import format_size, parse_size
 from kvant.spec.formats import SMOOTHED, parse_format

@@ -13,8 +13,8 @@ from kvant import hf
 from kvant.errors import UnsupportedView
 from kvant.hf.detect import host_layers, recipes
 from kvant.probing.finding import Progress, is_auto, resolved, silent
+from kvant.probing.judgement import Trial, trial
 from kvant.probing.predictions import divergence, unbounded
-from kvant.probing.text import Trial, trial
 from kvant.recipes import AnySpec, attention_in
 
 log = logging.getLogger("kvant")

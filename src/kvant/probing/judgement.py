@@ -2,17 +2,28 @@
 
 Two things are asked: what the model predicts, and what it recalls. A format may hardly change the
 first, and take away half of the second: few tokens of a text are far back and nowhere else.
+
+A trial is a text for the model's tokenizer, or tokens that mean nothing. The usual text is source
+code that the model inside was not trained on: a text that a model knows by heart shows less
+divergence than any other. `kvant eval` measures on other files than these. A model is less sure
+behind tokens that mean nothing, and any change shows ten times as large there (5 to 11 times for
+formats that do little to the model inside): so is what is tolerated. Nor is anything asked for
+among them: without a tokenizer there are no words to ask in.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvant.demo import probed
 from kvant.hf import HostCache, cache_for
+from kvant.models import max_context
 from kvant.probing.predictions import (
     Divergence,
     compared,
@@ -22,9 +33,81 @@ from kvant.probing.predictions import (
     stored,
     unbounded,
 )
-from kvant.probing.recall import Recall
-from kvant.probing.text import Trial
+from kvant.probing.recall import Exam, Recall, exams
 from kvant.recipes import AnySpec, CacheSpec, Recipe, attention_in
+
+TOKENS = 1024  # read; the last ones are judged by
+LETTERS = 8  # of a text for a token: no tokenizer packs source code so densely
+FEWEST = 512  # in fewer there is no room for what is planted, and most rows of a tail are dense
+EXAMS = 2  # texts in which things are planted, and asked for
+MAX_KL = 5e-3  # nats, in the mean: about one percent of perplexity
+MAX_LOST = 0.04  # of the chance of an answer: between formats that are twice that and half of it
+MEANINGLESS = 10.0  # times as much: what was seen is said above
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What a format may do to a model."""
+
+    max_kl: float = MAX_KL  # nats, in the mean
+    max_lost: float = MAX_LOST  # of the chance that an answer is right
+
+    def __post_init__(self) -> None:
+        for name in ("max_kl", "max_lost"):
+            value = getattr(self, name)
+            if not value >= 0:
+                raise ValueError(f"{name}={value}: 0 or more is needed")
+
+
+USUAL = Tolerance()
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Tokens [1, n], and what is tolerated on them."""
+
+    ids: Tensor
+    tolerated: Tolerance = USUAL
+    tokenizer: Any = None
+    scale: float = 1.0  # of the nats
+
+    @property
+    def max_kl(self) -> float:
+        return self.tolerated.max_kl * self.scale
+
+    @property
+    def max_lost(self) -> float:
+        return self.tolerated.max_lost
+
+    def exams(self) -> list[Exam]:
+        """The same text with things in it; none where there is no room, or nobody to ask in."""
+        if self.tokenizer is None or self.ids.shape[1] < FEWEST:
+            return []
+        return exams(self.tokenizer, [self.ids], EXAMS, seed=0)
+
+
+def trial(
+    model: PreTrainedModel,
+    tokenizer: Any = None,
+    text: str | None = None,
+    tolerated: Tolerance = USUAL,
+) -> Trial:
+    """The first tokens of a text (of files of the standard library, if none is given)."""
+    count = min(TOKENS, max_context(model.config) or TOKENS)
+    usual = probed() if text is None and tokenizer is not None else []
+    if tokenizer is None or (text is None and not usual):  # nor has every Python its sources
+        vocabulary = model.config.get_text_config(decoder=True).vocab_size
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocabulary, (1, count), generator=generator, device="cpu")
+        return Trial(ids.to(model.device), tolerated, tokenizer, MEANINGLESS)
+    told = "\n".join(reversed(usual))[: LETTERS * TOKENS] if text is None else text
+    found = [int(token) for token in tokenizer.encode(told)[:count]]
+    if len(found) < min(FEWEST, count):
+        raise ValueError(
+            f"a text of {len(found)} tokens shows too little: {min(FEWEST, count)} or more"
+        )
+    return Trial(torch.tensor([found], device=model.device), tolerated, tokenizer)
+
 
 JUDGED = 128  # tokens
 

@@ -23,7 +23,7 @@ from kvant import demo
 from kvant.bench.candidates import dynamic, ours
 from kvant.bench.markdown import markdown
 from kvant.bench.report import machine
-from kvant.bench.stream import streams
+from kvant.bench.speed import streams
 from kvant.demo import held_out
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "formats.md"

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import QuantizedCache
 
 from kvant.bench.candidates import Make, Remembered, dynamic, ours
-from kvant.bench.latency import latencies
+from kvant.bench.speed import latencies
 from kvant.checkpoints import load
 from kvant.eval.evaluation import cut
 from kvant.eval.result import quality

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import kvant
+from kvant.bench.cache_race import FIRST, SHAPES, Contestant, build, filled, random_rows
 from kvant.bench.clock import alone, mark, resident
-from kvant.bench.contest import FIRST, SHAPES, Contestant, build, filled, random_rows
 from kvant.bench.markdown import markdown
 from kvant.bench.report import machine, progress
 from kvant.hf import cache_for

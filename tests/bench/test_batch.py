@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from bench.test_contest import TINY
-from kvant.bench import batch, contest
+from bench.test_cache_race import TINY
+from kvant.bench import batch, cache_race
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contest.SHAPES, "0.6b", contest.SHAPES["0.6b"] | TINY)
+    monkeypatch.setitem(cache_race.SHAPES, "0.6b", cache_race.SHAPES["0.6b"] | TINY)
 
 
 def told(capsys: pytest.CaptureFixture[str], **given: Any) -> dict[str, Any]:
@@ -44,9 +44,9 @@ def test_lengths_differ_and_are_on_average_the_context() -> None:
 
 
 def test_sequences_together_are_what_they_are_alone() -> None:
-    task = contest.Task(layers=2)
-    model = contest.build(task.sizes)
-    rows, lengths = contest.random_rows(model, 50), [30, 50, 41]
+    task = cache_race.Task(layers=2)
+    model = cache_race.build(task.sizes)
+    rows, lengths = cache_race.random_rows(model, 50), [30, 50, 41]
     both = batch.together(model, "raw", rows, lengths)
     with torch.no_grad():
         both.decode()

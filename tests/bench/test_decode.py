@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvant import demo
-from kvant.bench import candidates, decode, latency, report
+from kvant.bench import candidates, decode, report, speed
 from kvant.bench.candidates import Candidate, ours
-from kvant.bench.stream import streams
+from kvant.bench.speed import streams
 from kvant.checkpoints import load
 from kvant.spec import split
 
@@ -74,8 +74,8 @@ def test_a_candidate_is_brought_to_a_length_and_then_reads_one_token_at_a_time()
 
     fed: list[list[int]] = []
 
-    rows = latency.latencies({"scribe": Scribe}, range(100), [10, 20], repeats=3)
-    begin = latency.FIRST + 3  # tokens before a length that come one at a time
+    rows = speed.latencies({"scribe": Scribe}, range(100), [10, 20], repeats=3)
+    begin = speed.FIRST + 3  # tokens before a length that come one at a time
     assert fed[: begin + 1] == [list(range(10 - begin)), *([n] for n in range(10 - begin, 10))]
     assert fed[begin + 1 :] == [list(range(10, 20 - begin)), *([n] for n in range(20 - begin, 20))]
     assert [row["length"] for row in rows] == [10, 20]
@@ -91,7 +91,7 @@ def test_a_curve_is_drawn_on_the_scale_of_the_slowest() -> None:
             (2, "raw", 4.0),
         ]
     ]
-    told = latency.lines(rows)
+    told = speed.lines(rows)
     assert told[0] == {"cache": "none", "1": 1.0, "2": 8.0, "curve": "\u2582\u2588"}
     assert told[1]["curve"] == "\u2581\u2585"
 

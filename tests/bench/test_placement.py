@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvant.bench import attend, contest, device
+from kvant.bench import attend, cache_race, device
 from kvant.bench.device import Cuda, gpu_ways
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "head_dim": 32}
@@ -54,16 +54,16 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, done: list[str], queries: in
 
 @pytest.mark.parametrize("baseline", ["dynamic", "static"])
 def test_a_decoded_token(done: list[str], baseline: str) -> None:
-    sizes = contest.SHAPES["0.6b"] | SIZES
-    model = contest.build(sizes, Elsewhere())
-    held = [*model.parameters(), *model.buffers(), *contest.random_rows(model, 40)]
+    sizes = cache_race.SHAPES["0.6b"] | SIZES
+    model = cache_race.build(sizes, Elsewhere())
+    held = [*model.parameters(), *model.buffers(), *cache_race.random_rows(model, 40)]
     assert {one.device.type for one in held} == {"meta"}
     seen: list[str] = []
     model.model.embed_tokens.register_forward_pre_hook(
         lambda _, given: seen.append(given[0].device.type)
     )
-    task = contest.Task(repeats=2, device=Elsewhere(), baseline=baseline)
-    pair = contest.measure(model, "affine8", 40, task)
+    task = cache_race.Task(repeats=2, device=Elsewhere(), baseline=baseline)
+    pair = cache_race.measure(model, "affine8", 40, task)
     assert seen == ["meta"] * len(seen) and len(seen) == 2 * (task.first + 2)
     assert [one.seconds for one in pair] == [[0.25, 0.25]] * 2
     assert [lap for lap in done if lap == "settle"] == ["settle"] * 2 * (task.first + 2)

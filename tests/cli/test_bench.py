@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kvant.bench
-from kvant.cli.bench import NAMES
+from kvant.cli.main import NAMES
 
 KVANT = str(Path(sys.executable).with_name("kvant"))
 APPEND = ("append", "--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32")

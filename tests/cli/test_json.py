@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvant import Cache, save
-from kvant.cli.bench import NAMES
-from kvant.cli.main import app
+from kvant.cli.main import NAMES, app
 
 COMMANDS = {
     "run": ("--prompt", "def f", "--max-new-tokens", "3", "--stats"),

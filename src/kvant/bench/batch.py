@@ -23,7 +23,7 @@ import typer
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvant.bench.contest import SHAPES, Contestant, Task, build, filled, random_rows
+from kvant.bench.cache_race import SHAPES, Contestant, Task, build, filled, random_rows
 from kvant.bench.device import CPU, DYNAMIC
 from kvant.bench.report import Json, numbers, progress, run, show
 from kvant.cache import merge

@@ -1,10 +1,10 @@
-"""What decoding costs: a model that generates for real, or a bare contest of caches at a context.
+"""What decoding costs: a model that generates for real, or a bare race of caches at a context.
 
 Without `--contexts` a model, the small one inside the package if none is named, continues a text
-with no cache, with caches of ours, and with peers: time to the first token and tokens a second
-(stream.py), and what one more token costs against the length (latency.py). With `--contexts` a
-larger model with random rows decodes a few tokens at each context (contest.py). On a GPU a model
-that generates is timed by this machine's clock: each token is waited for.
+with no cache, with caches of ours, and with peers: time to the first token, tokens a second, and
+what one more token costs against the length (speed.py). With `--contexts` a larger model with
+random rows decodes a few tokens at each context (cache_race.py). On a GPU a model that generates is
+timed by this machine's clock: each token is waited for.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import torch
 import typer
 
 from kvant import demo
-from kvant.bench import contest
+from kvant.bench import cache_race
 from kvant.bench.candidates import check_names, ours, present
 from kvant.bench.device import Device, chosen_device
-from kvant.bench.latency import check_lengths, curves, latencies, lines
 from kvant.bench.report import (
     Json,
     check_files,
@@ -38,7 +37,7 @@ from kvant.bench.report import (
     table,
     tell,
 )
-from kvant.bench.stream import streams
+from kvant.bench.speed import check_lengths, curves, latencies, lines, streams
 from kvant.checkpoints import load
 from kvant.devices import AUTO, named_dtype
 from kvant.native import part_teams
@@ -192,13 +191,13 @@ def main(
     both = {"formats": formats, "repeats": repeats}
     generating = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
     generating |= {"runs": runs, "dtype": dtype}
-    contesting = {"shape": shape, "layers": layers, "baseline": baseline}
-    contesting |= {"compiled": compiled, "peaks": peaks, "apart": apart}
+    racing = {"shape": shape, "layers": layers, "baseline": baseline}
+    racing |= {"compiled": compiled, "peaks": peaks, "apart": apart}
     if contexts is None:
-        given = chosen(both | generating, contesting, "with")
+        given = chosen(both | generating, racing, "with")
         real(model, Settings(**given), where, plot, quiet=json)
     else:
-        given = chosen(both | contesting, generating | {"model": model, "plot": plot}, "without")
+        given = chosen(both | racing, generating | {"model": model, "plot": plot}, "without")
         bare(contexts, where, quiet=json, **given)
 
 
@@ -207,7 +206,7 @@ def bare(
     device: Device,
     *,
     quiet: bool,
-    formats: str = contest.FORMATS,
+    formats: str = cache_race.FORMATS,
     repeats: int = 9,
     shape: str = "0.6b",
     layers: int | None = None,
@@ -216,12 +215,12 @@ def bare(
     peaks: bool = True,
     apart: bool = False,
 ) -> None:
-    """The contest: one table and a JSON line."""
+    """The race: one table and a JSON line."""
     if apart:
         part_teams()
     points = numbers("contexts", contexts)
-    task = contest.Task(layers, repeats, shape, device, baseline or device.baseline, compiled)
-    rows = contest.contest(points, split(formats), task, peaks=peaks)
+    task = cache_race.Task(layers, repeats, shape, device, baseline or device.baseline, compiled)
+    rows = cache_race.race(points, split(formats), task, peaks=peaks)
     facts = {
         "model": f"{task.shape}, random",
         "layers": task.sizes["num_hidden_layers"],

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvant.bench.latency import curves
 from kvant.bench.report import run, text
+from kvant.bench.speed import curves
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:

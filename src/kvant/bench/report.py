@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvant.bench.device import CPU, Device
-from kvant.bench.endings import command
+from kvant.exit_codes import command
 
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON line and nothing else.")]
 

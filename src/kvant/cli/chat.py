@@ -14,12 +14,11 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from kvant.bench.endings import complain
 from kvant.cli import options
-from kvant.cli.checks import check_readable, check_writable, checked_text
-from kvant.cli.opening import Named, Wanted
-from kvant.cli.reply import Reading, Reply, show, story
+from kvant.cli.options import check_readable, check_writable, checked_text
+from kvant.cli.session import Named, Reading, Reply, Wanted, show, story
 from kvant.errors import CacheError
+from kvant.exit_codes import complain
 from kvant.sizes import format_size
 
 

@@ -13,9 +13,8 @@ from typer import Option
 from kvant.bench.report import check_plot
 from kvant.checkpoints import load
 from kvant.cli import options
-from kvant.cli.checks import check_writable, read_text
-from kvant.cli.options import blank
-from kvant.cli.reply import Reading
+from kvant.cli.options import blank, check_writable, read_text
+from kvant.cli.session import Reading
 from kvant.sizes import format_size
 from kvant.spec import parse, split
 

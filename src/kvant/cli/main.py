@@ -1,16 +1,48 @@
-"""The command itself: its subcommands; what a mistake looks like is said in kvant.bench.endings."""
+"""The command itself: its subcommands; how each ends is said in kvant.exit_codes.
+
+`kvant bench NAME` is a front for `kvant.bench.NAME`, with its options and its function. A benchmark
+is imported when it is asked for: most import transformers, which takes seconds.
+"""
 
 from __future__ import annotations
 
-import typer
+from importlib import import_module
+from typing import Any
 
-from kvant.bench.endings import command
-from kvant.cli.bench import bench
+import typer
+from typer.core import TyperGroup
+
 from kvant.cli.chat import chat
 from kvant.cli.eval import evaluation
 from kvant.cli.inspect import inspect
 from kvant.cli.plan import plan
 from kvant.cli.run import run
+from kvant.exit_codes import command
+
+NAMES = ("append", "attend", "batch", "decode", "prefill")
+
+
+class Benches(TyperGroup):
+    """The benchmarks, as subcommands."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(NAMES)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in NAMES:
+            raise ValueError(f"kvant bench {cmd_name}: known are {', '.join(NAMES)}")
+        app = typer.Typer(add_completion=False)
+        app.command(cmd_name)(import_module(f"kvant.bench.{cmd_name}").main)
+        return typer.main.get_command(app)
+
+
+bench = typer.Typer(cls=Benches, no_args_is_help=True)
+
+
+@bench.callback()
+def about_bench() -> None:
+    """Measure: a table, then one line of JSON, or that alone."""
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)

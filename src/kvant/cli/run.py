@@ -13,9 +13,8 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from kvant.cli import options
-from kvant.cli.checks import check_writable, checked_text, read_text
-from kvant.cli.opening import Named, Wanted
-from kvant.cli.reply import Reading, Reply, show, story
+from kvant.cli.options import check_writable, checked_text, read_text
+from kvant.cli.session import Named, Reading, Reply, Wanted, show, story
 
 PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
 

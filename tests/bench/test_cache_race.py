@@ -1,4 +1,4 @@
-"""The contest of caches at a context runs and says what it promises; nothing here is timed."""
+"""The race of caches at a context runs and says what it promises; nothing here is timed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kvant.bench import clock, contest, decode
+from kvant.bench import cache_race, clock, decode
 from kvant.bench.device import DEVICES
 
 TINY = {
@@ -25,7 +25,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(contest.SHAPES, "0.6b", contest.SHAPES["0.6b"] | TINY)
+    monkeypatch.setitem(cache_race.SHAPES, "0.6b", cache_race.SHAPES["0.6b"] | TINY)
 
 
 def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,8 +50,8 @@ def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> None:
-    task = contest.Task(layers=2, repeats=3)
-    theirs, ours = contest.measure(contest.build(task.sizes), "raw", 40, task)
+    task = cache_race.Task(layers=2, repeats=3)
+    theirs, ours = cache_race.measure(cache_race.build(task.sizes), "raw", 40, task)
     length = 40 + task.first + 3
     assert theirs.cache.get_seq_length() == ours.cache.get_seq_length() == length
     for layer, state in zip(theirs.cache.layers, ours.cache.states, strict=True):
@@ -63,8 +63,8 @@ def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> N
 
 @pytest.mark.parametrize("name", ["dynamic", "affine8"])
 def test_a_peak_is_a_number_where_the_system_keeps_one(name: str) -> None:
-    task = contest.Task(layers=1, repeats=2)
-    found = contest.peak(task, name, 40, torch.get_num_threads())
+    task = cache_race.Task(layers=1, repeats=2)
+    found = cache_race.peak(task, name, 40, torch.get_num_threads())
     assert (found is None) == (clock.mark() is None)
     assert found is None or found >= 0
 
@@ -96,10 +96,10 @@ def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_len
 
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
-    task = contest.Task(layers=2, repeats=3, baseline="static")
-    model = contest.build(task.sizes)
+    task = cache_race.Task(layers=2, repeats=3, baseline="static")
+    model = cache_race.build(task.sizes)
     for context in (40, 60):
-        theirs, ours = contest.measure(model, "raw", context, task)
+        theirs, ours = cache_race.measure(model, "raw", context, task)
         length = context + task.first + 3
         assert (theirs.name, len(theirs.laps), len(ours.laps)) == ("static", 3, 3)
         assert ours.cache.get_seq_length() == int(theirs.cache.get_seq_length()) == length
@@ -113,13 +113,13 @@ def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_len
 
 def test_another_process_can_be_given_a_task() -> None:
     for device in DEVICES.values():
-        task = pickle.loads(pickle.dumps(contest.Task(shape="8b", device=device)))
+        task = pickle.loads(pickle.dumps(cache_race.Task(shape="8b", device=device)))
         assert (task.shape, task.device.name) == ("8b", device.name)
 
 
 def test_the_larger_shape_has_eight_billion_weights() -> None:
-    sizes = contest.Task(shape="8b").sizes
+    sizes = cache_race.Task(shape="8b").sizes
     with torch.device("meta"):
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     assert round(model.num_parameters() / 1e9, 2) == 8.03
-    assert contest.Task(shape="8b", layers=3).sizes == sizes | {"num_hidden_layers": 3}
+    assert cache_race.Task(shape="8b", layers=3).sizes == sizes | {"num_hidden_layers": 3}

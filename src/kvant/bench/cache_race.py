@@ -12,7 +12,7 @@ that, the mean of kvant.bench.append does.
 
 `rest_mib` is what the cache has allocated for the context. `peak_mib` is what decoding needs beside
 that: the highest resident memory of a process while it decodes as many tokens as are timed, over
-what was resident just before (memory.py). Each cache has a new process of its own for it, since an
+what was resident just before (clock.py). Each cache has a new process of its own for it, since an
 allocator keeps what earlier work left and hides or adds tens of MiB. On a GPU it is the highest
 memory that torch has allocated there.
 """
@@ -238,7 +238,7 @@ def peak(task: Task, name: str, context: int, threads: int) -> int | None:
     return task.device.peak(decode)
 
 
-def contest(
+def race(
     lengths: Sequence[int], names: Sequence[str], task: Task, *, peaks: bool
 ) -> list[dict[str, Any]]:
     """A row for each length and each cache; the baseline has one beside every format."""

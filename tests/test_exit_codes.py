@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvant.bench.endings import ending
 from kvant.errors import CapacityError
+from kvant.exit_codes import ending
 
 
 @pytest.mark.parametrize(

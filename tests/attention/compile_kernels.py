@@ -14,7 +14,7 @@ from offline import Compiled, Driver, pretend
 from kvant import Cache
 from kvant.attention.triton import Triton, launching, sealing
 from kvant.attention.triton.forms import MovingPlace
-from kvant.attention.triton.kernels import attend, put, seal
+from kvant.attention.triton.kernels import attend, store
 from kvant.attention.triton.launching import Scope
 from kvant.attention.triton.step import Step
 from kvant.cache.changes import advanced
@@ -49,8 +49,7 @@ pretend(active)
 for module, *names in (
     (attend, "attend"),
     (attend, "merge"),
-    (seal, "seal"),
-    (put, "put", "put_token"),
+    (store, "seal", "put", "put_token"),
 ):
     for name in names:
         setattr(module, name, Compiled(getattr(module, name), keep))

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.seal import leaves, tree_sum
+from kvant.attention.triton.kernels.store import leaves, tree_sum
 
 
 @triton.jit

@@ -382,11 +382,11 @@ def test_grids_are_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = Cache(1, "affine8,tail=0,prefill=stored")
     view = cache[0].append(*torch.randn(2, 7000, 10, 64, 16, device=DEVICE))
     rows = torch.randn(7000, 10, 1, 16, device=DEVICE)
-    for module, kernel in (("attend", "attend"), ("attend", "merge"), ("seal", "seal")):
+    for module, kernel in (("attend", "attend"), ("attend", "merge"), ("store", "seal")):
         spy = import_module(f"kvant.attention.triton.kernels.{module}")
         monkeypatch.setattr(spy, kernel, Spied(kernel))
     for kernel in ("put", "put_token"):
-        monkeypatch.setattr("kvant.attention.triton.kernels.put." + kernel, Spied(kernel))
+        monkeypatch.setattr("kvant.attention.triton.kernels.store." + kernel, Spied(kernel))
     launching.launch(Request(torch.cat([rows, rows], 1), 1.0, view.mask), Scope.of(view))
     operators.put(view, Place.of(view.extent, DEVICE), rows, rows)
     monkeypatch.setattr(storing, "STORES", [Triton(NAME, DEVICE.type)])

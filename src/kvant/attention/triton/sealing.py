@@ -59,7 +59,7 @@ def _unsealed(side: Stored) -> bool:
 
 @dataclass(frozen=True)
 class Entries:
-    """What a change does to every layer, on the device: as kernels/put.py has it."""
+    """What a change does to every layer, on the device: as kernels/store.py has it."""
 
     writes: Tensor  # [n, 6]: copies of pages that are begun, and rows that came
     most: int  # rows of one of them
@@ -119,17 +119,17 @@ def way(to: Tensor, opened: Tensor, came: Tensor) -> Any:
 
 
 def _put(ways: tuple[Any, ...], entries: Tensor, most: int) -> None:
-    from kvant.attention.triton.kernels import put
+    from kvant.attention.triton.kernels import store
 
     if len(entries) == 0:
         return
     heads = ways[0].to.data.shape[1]
     block = min(power(most), ROWS)
-    put.put[len(entries) * heads, -(-most // block)](ways, entries, HEADS=heads, ROWS=block)
+    store.put[len(entries) * heads, -(-most // block)](ways, entries, HEADS=heads, ROWS=block)
 
 
 def _seal(side: Stored, came: Tensor, entries: Tensor) -> None:
-    from kvant.attention.triton.kernels import seal
+    from kvant.attention.triton.kernels import store
 
     form, (heads, page, dim) = known(side.codec), side.open.shape[1:]
     if form.kind == "raw":
@@ -141,7 +141,7 @@ def _seal(side: Stored, came: Tensor, entries: Tensor) -> None:
     if form.kind == "codebook":
         numbers = numbers._replace(levels=table(form.bits, dim, torch.float32, came.device))
         cuts = _boundaries(form.bits, dim, came.device)
-    seal.seal[len(entries) * heads, page // ROWS](
+    store.seal[len(entries) * heads, page // ROWS](
         way(side.open, side.open, came),
         entries,
         numbers,

@@ -66,12 +66,12 @@ def _put(
     place: Tensor,
     open_at: int,
 ) -> None:
-    from kvant.attention.triton.kernels import put
+    from kvant.attention.triton.kernels import store
 
     batch, heads = keys.shape[:2]
     both = (key_pages, beside(keys)), (value_pages, beside(values))
     with on(key_pages.device):
-        put.put_token[batch * heads,](
+        store.put_token[batch * heads,](
             tuple(way(pages, pages, rows) for pages, rows in both),
             place,
             place.shape[1],

@@ -16,8 +16,7 @@ from kvant.attention.triton.kernels.records import (
     Extent,
     Tile,
 )
-from kvant.attention.triton.kernels.rows import over_pages, over_rows
-from kvant.attention.triton.kernels.softmax import lowest, seam
+from kvant.attention.triton.kernels.rows import lowest, over_pages, over_rows, seam
 
 LEAST = tl.constexpr(4)  # blocks a range: less is not worth a merge
 VARYING = ("width", "open_at", "came", "behind", "queries", "sealed_ranges")

@@ -1,6 +1,6 @@
-// The signed Hadamard transform, what codecs/frames/hadamard.py gives, to the bit. Its stages there pair
-// neighbours and put the sums before the differences; after all of them every number lies where the
-// stages in place, 1, 2, 4, ... apart, leave it. Compiled without fused operations, as sealing is.
+// The signed Hadamard transform, what codecs/frames/hadamard.py gives, to the bit. Its stages there
+// pair neighbours and put the sums before the differences; after all of them every number lies where
+// the stages in place, 1, 2, 4, ... apart, leave it. Compiled without fused operations, as sealing is.
 #include "rotate.hpp"
 
 #include <algorithm>

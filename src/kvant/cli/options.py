@@ -1,6 +1,6 @@
-"""The options and tables that several commands share, and what is wrong with what was typed.
+"""The options and tables that several commands share, and the checks of what was typed.
 
-The latter as far as it can be known before a model is loaded.
+They find what is wrong as far as it can be known before a model is loaded.
 """
 
 from __future__ import annotations

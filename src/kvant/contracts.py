@@ -27,6 +27,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -187,8 +188,7 @@ class Tally:
         self.clamped += int(other.clamped)
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """What is asked of a backend; queries are already in the frame of the keys."""
 
     q: Tensor  # [B, H * group, T, D], of any float dtype: the last T columns of the view
@@ -209,6 +209,15 @@ class Stored:
     sealed: Fields  # {field: [slots, H, P or 1, width]}
     tiles: Tiles | None
     memo: dict[Any, Any] = field(default_factory=dict)  # what backends worked out of it
+
+    @cached_property
+    def heads(self) -> int:
+        return self.open.shape[1]
+
+    @cached_property
+    def dim(self) -> int:
+        """Channels of a row."""
+        return self.open.shape[3]
 
 
 class View(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -48,28 +47,43 @@ def attend(
     """
     refuse_transforms("attend")
     _check(q, view, mask, sink_logits)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _attended(q, view, scale, mask, softcap, sink_logits, return_lse, backend)
+    return _attended(q, view, scale, mask, softcap, sink_logits, return_lse, backend)
+
+
+def _attended(
+    q: Tensor,
+    view: View,
+    scale: float | None,
+    mask: Mask | Tensor | None,
+    softcap: float | None,
+    sink_logits: Tensor | None,
+    return_lse: bool,
+    backend: str | None,
+) -> Any:
     keys, frame = view.keys, view.values.codec.frame
-    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        rule = view.mask if mask is None else _four_dimensions(mask)
-        framed = q if keys.codec.frame.trivial else keys.codec.frame.queries(q)
-        # Outputs that are still to leave a frame are not rounded before that.
-        dtype = q.dtype if frame.trivial else torch.float32
-        request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
-        # What decides is the same for all tokens of a layer.
-        own, name = view.own is None, backend or view.backend
-        key = (name, own, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
-        chosen = keys.memo.get(key) if own else None
-        if chosen is None:
-            chosen = keys.memo[key] = _survey(view, request, name)[0]
-        out, lse = chosen.attend(request, view)
-        view.tally.attended[chosen.name] += 1
-        if not frame.trivial:
-            out = frame.outputs(out)
-        if out.shape[3] > view.value_dim:
-            out = out[..., : view.value_dim]
-        out = out if out.dtype == q.dtype else out.to(q.dtype)
-        return out if lse is None else (out, lse)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    rule = view.mask if mask is None else _four_dimensions(mask)
+    framed = q if keys.codec.frame.trivial else keys.codec.frame.queries(q)
+    # Outputs that are still to leave a frame are not rounded before that.
+    dtype = q.dtype if frame.trivial else torch.float32
+    request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
+    # What decides is the same for all tokens of a layer.
+    own, name = view.own is None, backend or view.backend
+    key = (name, own, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
+    chosen = keys.memo.get(key) if own else None
+    if chosen is None:
+        chosen = keys.memo[key] = _survey(view, request, name)[0]
+    out, lse = chosen.attend(request, view)
+    view.tally.attended[chosen.name] += 1
+    if not frame.trivial:
+        out = frame.outputs(out)
+    if view.values.dim > view.value_dim:
+        out = out[..., : view.value_dim]
+    out = out if out.dtype == q.dtype else out.to(q.dtype)
+    return out if lse is None else (out, lse)
 
 
 @dataclass(frozen=True)

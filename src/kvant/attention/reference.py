@@ -8,7 +8,7 @@ Rows are stored by plain tensor operations.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -209,7 +209,7 @@ class Reference:
         lse = out.new_empty(batch, heads, count) if request.lse else None
         for group in groups:
             index = torch.from_numpy(group.which)
-            part, sums = self._attend(replace(request, q=request.q[index]), group)
+            part, sums = self._attend(request._replace(q=request.q[index]), group)
             out[index] = part
             if lse is not None and sums is not None:
                 lse[index] = sums

@@ -299,6 +299,6 @@ class Attention:
     ) -> View:
         keys = storage.sides["keys"]
         values = storage.sides.get("values", keys)
-        width = self.spec.value_dim or values.open.shape[3]
+        width = self.spec.value_dim or values.dim
         mask, backend = self.spec.mask, self.ledger.backend
         return View(keys, values, own, extent, dense, mask, width, self.tally, backend)

@@ -8,7 +8,7 @@ linear, queries can be folded instead: q . (W c) = (W^T q) . c. A layer takes pa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -27,7 +27,7 @@ class LatentReading(Reading):
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         view = self.view
-        _, heads, _, dim = view.keys.open.shape
+        heads, dim = view.keys.heads, view.keys.dim
         lead, rank = (view.batch, heads, self.shown), view.value_dim
         return (*lead, rank), (*lead, dim - rank)
 
@@ -65,7 +65,7 @@ class Unfolded:
         to_keys, to_values = _weights(module)
         folded = torch.cat([q[..., :plain] @ to_keys, q[..., plain:]], -1)
         scale = q.shape[-1] ** -0.5 if question.scale is None else question.scale
-        out = Reading.attend(self.reading, folded, replace(question, scale=scale))
+        out = Reading.attend(self.reading, folded, question._replace(scale=scale))
         return None if out is None else out @ to_values.transpose(-1, -2)
 
     def rows(self, side: SideName, why: str) -> Tensor:

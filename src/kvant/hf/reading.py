@@ -7,7 +7,7 @@ the dense rows, made once. It is current until the layer's next append.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,8 +35,7 @@ RAGGED = (
 SideName = Literal["keys", "values"]
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(NamedTuple):
     """What an attention call of the host asks, beside its queries."""
 
     mask: Tensor | None
@@ -78,9 +77,8 @@ class Reading:
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         view = self.view
-        _, heads, _, dim = view.keys.open.shape
-        lead = (len(view.extent.numbers), heads, self.shown)
-        return (*lead, dim), (*lead, view.value_dim)
+        lead = (len(view.extent.numbers), view.keys.heads, self.shown)
+        return (*lead, view.keys.dim), (*lead, view.value_dim)
 
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
         if not self.current:
@@ -126,7 +124,7 @@ class Reading:
         The host does so for one token (`pack_gqa`), which may be the last of several. Sizes cannot
         tell: as many tokens as a group has heads look the same. None: nothing can tell.
         """
-        heads, mask = self.view.keys.open.shape[1], question.mask
+        heads, mask = self.view.keys.heads, question.mask
         self.grouped |= q.shape[1] > heads
         if not question.packable or q.shape[1] != heads or q.shape[2] == 1:
             return False
@@ -138,9 +136,10 @@ class Reading:
 
     def fits(self, q: Tensor) -> bool:
         """Are these the queries of the tokens that were appended, or of the last of them?"""
-        _, heads, _, dim = self.view.keys.open.shape
+        keys = self.view.keys
         batch, asked, tokens, width = q.shape
-        fits = batch == len(self.view.extent.numbers) and width == dim and asked % heads == 0
+        fits = batch == len(self.view.extent.numbers)
+        fits = fits and width == keys.dim and asked % keys.heads == 0
         return fits and tokens in (1, self.count)  # a model may need the last one's logits only
 
     def check_current(self) -> None:
@@ -172,7 +171,8 @@ def as_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Each query as one more head, at the newest column."""
     if mask is not None and mask.shape[1] * mask.shape[2] > 1:
         mask = mask.expand(-1, *q.shape[1:3], -1).flatten(1, 2).unsqueeze(2)
-    return q.flatten(1, 2).unsqueeze(2), mask
+    batch, heads, count, dim = q.shape
+    return q.reshape(batch, heads * count, 1, dim), mask
 
 
 class CrossReading(Reading):
@@ -181,7 +181,7 @@ class CrossReading(Reading):
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
         """Each query as one more head of its group, at the newest column."""
         self.check_current()
-        heads, dim = self.view.keys.open.shape[1::2]
+        heads, dim = self.view.keys.heads, self.view.keys.dim
         if q.shape[::3] != (self.view.batch, dim) or q.shape[1] % heads or q.shape[2] == 0:
             return None
         folded, mask = as_heads(q, dense(question.mask, "a mask over an encoder's rows"))

@@ -235,6 +235,6 @@ def _kept(record: Numbers) -> Kept:
 
 def rows(x: Tensor) -> Numbers:
     """Dense rows [B, H, T, D]."""
-    size, (batch, head, row, _) = x.element_size(), x.stride()
-    there: int = x.untyped_storage().nbytes() - x.storage_offset() * size  # type: ignore[assignment]
+    size, (batch, head, row, _) = x.itemsize, x.stride()
+    there = x.nbytes if x.is_contiguous() else behind(x, size)
     return (x.data_ptr(), there, batch * size, head * size, row * size)

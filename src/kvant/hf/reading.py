@@ -96,7 +96,7 @@ class Reading:
         self.notes.masks += isinstance(rule, Tensor)
         out = self.over(q, view, None if rule is view.mask else rule, question)
         self.notes.fused += 1
-        return out.reshape(*asked[:3], -1)
+        return out.reshape(*asked[:3], -1) if packed else out
 
     def over(self, q: Tensor, view: View, rule: Mask | Tensor | None, question: Question) -> Tensor:
         """Attention over all rows, those that were appended included."""

@@ -13,6 +13,7 @@ namespace kvant {
 namespace {
 
 // What is not worth to wake another thread for: some hundreds of microseconds, and some tens.
+constexpr int64_t AHEAD = 4;  // units
 constexpr double FEW_PAGES = 32, FEW_BYTES = 1 << 19;
 
 class Storing {
@@ -57,11 +58,25 @@ private:
     // Several units at once: who counts waits for all that was written before.
     void work() {
         for (int64_t first; (first = next.fetch_add(together)) < units;) {
-            for (int64_t i = first; i < std::min(first + together, units); i++) {
+            const int64_t stop = std::min(first + together, units);
+            if (step == &Storing::write)
+                for (int64_t i = first; i < std::min(first + AHEAD, stop); i++) expect(i);
+            for (int64_t i = first; i < stop; i++) {
+                if (step == &Storing::write && i + AHEAD < stop) expect(i + AHEAD);
                 const int64_t which = i / r.heads;
                 (this->*step)(r.side[which % r.sides], i % r.heads, which / r.sides);
             }
         }
+    }
+
+    // Rows of single tokens lie far apart: let their lines be on their way.
+    void expect(int64_t i) const {
+        const int64_t which = i / r.heads;
+        const kvant_side &own = *r.side[which % r.sides].stored;
+        const int64_t *to = r.writes + 5 * (which / r.sides);
+        if (to[3] != 1) return;
+        const char *row = open_page(own, to[1], i % r.heads) + to[2] * own.open.row;
+        for (int64_t at = 0; at < bytes(own); at += 64) __builtin_prefetch(row + at, 1);
     }
 
     static char *open_page(const kvant_side &side, int64_t slot, int64_t head) {

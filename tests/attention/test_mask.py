@@ -76,18 +76,21 @@ def places_of(group: Alike) -> list[Block]:
     return found
 
 
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.laws)])
 @pytest.mark.parametrize(
     ("text", "start"),
     [("affine8", None), ("affine8,sinks=3", None), ("affine8", [0, 37]), ("raw,sinks=2", [5, 0])],
 )
-def test_relation_never_contradicts_what_is_allowed(text: str, start: list[int] | None) -> None:
+def test_relation_never_contradicts_what_is_allowed(
+    text: str, start: list[int] | None, every: int
+) -> None:
     """A skipped block has nothing visible, and one without a mask nothing hidden."""
     state = One(layer(text))
     new = rows(0, 200, batch=1 if start is None else 2)
     state.append(new[:, :, :90], new[:, :, :90], start=start, prefill="stored")
     view = state.append(new[:, :, 90:], new[:, :, 90:], prefill="stored")
     found = set()
-    masks = [*MASKS, Mask(chunk=16), Mask(causal=False, chunk=16)]
+    masks = [*MASKS[::every], Mask(chunk=16), Mask(causal=False, chunk=16)]
     for group in alike(view):
         queries = [*range(90, group.length, 23), 100, 127, 128]
         for mask, block, q0 in itertools.product(masks, places_of(group), queries):

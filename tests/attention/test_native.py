@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook, Fp8
 from kvant.contracts import Codec, Mask
 from kvant.native import library
+from thin import once
 
 pytestmark = pytest.mark.skipif(
     library().functions is None, reason="the native library is not here"
@@ -33,8 +35,11 @@ CODECS: list[Codec] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(
+    ("codec", "dtype"),
+    once(product(CODECS, [torch.float32, torch.bfloat16, torch.float16])),
+    ids=str,
+)
 def test_sealed_bytes_are_those_of_the_codec(codec: Codec, dtype: torch.dtype) -> None:
     for dim in (32, 80, 128):
         rows = odd_rows(dtype, dim)
@@ -68,10 +73,14 @@ def promised(dtype: torch.dtype, own: float) -> float:
     return max(rows, min(1e-2, own / 10))
 
 
-@pytest.mark.parametrize("queries", [1, 2, 37])
-@pytest.mark.parametrize("outliers", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.parametrize(
+    ("text", "dtype", "outliers", "queries"),
+    once(
+        product(FORMATS, [torch.float32, torch.bfloat16, torch.float16], [False, True], [1, 2, 37]),
+        lambda row: (row[:2], row[2], row[3]),
+    ),
+    ids=str,
+)
 def test_the_error_is_what_is_promised(
     text: str, dtype: torch.dtype, outliers: bool, queries: int
 ) -> None:
@@ -154,9 +163,13 @@ def test_the_default_dtype_and_device_change_nothing() -> None:
 RULES = ("window=40", "window=70,sinks=5", "sinks=3", "capacity=400,tail=70")
 
 
-@pytest.mark.parametrize("queries", [1, 2, 9, 90])
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("text", ["raw", "affine8", "fp8", "turbo3", "raw/affine4"])
+@pytest.mark.parametrize(
+    ("text", "rule", "queries"),
+    once(
+        product(["raw", "affine8", "fp8", "turbo3", "raw/affine4"], RULES, [1, 2, 9, 90]),
+        lambda row: (row[:2], row[2]),
+    ),
+)
 def test_windows_sinks_padding_and_caps_are_those_of_the_reference(
     text: str, rule: str, queries: int
 ) -> None:

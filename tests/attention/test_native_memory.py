@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from kvant.native import library
+from thin import once
 
 pytestmark = [
     pytest.mark.skipif(library().functions is None, reason="the native library is not here"),
@@ -38,8 +40,9 @@ print(max(0, resident("VmHWM") - before))
 """
 
 
-@pytest.mark.parametrize("queries", [1, 512])
-@pytest.mark.parametrize("text", ["raw", "fp8", "affine4", "turbo4v2"])
+@pytest.mark.parametrize(
+    ("text", "queries"), once(product(["raw", "fp8", "affine4", "turbo4v2"], [1, 512]))
+)
 def test_no_call_holds_the_rows_a_second_time(text: str, queries: int) -> None:
     run = [sys.executable, "-c", SCRIPT, text, str(queries)]
     done = subprocess.run(run, capture_output=True, text=True, check=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from kvant.codecs import Affine, Codebook, Fp8, Raw
 from kvant.contracts import Codec, Mask, Request, Tally, View
 from kvant.extent import Change, Extent, Kind, Paging
 from kvant.native import library
+from thin import once
 
 pytestmark = pytest.mark.skipif(
     library().functions is None, reason="the native library is not here"
@@ -69,9 +71,7 @@ def begun(found: Life, padded: bool) -> Life:
     return found
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("rule", KINDS)
-@pytest.mark.parametrize("text", CODECS)
+@pytest.mark.parametrize(("text", "rule", "padded"), once(product(CODECS, KINDS, [False, True])))
 def test_stored_bytes_are_those_of_the_codec(text: str, rule: str, padded: bool) -> None:
     """Copies, writes and seals of all sequences and both sides, and not a byte beside them."""
     dtype = DTYPES[len(text + rule) % 3]
@@ -98,9 +98,7 @@ def tolerance(text: str, dtype: torch.dtype) -> float:
     return rows if text == "raw" else 3e-2
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("rule", KINDS)
-@pytest.mark.parametrize("text", CODECS)
+@pytest.mark.parametrize(("text", "rule", "padded"), once(product(CODECS, KINDS, [False, True])))
 def test_every_query_sees_what_the_rule_says(text: str, rule: str, padded: bool) -> None:
     threads = 1 + 2 * ((len(rule) + padded) % 2)
     kind, dtype = KINDS[rule], DTYPES[(len(text) + threads) % 3]

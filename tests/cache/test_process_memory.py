@@ -46,7 +46,15 @@ print(json.dumps({
 """
 
 
-@pytest.mark.parametrize("text", ["raw", "raw,capacity=40960", "affine4", "turbo4v2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("raw", marks=pytest.mark.laws),
+        "raw,capacity=40960",
+        "affine4",
+        pytest.param("turbo4v2", marks=pytest.mark.laws),
+    ],
+)
 def test_it_is_what_the_process_takes(text: str) -> None:
     run = [sys.executable, "-c", SCRIPT, text]
     done = subprocess.run(run, capture_output=True, text=True, check=True)

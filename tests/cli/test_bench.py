@@ -44,8 +44,8 @@ def test_a_model_is_measured_in_the_dtype_that_is_told(call: Any) -> None:
     assert told[1]["rows"][0]["nbytes"] == 2 * told[0]["rows"][0]["nbytes"]
 
 
-def test_a_peer_that_cannot_run_is_skipped_in_a_line() -> None:
-    code, out, error = called(KVANT, "bench", *DECODE, "--against", "transformers,llama-cpp")
+def test_a_peer_that_cannot_run_is_skipped_in_a_line(call: Any) -> None:
+    code, out, error = call("bench", *DECODE, "--against", "transformers,llama-cpp")
     told = json.loads(out.splitlines()[-1])
     assert (code, told["bench"], len(told["skipped"])) == (0, "decode", 1)
     assert error.startswith("skipped: llama-cpp-python ") and error.count("\n") == 1
@@ -94,11 +94,11 @@ def test_a_gpu_that_is_not_there_is_one_line_and_exit_code_2(
     assert error.startswith("error: --device cuda: torch ") and "finds no GPU here" in error
 
 
-def test_the_module_takes_the_same_words_and_fails_the_same_way() -> None:
+def test_the_module_takes_the_same_words_and_fails_the_same_way(call: Any) -> None:
     words = ("--contexts", "8", "--formats", "affine9", "--layers", "1")
     ends = [
         called(sys.executable, "-m", "kvant.bench.decode", *words),
-        called(KVANT, "bench", "decode", *words),
+        call("bench", "decode", *words),
     ]
     assert ends[0] == ends[1]
     assert ends[0][0] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from kvant import Cache, CacheSpec
 from kvant.generation.strategy import LADDER, NARROWEST, Adaptive, formats_below, narrowed
 from kvant.retention import Window
 from kvant.spec import parse, words
+from thin import once
 
 BUDGET = 1_450_000  # what the narrowest window takes, and less than a page of all layers beside
 
@@ -135,9 +137,19 @@ def test_of_windows_that_are_equally_wide_the_one_with_more_bits_is_taken() -> N
     assert words(cache.spec) == "affine8,window=1007,sinks=4"
 
 
-@pytest.mark.parametrize("prefill_chunk", [64, 512])
 @pytest.mark.parametrize(
-    ("length", "budget"), [(500, 1_000_000), (1500, 1_000_000), (1500, 1_700_000), (900, 1_200_000)]
+    ("length", "budget", "prefill_chunk"),
+    [
+        (500, 1_000_000, 64),
+        (1500, 1_700_000, 512),
+        *(
+            pytest.param(*sizes, marks=pytest.mark.laws)
+            for sizes in (
+                *((500, 1_000_000, 512), (1500, 1_700_000, 64), (1500, 1_000_000, 64)),
+                *((1500, 1_000_000, 512), (900, 1_200_000, 64), (900, 1_200_000, 512)),
+            )
+        ),
+    ],
 )
 def test_a_budget_that_binds_is_used(
     attached: Any, length: int, budget: int, prefill_chunk: int
@@ -258,8 +270,10 @@ def test_rows_that_no_step_can_store_get_a_window() -> None:
     assert cache.nbytes <= budget < wider
 
 
-@pytest.mark.parametrize("coming", [1, 40, 300])
-@pytest.mark.parametrize("spec", ["raw", "raw,step=1", "affine8,window=300", "turbo4,page=128"])
+@pytest.mark.parametrize(
+    ("spec", "coming"),
+    once(product(["raw", "raw,step=1", "affine8,window=300", "turbo4,page=128"], [1, 40, 300])),
+)
 def test_room_is_made_before_it_is_needed(spec: str, coming: int) -> None:
     cache = grown(spec, 64)
     least = cache.nbytes_after(900, cache.spec if "turbo" in spec else "affine8,window=64,sinks=4")

@@ -100,9 +100,14 @@ def test_a_chunk_of_stored_rows_as_long_as_a_group(name: str, way: Way) -> None:
         assert reading(Cell(name, "affine8", 1, "chunked", way)) == "materialized"
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("changes", CHANGES, ids=str)
-@pytest.mark.parametrize("spec", ["raw", "stored", "narrow"])
+@pytest.mark.parametrize(
+    ("spec", "changes", "way"),
+    once(
+        itertools.product(["raw", "stored", "narrow"], CHANGES, WAYS),
+        lambda row: (row[0], str(row[1]), row[2]),
+    ),
+    ids=str,
+)
 def test_shared_layers_whatever_the_groups(spec: str, changes: dict[str, int], way: Way) -> None:
     model = build("gemma4", **changes)
     if spec == "raw":
@@ -136,9 +141,10 @@ def mask_of(kind: str, heads: int, queries: int, columns: int) -> Tensor | None:
     return mask
 
 
-@pytest.mark.parametrize("name", ["llama", "phi"])  # with groups, and without
-@pytest.mark.parametrize("kind", MASKS)
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "kind", "heads"),
+    once(itertools.product(["llama", "phi"], MASKS, [1, 2])),  # with groups, and without
+)
 def test_a_question_on_handles_is_taken_by_its_word(name: str, kind: str, heads: int) -> None:
     model = build(name)
     for count, queries, groups in itertools.product((1, 2, 3), (1, 2, 3), (1, 2)):

@@ -79,16 +79,16 @@ def test_tokens_are_those_of_the_host(mode: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "spec"),
     (
-        ("llama", "affine8"),
-        ("llama", "affine4"),
-        ("llama", "turbo4v4"),
+        pytest.param("llama", "affine8", marks=pytest.mark.laws),
+        pytest.param("llama", "affine4", marks=pytest.mark.laws),
+        pytest.param("llama", "turbo4v4", marks=pytest.mark.laws),
         ("falcon", "affine4"),
         ("mistral", "turbo4v4"),
-        ("gemma3", "affine8"),
-        ("llama4", "affine4"),
+        pytest.param("gemma3", "affine8", marks=pytest.mark.laws),
+        pytest.param("llama4", "affine4", marks=pytest.mark.laws),
         ("deepseek_v3", "affine8"),
         ("lfm2", "turbo4v4"),
-        ("bart", "affine8"),
+        pytest.param("bart", "affine8", marks=pytest.mark.laws),
     ),
 )
 def test_speculation_changes_no_token_of_a_format(name: str, spec: str) -> None:
@@ -171,9 +171,11 @@ def windowed(name: str, text: Text, sinks: int = 4) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("batch", BATCHES)
-@pytest.mark.parametrize("chunks", ((PROMPT,), (13, 11)), ids=("one-shot", "chunked"))
-@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize(
+    ("name", "chunks", "batch"),
+    once(itertools.product(WINDOWED, ((PROMPT,), (13, 11)), BATCHES)),
+    ids=str,
+)
 def test_a_policy_window_is_the_mask_that_it_stands_for(
     name: str, chunks: tuple[int, ...], batch: Batch
 ) -> None:

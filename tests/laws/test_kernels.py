@@ -27,6 +27,7 @@ CASES = [
     )
 ]
 CHUNKS = (63, 1, 7, 1, 60, 1, 29)  # a single token that ends a page, and a chunk that does
+FEW = (63, 1, 7, 1, 28)
 
 pytestmark = [
     needed,
@@ -43,10 +44,18 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(laws, "readers", lambda view: [NAME])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_query_sees_what_the_rule_says(case: Case) -> None:
+# By default half of the cases for the one law and half for the other: every format for each.
+@pytest.mark.parametrize(
+    ("case", "chunks"),
+    [
+        *((case, FEW) for case in CASES[1::2]),
+        *(pytest.param(case, CHUNKS, marks=pytest.mark.laws) for case in CASES),
+    ],
+    ids=str,
+)
+def test_every_query_sees_what_the_rule_says(case: Case, chunks: tuple[int, ...]) -> None:
     prefill = "dense" if case.dtype == torch.float32 else "stored"
-    test_what_a_query_sees.every_query_sees_what_the_rule_says(case, prefill, CHUNKS)
+    test_what_a_query_sees.every_query_sees_what_the_rule_says(case, prefill, chunks)
 
 
 @pytest.mark.parametrize(

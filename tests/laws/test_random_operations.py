@@ -219,7 +219,7 @@ def seen_means(retention: Retention, tags: list[list[int]], count: int) -> list[
 
 
 TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=40, stateful_step_count=25)
+TestLife.settings = settings(max_examples=15, stateful_step_count=25)
 
 
 @pytest.mark.laws

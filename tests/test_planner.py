@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ import torch
 from cache.tagged import layer, rows
 from kvant import Cache, CacheSpec, RecurrentSpec, Shape, SharedSpec, SpecError, plan
 from kvant.cache.layer import kind_of, pages_nbytes
+from thin import once
 
 GIB = 1 << 30
 LLAMA_7B = Shape(32, 32, 128, 128, torch.float32)
@@ -37,8 +39,9 @@ SPECS = (
 )
 
 
-@pytest.mark.parametrize("text", SPECS)
-@pytest.mark.parametrize("context", [1, 63, 64, 65, 300, 5000])
+@pytest.mark.parametrize(
+    ("text", "context"), once(itertools.product(SPECS, [1, 63, 64, 65, 300, 5000]))
+)
 def test_a_plan_is_what_a_cache_takes(text: str, context: int) -> None:
     shape = Shape(3, 2, 16, 8, torch.bfloat16)
     planned = plan(shape, text, context=context, sequences=2)

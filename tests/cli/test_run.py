@@ -292,11 +292,12 @@ def test_a_full_disk_leaves_the_older_file(call: Any, tmp_path: Path) -> None:
 def test_a_memory_under_a_budget_tells_its_steps_down(call: Any) -> None:
     words = ("run", "--prompt", "def f", "--max-new-tokens", "220", "--strategy", "adaptive")
     words += ("--budget", "700KiB", "--seed", "1")
-    cache = json.loads(call(*words, "--json")[1])["cache"]
+    told = json.loads(call(*words, "--json")[1])
+    cache = told["cache"]
     (step,) = cache["recoded"]
     assert (step["from"], step["to"], cache["recodes"]) == ("raw", "affine8", 1)
     assert cache["nbytes"] <= 700 * 1024 and step["nbytes_after"] < step["nbytes_before"]
     _, _, error = call(*words, "--stats")
     assert f"at {step['length']} tokens: raw to affine8, 576 KiB to " in error
     assert error.splitlines()[-1].partition("; ")[2].startswith("affine8: ")
-    assert json.loads(call(*words, "--json")[1])["kv_cache"] == "affine8"
+    assert told["kv_cache"] == "affine8"

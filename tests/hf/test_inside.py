@@ -97,9 +97,10 @@ def test_the_model_in_a_wrapper_is_attached_and_detached(name: str) -> None:
 def test_a_wrapped_model_generates_what_the_one_inside_does(name: str) -> None:
     """It was taken for a plain callable, whose layers nobody knows."""
     wrapped, words = WRAPPERS[name](build("llama")), Words()
-    expected = [step.token for step in kvant.generate(build("llama"), words, ids()[0].tolist())]
+    prompt, few = ids()[0].tolist(), {"max_new_tokens": 20}
+    expected = [step.token for step in kvant.generate(build("llama"), words, prompt, **few)]
     session = kvant.Session(wrapped, words, "raw", template=False)
-    assert [step.token for step in session.send(ids()[0].tolist())] == expected
+    assert [step.token for step in session.send(prompt, **few)] == expected
     assert isinstance(kvant.cache_for(wrapped, "affine8"), HostCache)
     assert kvant.probe(wrapped, None, "affine8").divergence.positions > 0
 

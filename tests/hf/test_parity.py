@@ -61,7 +61,7 @@ def test_logits_are_those_of_the_rows_a_query_sees(cell: Cell) -> None:
     assert problems(cell, result) == []
 
 
-@pytest.mark.parametrize("cell", RAW, ids=str)
+@pytest.mark.parametrize("cell", thinned(RAW), ids=str)
 def test_greedy_tokens_are_those_of_the_host(cell: Cell) -> None:
     family, text = FAMILIES[cell.family], text_of(FAMILIES[cell.family], cell.batch).prompt
     options: dict[str, Any] = {}

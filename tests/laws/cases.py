@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from kvant.cache.storage import Tiled
 from kvant.contracts import View
 from kvant.recipes import LayerSpec, Prefill
 from kvant.spec import parse
+from thin import once
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 AFFINE = [f"affine{bits}" for bits in WIDTHS]
@@ -135,6 +137,18 @@ def pairwise() -> list[Case]:
         missing -= {(i, j, case[i], case[j]) for i, j in places}
         cases.append(Case(*case))  # type: ignore[arg-type]
     return cases
+
+
+def thinned(laws: Iterable[Any], cases: Iterable[Any]) -> list[Any]:
+    """By default each law meets every value of every axis, and each case a law."""
+    return once(
+        itertools.product(laws, cases),
+        lambda row: (row[1], *((row[0], value) for value in astuple(_case(row[1])))),
+    )
+
+
+def _case(row: Case | tuple[Case, int]) -> Case:
+    return row if isinstance(row, Case) else row[0]
 
 
 def _gain(missing: set[tuple], chosen: dict[int, object], axis: int, value: object) -> int:

@@ -44,11 +44,11 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(laws, "readers", lambda view: [NAME])
 
 
-# By default half of the cases for the one law and half for the other: every format for each.
+# By default some of the cases for the one law and some for the other: every format in one of them.
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
-        *((case, FEW) for case in CASES[1::2]),
+        *((case, FEW) for case in CASES[1:6:2]),
         *(pytest.param(case, CHUNKS, marks=pytest.mark.laws) for case in CASES),
     ],
     ids=str,
@@ -60,7 +60,7 @@ def test_every_query_sees_what_the_rule_says(case: Case, chunks: tuple[int, ...]
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.laws if i % 2 else ()) for i, case in enumerate(CASES)],
+    [pytest.param(c, marks=() if i in (2, 4) else pytest.mark.laws) for i, c in enumerate(CASES)],
     ids=str,
 )
 def test_attention_is_over_read_rows(case: Case) -> None:

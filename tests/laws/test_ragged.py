@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from cache.tagged import same
 from kvant import Cache, CacheSpec, attend, merge
 from laws.cases import DTYPES, FORMATS, RETENTIONS, Case, pairwise, readers
+from thin import once
 
 LENGTHS = (70, 1, 200, 131)
 CHUNKS = (1, 1, 70, 1, 5, 1)
@@ -56,7 +59,9 @@ def forward(case: Case, merged: Cache, caches: list[Cache], count: int, step: in
             assert error <= ROUNDING[case.dtype], f"{backend}, sequence {which}, step {step}"
 
 
-@pytest.mark.parametrize("case", [c for c in pairwise() if c.batch == 1], ids=str)
+@pytest.mark.parametrize(
+    "case", once([(c,) for c in pairwise() if c.batch == 1], lambda row: astuple(row[0])), ids=str
+)
 def test_law_pairwise(case: Case) -> None:
     side_by_side_is_alone(case)
 

@@ -77,7 +77,7 @@ def check(
 
 
 @given(spec=recipes, script=steps, start=paddings, tiled=st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_random_lives(
     spec: LayerSpec, script: list[tuple[int, int]], start: list[int], tiled: bool
 ) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from kvant.codecs import Raw
 from kvant.contracts import Snapshot
 from kvant.recipes import LayerSpec
 from kvant.retention import All, Window
-from laws.cases import Case, everything, grown, pairwise, put
+from laws.cases import Case, everything, grown, pairwise, put, thinned
 
 Law = Callable[[Case, int], None]
 LENGTHS = (63, 64, 65, 192, 207, 261)  # about an edge, one slack behind it, and between
@@ -181,16 +182,19 @@ LAWS: dict[str, Law] = {
 }
 
 
+def _named(one: Any) -> str:
+    return one if isinstance(one, str) else "-".join(map(str, one))
+
+
 def spread(cases: Iterable[Case]) -> Iterator[tuple[Case, int]]:
     """Each case at one length."""
     dice = random.Random(0)
     return ((case, dice.choice(LENGTHS)) for case in cases)
 
 
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize(("case", "length"), list(spread(pairwise())), ids=str)
-def test_law(law: str, case: Case, length: int) -> None:
-    LAWS[law](case, length)
+@pytest.mark.parametrize(("law", "told"), thinned(LAWS, spread(pairwise())), ids=_named)
+def test_law(law: str, told: tuple[Case, int]) -> None:
+    LAWS[law](*told)
 
 
 @pytest.mark.laws

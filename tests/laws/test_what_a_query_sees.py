@@ -14,6 +14,7 @@ from laws.cases import Case, readers
 from thin import once
 
 CHUNKS = (63, 1, 7, 1, 130, 1, 63, 1, 2, 90)  # with single tokens that end a page
+FEW = (63, 1, 7, 1, 119, 1, 10)
 CASES = [
     Case(*case, torch.float32)
     for case in (
@@ -30,9 +31,21 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("case", "prefill"), once(product(CASES, ["dense", "stored"])), ids=str)
-def test_every_query_sees_what_the_rule_says(case: Case, prefill: Prefill) -> None:
-    every_query_sees_what_the_rule_says(case, prefill, CHUNKS)
+@pytest.mark.parametrize(
+    ("case", "prefill", "chunks"),
+    [
+        *once((*row, FEW) for row in product(CASES, ["dense", "stored"])),
+        *(
+            pytest.param(*row, CHUNKS, marks=pytest.mark.laws)
+            for row in product(CASES, ["dense", "stored"])
+        ),
+    ],
+    ids=str,
+)
+def test_every_query_sees_what_the_rule_says(
+    case: Case, prefill: Prefill, chunks: tuple[int, ...]
+) -> None:
+    every_query_sees_what_the_rule_says(case, prefill, chunks)
 
 
 def every_query_sees_what_the_rule_says(

@@ -61,7 +61,7 @@ def test_raw_does_nothing(plain: Any, tokenizer: Any) -> None:
     assert found.harmless and found.divergence.mean_kl == 0.0 and found.layers == (0.0,) * 6
 
 
-@pytest.mark.parametrize("spec", ["affine4", "turbo4v4"])
+@pytest.mark.parametrize("spec", ["affine4", pytest.param("turbo4v4", marks=pytest.mark.laws)])
 def test_outliers_are_caught_and_scales_are_recommended(
     spec: str, outliers: Any, tokenizer: Any
 ) -> None:

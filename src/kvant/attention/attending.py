@@ -49,20 +49,16 @@ def attend(
     _check(q, view, mask, sink_logits)
     if torch.is_grad_enabled():
         with torch.no_grad():
-            return _attended(q, view, scale, mask, softcap, sink_logits, return_lse, backend)
-    return _attended(q, view, scale, mask, softcap, sink_logits, return_lse, backend)
-
-
-def _attended(
-    q: Tensor,
-    view: View,
-    scale: float | None,
-    mask: Mask | Tensor | None,
-    softcap: float | None,
-    sink_logits: Tensor | None,
-    return_lse: bool,
-    backend: str | None,
-) -> Any:
+            return attend(
+                q,
+                view,
+                scale=scale,
+                mask=mask,
+                softcap=softcap,
+                sink_logits=sink_logits,
+                return_lse=return_lse,
+                backend=backend,
+            )
     keys, frame = view.keys, view.values.codec.frame
     scale = q.shape[3] ** -0.5 if scale is None else scale
     rule = view.mask if mask is None else _four_dimensions(mask)

@@ -87,16 +87,21 @@ def test_recipes_of_ones_own_are_probed_too(outliers: Any, tokenizer: Any) -> No
     assert not found.harmless and found.recommended == "raw"
 
 
-def test_auto_is_the_smallest_that_does_little(plain: Any, outliers: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"), [("plain", 0.35), pytest.param("outliers", 0.6, marks=pytest.mark.laws)]
+)
+def test_auto_is_the_smallest_that_does_little(
+    name: str, most: float, tokenizer: Any, request: pytest.FixtureRequest
+) -> None:
+    model = request.getfixturevalue(name)
     shape = kvant.Shape(1, 8, 128, 128)
     raw = kvant.plan(shape, "raw").nbytes_per_token
-    for model, most in ((plain, 0.35), (outliers, 0.6)):
-        chosen = resolved(model, "auto", trial(model, tokenizer))
-        assert isinstance(chosen, str) and chosen in CHOICES
-        assert kvant.plan(shape, chosen).nbytes_per_token <= most * raw
-        found = kvant.probe(model, tokenizer, chosen)
-        assert found.harmless and abs(found.divergence.perplexity_change) < 0.01
-        assert found.recalled > 0.4 and found.lost < 0.1 * found.recalled
+    chosen = resolved(model, "auto", trial(model, tokenizer))
+    assert isinstance(chosen, str) and chosen in CHOICES
+    assert kvant.plan(shape, chosen).nbytes_per_token <= most * raw
+    found = kvant.probe(model, tokenizer, chosen)
+    assert found.harmless and abs(found.divergence.perplexity_change) < 0.01
+    assert found.recalled > 0.4 and found.lost < 0.1 * found.recalled
 
 
 def test_a_format_that_takes_what_a_model_recalls_does_harm(plain: Any, tokenizer: Any) -> None:
@@ -108,6 +113,7 @@ def test_a_format_that_takes_what_a_model_recalls_does_harm(plain: Any, tokenize
     assert better.harmless and better.lost < MAX_LOST
 
 
+@pytest.mark.laws
 def test_what_auto_tolerates_is_an_argument(plain: Any, tokenizer: Any) -> None:
     tried = trial(plain, tokenizer)
     lax, usual = (resolved(plain, spec, tried) for spec in ("auto,max_lost=1", "auto"))
@@ -116,6 +122,9 @@ def test_what_auto_tolerates_is_an_argument(plain: Any, tokenizer: Any) -> None:
         kvant.plan(plain, str(spec), context=1).nbytes_per_token for spec in (lax, usual, strict)
     ]
     assert row[0] < row[1] < row[2]
+
+
+def test_what_a_probe_tolerates_is_an_argument(plain: Any, tokenizer: Any) -> None:
     found = kvant.probe(plain, tokenizer, "turbo4v2", max_lost=1.0)
     assert found.harmless and found.recommended == "turbo4v2"
     assert not kvant.probe(plain, tokenizer, "affine4", max_kl=1e-5).harmless

@@ -60,7 +60,7 @@ $(SANITIZED): env
 # What the sanitizers find in the kernels: sizes that end inside of tiles, and sizes that lie.
 sanitize: $(SANITIZED)
 	$(call each,$(FUZZ) --iterations 2000)
-	$(call each,$(PYTEST) -q -p no:cacheprovider --library build/sanitize \
+	$(call each,$(PYTEST) -q -m "" -p no:cacheprovider --library build/sanitize \
 	  tests/attention/test_native.py tests/frames/test_native.py)
 
 # Sizes that lie, for so many seconds on each instruction set, and as long files whose headers were

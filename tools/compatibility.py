@@ -39,10 +39,10 @@ from kvant.generation import HostDecoder  # noqa: E402
 PAGE = ROOT / "docs" / "compatibility.md"
 INTRO = """# What works with transformers
 
-Made by `python tools/compatibility.py` (transformers {transformers}, torch {torch}); tests run a
-part of it, chosen so that every two values meet. Each family is a tiny random model in float32
-(`tests/hf/zoo.py`): so nothing here says how good a format is, only that a model computes with it
-what it should.
+Made by `python tools/compatibility.py` (transformers {transformers}, torch {torch}); `make laws`
+runs a part of it, chosen so that every two values meet, `make test` each family once. Each family
+is a tiny random model in float32 (`tests/hf/zoo.py`): so nothing here says how good a format is,
+only that a model computes with it what it should.
 
 * **raw**: the largest difference of logits from those of eager attention over the host's own
   DynamicCache, in units of their standard deviation. Over {{one sequence, two of which one is
@@ -124,7 +124,7 @@ def _captured(name: str) -> str:
     """Why single tokens do not come from a graph, or that they do."""
     decoder = HostDecoder(build(name), capture=traced)
     cache = decoder.memory("raw,capacity=8")
-    with patch("kvant.layers.record.arrangement", lambda device: None):  # pages as on a GPU
+    with patch("kvant.cache.storage.arrangement", lambda device: None):  # pages as on a GPU
         for tokens in ([3, 4, 5], [6], [7], [8]):
             decoder.logits(tokens, cache)
     why = cache.context.replays.refusal

@@ -12,8 +12,10 @@
 namespace kvant {
 namespace {
 
+// Units whose memory is on its way while others are written, and the bytes that come together.
+constexpr int64_t AHEAD = 4, LINE = 64;
+
 // What is not worth to wake another thread for: some hundreds of microseconds, and some tens.
-constexpr int64_t AHEAD = 4;  // units
 constexpr double FEW_PAGES = 32, FEW_BYTES = 1 << 19;
 
 class Storing {
@@ -76,7 +78,7 @@ private:
         const int64_t *to = r.writes + 5 * (which / r.sides);
         if (to[3] != 1) return;
         const char *row = open_page(own, to[1], i % r.heads) + to[2] * own.open.row;
-        for (int64_t at = 0; at < bytes(own); at += 64) __builtin_prefetch(row + at, 1);
+        for (int64_t at = 0; at < bytes(own); at += LINE) __builtin_prefetch(row + at, 1);
     }
 
     static char *open_page(const kvant_side &side, int64_t slot, int64_t head) {

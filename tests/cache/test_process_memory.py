@@ -49,8 +49,8 @@ print(json.dumps({
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param("raw", marks=pytest.mark.laws),
-        "raw,capacity=40960",
+        "raw",
+        pytest.param("raw,capacity=40960", marks=pytest.mark.laws),
         "affine4",
         pytest.param("turbo4v2", marks=pytest.mark.laws),
     ],

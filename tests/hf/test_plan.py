@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-import test_configurations
+import test_models
 from hf.zoo import FAMILIES, build, names, worded
 from kvant import cache_for, plan
 from kvant.cache.layer import Attention, kind_of, pages_nbytes
@@ -17,7 +17,7 @@ from kvant.models import layer_shapes
 
 HUB = {  # config.json as the hub has it: much is left to the class that reads it
     name: value
-    for name, value in vars(test_configurations).items()
+    for name, value in vars(test_models).items()
     if isinstance(value, dict) and ("model_type" in value or "text_config" in value)
 }
 

@@ -1,7 +1,8 @@
 """The laws of attention for Triton's kernels: on a GPU, or in its interpreter, which is slow.
 
-So there are fewer cases than elsewhere, but every format is there as keys and as values, each time
-beside another one, with every retention, padding and dtype.
+So there are fewer cases than elsewhere, but under `make laws` every format is there as keys and as
+values, each time beside another one, with every retention, padding and dtype; by default every
+format is in a case of one of the laws.
 """
 
 from __future__ import annotations
@@ -13,19 +14,20 @@ from attention.kernels import DEVICE, NAME, needed
 from laws import cases, test_layers, test_what_a_query_sees
 from laws.cases import Case
 
-CASES = [
-    Case(*case)
-    for case in (
-        ("raw", "affine8", "sinks=3", "step=256,tail=0", 1, torch.float32),
-        ("affine8", "affine4,rotate", "", "step=1,tail=9", "padded", torch.float16),
-        ("affine4,rotate", "turbo4", "window=70,sinks=4", "step=256,tail=0", 1, torch.float32),
-        ("turbo4", "turbo3", "", "start=90,tail=3", 1, torch.bfloat16),
-        ("turbo3", "raw", "window=200", "capacity=640,tail=9", "padded", torch.float32),
-        ("turbo2", "affine4", "window=40,sinks=2", "slack=0,tail=20", 1, torch.float32),
-        ("affine4", "turbo2", "", "page=128,tail=20,slack=0", 1, torch.float32),
-        ("raw", "raw", "window=70,sinks=4", "step=1", "padded", torch.float32),
+F32 = torch.float32
+CASES = {  # and the law that a case is for by default
+    Case(*case): law
+    for law, *case in (
+        ("", "raw", "affine8", "sinks=3", "step=256,tail=0", 1, F32),
+        ("rule", "affine8", "affine4,rotate", "", "step=1,tail=9", "padded", torch.float16),
+        ("read", "affine4,rotate", "turbo4", "window=70,sinks=4", "step=256,tail=0", 1, F32),
+        ("rule", "turbo4", "turbo3", "", "start=90,tail=3", 1, torch.bfloat16),
+        ("read", "turbo3", "raw", "window=200", "capacity=640,tail=9", "padded", F32),
+        ("rule", "turbo2", "affine4", "window=40,sinks=2", "slack=0,tail=20", 1, F32),
+        ("", "affine4", "turbo2", "", "page=128,tail=20,slack=0", 1, F32),
+        ("", "raw", "raw", "window=70,sinks=4", "step=1", "padded", F32),
     )
-]
+}
 CHUNKS = (63, 1, 7, 1, 60, 1, 29)  # a single token that ends a page, and a chunk that does
 FEW = (63, 1, 7, 1, 28)
 
@@ -44,11 +46,10 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(laws, "readers", lambda view: [NAME])
 
 
-# By default some of the cases for the one law and some for the other: every format in one of them.
 @pytest.mark.parametrize(
     ("case", "chunks"),
     [
-        *((case, FEW) for case in CASES[1:6:2]),
+        *((case, FEW) for case, law in CASES.items() if law == "rule"),
         *(pytest.param(case, CHUNKS, marks=pytest.mark.laws) for case in CASES),
     ],
     ids=str,
@@ -60,7 +61,10 @@ def test_every_query_sees_what_the_rule_says(case: Case, chunks: tuple[int, ...]
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=() if i in (2, 4) else pytest.mark.laws) for i, c in enumerate(CASES)],
+    [
+        pytest.param(case, marks=() if law == "read" else pytest.mark.laws)
+        for case, law in CASES.items()
+    ],
     ids=str,
 )
 def test_attention_is_over_read_rows(case: Case) -> None:

@@ -192,9 +192,9 @@ def spread(cases: Iterable[Case]) -> Iterator[tuple[Case, int]]:
     return ((case, dice.choice(LENGTHS)) for case in cases)
 
 
-@pytest.mark.parametrize(("law", "told"), thinned(LAWS, spread(pairwise())), ids=_named)
-def test_law(law: str, told: tuple[Case, int]) -> None:
-    LAWS[law](*told)
+@pytest.mark.parametrize(("law", "case_at"), thinned(LAWS, spread(pairwise())), ids=_named)
+def test_law(law: str, case_at: tuple[Case, int]) -> None:
+    LAWS[law](*case_at)
 
 
 @pytest.mark.laws

@@ -19,7 +19,7 @@ import torch
 from kvant import Cache, attend
 from kvant.attention.native import records
 from kvant.extent import BEGINS, FIRST_OPEN, FIRST_SEALED, LENGTH, STOP_SEALED
-from kvant.native import RECORD, library, rotated
+from kvant.native import ROTATION, library, rotated
 from native.cases import AFFINE, FP8, Case, nbytes_of
 from native.interface import ENTRIES, STRUCTS, Pointer, all_places, loaded, places
 from native.memory import memory
@@ -32,7 +32,7 @@ RECORDS = {
     "kvant_extent": records.EXTENT,
     "kvant_request": records.REQUEST,
     "kvant_store_request": records.STORE,
-    "kvant_rotate_request": RECORD,
+    "kvant_rotate_request": ROTATION,
 }
 
 

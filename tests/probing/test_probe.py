@@ -15,8 +15,8 @@ from hf.zoo import build
 from kvant import SpecError, demo
 from kvant.eval.outliers import with_outliers
 from kvant.probing import MAX_KL, MAX_LOST, harm, resolved, trial
-from kvant.probing.finding import CHOICES, promoted, smallest
-from kvant.probing.judgement import MEANINGLESS
+from kvant.probing.finding import CHOICES, auto_tolerance, promoted, smallest
+from kvant.probing.judgement import MEANINGLESS, Tolerance
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +122,12 @@ def test_what_auto_tolerates_is_an_argument(plain: Any, tokenizer: Any) -> None:
         kvant.plan(plain, str(spec), context=1).nbytes_per_token for spec in (lax, usual, strict)
     ]
     assert row[0] < row[1] < row[2]
+
+
+def test_what_auto_tolerates_is_in_its_spec() -> None:
+    assert auto_tolerance("auto", Tolerance(0.5, 0.25)) == Tolerance(0.5, 0.25)
+    told = auto_tolerance("auto,max_kl=1e-3,max_lost=0.005", Tolerance())
+    assert told == Tolerance(max_kl=1e-3, max_lost=0.005)
 
 
 def test_what_a_probe_tolerates_is_an_argument(plain: Any, tokenizer: Any) -> None:

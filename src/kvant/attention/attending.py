@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
@@ -47,39 +48,28 @@ def attend(
     """
     refuse_transforms("attend")
     _check(q, view, mask, sink_logits)
-    if torch.is_grad_enabled():
-        with torch.no_grad():
-            return attend(
-                q,
-                view,
-                scale=scale,
-                mask=mask,
-                softcap=softcap,
-                sink_logits=sink_logits,
-                return_lse=return_lse,
-                backend=backend,
-            )
-    keys, frame = view.keys, view.values.codec.frame
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    rule = view.mask if mask is None else _four_dimensions(mask)
-    framed = q if keys.codec.frame.trivial else keys.codec.frame.queries(q)
-    # Outputs that are still to leave a frame are not rounded before that.
-    dtype = q.dtype if frame.trivial else torch.float32
-    request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
-    # What decides is the same for all tokens of a layer.
-    own, name = view.own is None, backend or view.backend
-    key = (name, own, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
-    chosen = keys.memo.get(key) if own else None
-    if chosen is None:
-        chosen = keys.memo[key] = _survey(view, request, name)[0]
-    out, lse = chosen.attend(request, view)
-    view.tally.attended[chosen.name] += 1
-    if not frame.trivial:
-        out = frame.outputs(out)
-    if view.values.dim > view.value_dim:
-        out = out[..., : view.value_dim]
-    out = out if out.dtype == q.dtype else out.to(q.dtype)
-    return out if lse is None else (out, lse)
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        keys, frame = view.keys, view.values.codec.frame
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        rule = view.mask if mask is None else _four_dimensions(mask)
+        framed = q if keys.codec.frame.trivial else keys.codec.frame.queries(q)
+        # Outputs that are still to leave a frame are not rounded before that.
+        dtype = q.dtype if frame.trivial else torch.float32
+        request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
+        # What decides is the same for all tokens of a layer.
+        own, name = view.own is None, backend or view.backend
+        key = (name, own, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
+        chosen = keys.memo.get(key) if own else None
+        if chosen is None:
+            chosen = keys.memo[key] = _survey(view, request, name)[0]
+        out, lse = chosen.attend(request, view)
+        view.tally.attended[chosen.name] += 1
+        if not frame.trivial:
+            out = frame.outputs(out)
+        if view.values.dim > view.value_dim:
+            out = out[..., : view.value_dim]
+        out = out if out.dtype == q.dtype else out.to(q.dtype)
+        return out if lse is None else (out, lse)
 
 
 @dataclass(frozen=True)
@@ -141,8 +131,8 @@ def _four_dimensions(mask: Mask | Tensor) -> Mask | Tensor:
 
 def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | None) -> None:
     """Refuse what does not fit, with both sides in the message."""
-    opened, batch, shape = view.keys.open, len(view.extent.numbers), q.shape
-    _, heads, _, dim = opened.shape
+    batch, shape = len(view.extent.numbers), q.shape
+    heads, dim, device = view.keys.heads, view.keys.dim, view.keys.open.device
     fits = len(shape) == 4 and shape[0] == batch and shape[3] == dim
     if not fits or shape[1] % heads or shape[1] == 0:
         single = "; of one sequence they are q[None]" if q.ndim == 3 else ""
@@ -150,8 +140,8 @@ def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | No
             f"queries of shape {list(q.shape)} do not fit keys of [{batch}, {heads}, ., {dim}]: "
             f"[B, heads, T, D] is needed, heads a multiple of {heads}{single}"
         )
-    if q.device != opened.device:
-        raise ValueError(f"queries on {q.device}, rows on {opened.device}")
+    if q.device != device:
+        raise ValueError(f"queries on {q.device}, rows on {device}")
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"sink_logits {list(sinks.shape)} for {q.shape[1]} heads: one a head")
     if mask is not None or shape[2] != 1:

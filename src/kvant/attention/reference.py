@@ -77,8 +77,8 @@ class Alike:
         """The rows that the newest queries may see, in pieces of so many values when opened."""
         extent, page = self.pages.extent, self.pages.extent.kind.page
         count = extent.batch if self.which is None else len(self.which)
-        heads, dim = self.pages.keys.open.shape[1::2]
-        wide = max(dim, self.pages.values.open.shape[3])
+        heads, dim = self.pages.keys.heads, self.pages.keys.dim
+        wide = max(dim, self.pages.values.dim)
         many = page * max(1, at_once // (count * heads * wide * page))
         if sinks := min(self.sinks, self.came):
             yield Block("sinks", 0, sinks)
@@ -203,9 +203,7 @@ class Reference:
         if len(groups) == 1:
             return self._attend(request, groups[0])
         batch, heads, count, _ = request.q.shape
-        out = request.q.new_empty(
-            batch, heads, count, pages.values.open.shape[3], dtype=_wide(request.q)
-        )
+        out = request.q.new_empty(batch, heads, count, pages.values.dim, dtype=_wide(request.q))
         lse = out.new_empty(batch, heads, count) if request.lse else None
         for group in groups:
             index = torch.from_numpy(group.which)
@@ -241,7 +239,7 @@ class Reference:
                     part = part.expand(q.shape[0], *part.shape[1:])
                     mask = _by_group(part, heads)
                 softmax.add(_scores(softmax.q, keys, request), mask, values)
-        dim = group.pages.values.open.shape[3]
+        dim = group.pages.values.dim
         outs = [softmax.result(request.sink_logits, dim) for _, _, softmax in softmaxes]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
         return out, torch.cat([s.lse() for _, _, s in softmaxes], 2) if request.lse else None
@@ -264,7 +262,7 @@ def _wide(q: Tensor) -> torch.dtype:
 def _grouped(request: Request, group: Alike) -> Tensor:
     """Queries as [B, H, group, T, D], scaled."""
     batch, all_heads, count, dim = request.q.shape
-    heads = group.pages.keys.open.shape[1]
+    heads = group.pages.keys.heads
     q = request.q.to(_wide(request.q)).mul(request.scale)
     return q.view(batch, heads, all_heads // heads, count, dim)
 
@@ -322,7 +320,7 @@ def seen_rows(group: Alike, side: Literal["keys", "values"], start: int, stop: i
         cuts.append(Block("open", low, min(group.came, end)))
     if (low := max(low, group.came)) < end:
         cuts.append(Block("own", low, end))
-    heads, dim = stored.open.shape[1::2]
+    heads, dim = stored.heads, stored.dim
     parts, place = [], start
     for cut in [*cuts, Block("own", stop, stop)]:
         if place < cut.start:

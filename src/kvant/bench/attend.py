@@ -1,7 +1,7 @@
 """What attention of the newest tokens over N stored rows costs, beside torch and a plain pass.
 
 All of a length are run in turn, so what else the machine does hits all. `torch` is what it has to
-say it over the same bf16 rows (ways.py). `stream` moves as many bytes as the raw rows have: on a
+say it over the same bf16 rows (device.py). `stream` moves as many bytes as the raw rows have: on a
 CPU it adds them up, on a GPU it copies half of them. `share` is the time of a plain pass over a
 format's bytes, by that figure, over the time taken. Of several `--backend`s each reads them all.
 

@@ -194,9 +194,7 @@ class Attention:
         pools = self.ledger.pools[self.kind]
         storage.fit(pools.open.size, pools.sealed.size)
         none = {
-            name: side.open.new_empty(
-                change.before.batch, side.open.shape[1], 0, side.open.shape[3]
-            )
+            name: side.open.new_empty(change.before.batch, side.heads, 0, side.dim)
             for name, side in storage.sides.items()
         }
         store(change, none, storage.sides, self.tally)

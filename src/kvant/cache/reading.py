@@ -79,7 +79,7 @@ def _sides(pages: View, sinks: int, start: int, stop: int) -> dict[str, Tensor]:
 
 def _side(pages: View, name: Any, sinks: int, start: int, stop: int) -> Tensor:
     stored = pages.keys if name == "keys" else pages.values
-    heads, dim = stored.open.shape[1::2]
+    heads, dim = stored.heads, stored.dim
     out = stored.open.new_zeros(pages.batch, heads, sinks + stop - start, dim)
     for group in alike(pages) if pages.batch else []:
         rows = _group(group, name, sinks, start, stop)

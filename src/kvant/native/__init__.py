@@ -95,8 +95,8 @@ def _share_team(functions: ctypes.CDLL) -> None:
     functions.kvant_share_team(ctypes.cast(team, ctypes.c_void_p))
 
 
-RECORD = struct.Struct("@16q")  # kvant_rotate_request
-DIMS = range(16, 256 + 1, 16)
+ROTATION = struct.Struct("@16q")  # kvant_rotate_request
+ROTATED_DIMS = range(16, 256 + 1, 16)
 Signs = ctypes.Array[ctypes.c_float]  # one a channel: +-1 over the square root of its block
 
 
@@ -112,7 +112,7 @@ def present(x: Tensor) -> bool:
         and not passing()
         and x.dtype in DTYPES
         and x.ndim == 4
-        and x.shape[3] in DIMS
+        and x.shape[3] in ROTATED_DIMS
         and x.stride(3) == 1
         and not (x.requires_grad and torch.is_grad_enabled())
     )
@@ -129,7 +129,7 @@ def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
     assert functions is not None
     assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
     (batch, head, row, _), size = x.stride(), x.element_size()
-    given = RECORD.pack(
+    given = ROTATION.pack(
         *(x.data_ptr(), behind(x, size), batch * size, head * size, row * size),
         *(DTYPES[x.dtype], *x.shape, ctypes.addressof(signs), ctypes.sizeof(signs), last),
         *(out.data_ptr(), out.nbytes, torch.get_num_threads()),

@@ -88,10 +88,8 @@ class Native:
         Then nothing was written. Pages that are to be opened again are not opened here.
         """
         functions = library().functions
-        if functions is None or len(change.opens):
+        if functions is None or len(change.opens) or torch.compiler.is_compiling():
             return False
-        if records.KEY not in change.memo and torch.compiler.is_compiling():
-            return False  # it is the same for all layers, and no layer came before
         batch, count = len(change.after.numbers), change.count
         heads = page = 0
         places: list[int] = []

@@ -109,7 +109,7 @@ def _tile(asked, rule, extent, b, head, begin, q_head, t, queries, TILE: tl.cons
 
 @triton.jit
 def _put(partial, dim: tl.constexpr, tile, to, found):
-    """Where merge.py finds it."""
+    """Where `merge` finds it."""
     top, total, out, channel, there = found
     mask = tile.there[:, None] & there[None, :]
     tl.store(partial.out + to[:, None] * dim + channel[None, :], out, mask=mask)

@@ -174,7 +174,7 @@ def test_caps_of_any_size(softcap: float) -> None:
     check(asking(view, 2, 5) * 100, view, softcap=softcap, near=1e-4)
 
 
-@pytest.mark.parametrize("far", [2**31 - 1, 2**31, 2**40])
+@pytest.mark.parametrize("far", [pytest.param(2**31 - 1, marks=pytest.mark.laws), 2**31, 2**40])
 def test_a_rule_may_reach_further_than_32_bits(far: int) -> None:
     view = seen("affine4", 5, start=[0, 30])
     q = asking(view, 2, 5)

@@ -115,7 +115,7 @@ def test_quit_and_reset(call: Any) -> None:
     assert "/rewind" in call(*WORDS, typed="/help\n")[2]
 
 
-@pytest.mark.parametrize("command", ["run -", "chat"])
+@pytest.mark.parametrize("command", [pytest.param("run -", marks=pytest.mark.laws), "chat"])
 def test_no_standard_input_is_no_traceback(command: str) -> None:
     words = [KVANT, *command.split()]
     done = subprocess.run(["sh", "-c", 'exec "$@" <&-', "sh", *words], capture_output=True)

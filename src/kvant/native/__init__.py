@@ -74,6 +74,13 @@ def behind(x: Tensor, size: int) -> int:
     return x.untyped_storage().nbytes() - x.storage_offset() * size  # type: ignore[return-value]
 
 
+def rows_record(x: Tensor) -> tuple[int, ...]:
+    """Where dense rows [B, H, T, D] lie, as kvant_rows says it."""
+    size, (batch, head, row, _) = x.itemsize, x.stride()
+    there = x.nbytes if x.is_contiguous() else behind(x, size)
+    return (x.data_ptr(), there, batch * size, head * size, row * size)
+
+
 def done(refusal: bytes | None) -> None:
     """Nothing where a function did what it was asked for; else what it refused as an error."""
     if refusal is not None:
@@ -128,9 +135,8 @@ def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     assert functions is not None
     assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
-    (batch, head, row, _), size = x.stride(), x.element_size()
     given = ROTATION.pack(
-        *(x.data_ptr(), behind(x, size), batch * size, head * size, row * size),
+        *rows_record(x),
         *(DTYPES[x.dtype], *x.shape, ctypes.addressof(signs), ctypes.sizeof(signs), last),
         *(out.data_ptr(), out.nbytes, torch.get_num_threads()),
     )

@@ -16,7 +16,7 @@ from kvant.attention.native import records
 from kvant.attention.native.records import LANES, NO_MEMORY, NO_ROWS, REQUEST, STORE
 from kvant.contracts import Fields, Mask, Request, Stored, Tiles, View
 from kvant.extent import Change
-from kvant.native import DTYPES, done, library
+from kvant.native import DTYPES, done, library, rows_record
 
 MAX_GROUP = 16  # of the kernels
 PROCESSOR = torch.device("cpu")
@@ -68,13 +68,13 @@ class Native:
             *values.place,
             *records.extent(pages.extent),
             *(keys.heads, heads // keys.heads, queries),
-            *(NO_ROWS if own is None else records.rows(own["keys"])),
-            *(NO_ROWS if own is None else records.rows(own["values"])),
+            *(NO_ROWS if own is None else rows_record(own["keys"])),
+            *(NO_ROWS if own is None else rows_record(own["values"])),
             *(came, came if pages.dense else 0),
             *(mask.causal, mask.window or 0, mask.sinks, mask.chunk or 0),
             *(request.scale, request.softcap or 0.0),
             *(NO_MEMORY if logits is None else (logits.data_ptr(), logits.nbytes)),
-            *(*records.rows(q), DTYPES[q.dtype], out.data_ptr(), out.nbytes, DTYPES[out.dtype]),
+            *(*rows_record(q), DTYPES[q.dtype], out.data_ptr(), out.nbytes, DTYPES[out.dtype]),
             *(NO_MEMORY if lse is None else (lse.data_ptr(), lse.nbytes)),
             torch.get_num_threads(),
         )
@@ -102,7 +102,7 @@ class Native:
             if x.shape != (batch, heads, count, kept.dim) or x.stride(3) != 1:
                 return False
             places += kept.place
-            places += records.rows(x)
+            places += rows_record(x)
         if len(sides) == 1:
             places += NO_SIDE
         elif len(sides) != 2:

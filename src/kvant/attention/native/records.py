@@ -231,10 +231,3 @@ def memory(array: Ints) -> Numbers:
 def _kept(record: Numbers) -> Kept:
     held = np.array(record, np.int64)
     return Kept(held.__array_interface__["data"][0], held.nbytes, held)
-
-
-def rows(x: Tensor) -> Numbers:
-    """Dense rows [B, H, T, D]."""
-    size, (batch, head, row, _) = x.itemsize, x.stride()
-    there = x.nbytes if x.is_contiguous() else behind(x, size)
-    return (x.data_ptr(), there, batch * size, head * size, row * size)

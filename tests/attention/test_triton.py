@@ -47,7 +47,7 @@ def seen(
     text: str,
     queries: int,
     *,
-    heads: int = 2,
+    heads: int = 1,
     dims: tuple[int, int] = (32, 48),
     count: int = 150,
     dtype: torch.dtype = torch.float32,
@@ -88,7 +88,7 @@ def check(q: Tensor, view: View, near: float = 1e-5, **asked: Any) -> None:
 )
 def test_every_format_is_read_as_what_it_is(text: str, dtype: torch.dtype) -> None:
     for queries in (1, 5):
-        view = seen(text, queries, dtype=dtype)
+        view = seen(text, queries, heads=2, dtype=dtype)
         check(asking(view, 2, queries, dtype).float(), view, NEAR[dtype])
 
 
@@ -98,7 +98,7 @@ def test_every_format_is_read_as_what_it_is(text: str, dtype: torch.dtype) -> No
     ids=str,
 )
 def test_widths_that_are_no_powers_of_two(text: str, dims: tuple[int, int]) -> None:
-    view = seen(text, 1, heads=1, dims=dims)
+    view = seen(text, 1, dims=dims)
     check(asking(view, 3, 1), view)
 
 
@@ -112,7 +112,7 @@ def test_widths_that_are_no_powers_of_two(text: str, dims: tuple[int, int]) -> N
 def test_groups_of_any_size_share_their_rows(group: int) -> None:
     text = FORMATS[group % len(FORMATS)]
     for queries in (1, 7):
-        view = seen(text, queries, dims=(32, 32))
+        view = seen(text, queries, heads=2, dims=(32, 32))
         check(asking(view, group, queries), view)
 
 
@@ -132,7 +132,7 @@ ASKED = {"softcap": 5.0, "scale": 0.2}
     ("text", "rule", "queries"), once(product(["raw", "turbo3/affine4"], RULES, [1, 21]))
 )
 def test_windows_sinks_padding_and_caps(text: str, rule: str, queries: int) -> None:
-    view = seen(f"{text},{rule}", queries, heads=1, count=200, start=[3, 100])
+    view = seen(f"{text},{rule}", queries, count=200, start=[3, 100])
     check(asking(view, 4, queries), view, sink_logits=torch.randn(4, device=DEVICE), **ASKED)
 
 
@@ -149,7 +149,7 @@ MASKS = (
 @pytest.mark.parametrize(("mask", "queries"), once(product(MASKS, [1, 33])), ids=str)
 def test_a_rule_in_place_of_the_view_s(mask: Mask, queries: int) -> None:
     for text in ("raw", "affine4"):
-        view = seen(text, queries, heads=1, start=[0, 30])
+        view = seen(text, queries, start=[0, 30])
         check(asking(view, 2, queries), view, mask=mask)
 
 
@@ -336,7 +336,7 @@ def test_outputs_come_in_the_dtype_of_the_queries(rows: torch.dtype) -> None:
 
 @pytest.mark.parametrize("queries", [1, 5])
 def test_logits_of_sinks_lie_anyhow(queries: int) -> None:
-    view = seen("raw", queries)
+    view = seen("raw", queries, heads=2)
     q = asking(view, 2, queries)
     for logits in (torch.tensor(3.0).expand(4), torch.arange(8.0)[::2], torch.ones(4, 2)[:, 1]):
         check(q, view, sink_logits=logits.to(DEVICE))

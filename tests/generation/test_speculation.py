@@ -41,7 +41,7 @@ def poorer(name: str) -> Any:
 @pytest.mark.parametrize(("name", "spec"), once(SPOKEN))
 def test_greedy_tokens_are_those_of_plain_decoding(name: str, spec: str) -> None:
     plain = said(name, kv_cache=spec)
-    for most in (1, 5, 12):
+    for most in (1, 12):
         assert said(name, kv_cache=spec, draft=poorer(name), max_drafts=most) == plain
     assert said(name, kv_cache=spec, draft=model_of(name)) == plain
 

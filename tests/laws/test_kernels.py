@@ -29,7 +29,7 @@ CASES = {  # and the law that a case is for by default
     )
 }
 CHUNKS = (63, 1, 7, 1, 60, 1, 29)  # a single token that ends a page, and a chunk that does
-FEW = (63, 1, 7, 1, 28)
+FEW = (63, 1, 7)
 
 pytestmark = [
     needed,

@@ -43,17 +43,21 @@ def test_a_harmless_format_is_left_as_it_is(plain: Any, tokenizer: Any) -> None:
     assert "affine4" in str(found) and "layer" in str(found)
 
 
-def test_a_window_or_a_capacity_is_no_harm_of_the_format(plain: Any, tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    "options", ["capacity=300", pytest.param("window=64,sinks=4", marks=pytest.mark.laws)]
+)
+def test_a_window_or_a_capacity_is_no_harm_of_the_format(
+    options: str, plain: Any, tokenizer: Any
+) -> None:
     alone = kvant.probe(plain, tokenizer, "affine4")
-    for options in ("window=64,sinks=4", "capacity=300"):
-        found = kvant.probe(plain, tokenizer, f"affine4,{options}")
-        assert found.harmless
-        if "sinks" not in options:
-            assert found.divergence.mean_kl == alone.divergence.mean_kl
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            kvant.attach(plain, f"affine4,{options}", tokenizer=tokenizer)
-        kvant.detach(plain)
+    found = kvant.probe(plain, tokenizer, f"affine4,{options}")
+    assert found.harmless
+    if "sinks" not in options:
+        assert found.divergence.mean_kl == alone.divergence.mean_kl
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        kvant.attach(plain, f"affine4,{options}", tokenizer=tokenizer)
+    kvant.detach(plain)
 
 
 def test_raw_does_nothing(plain: Any, tokenizer: Any) -> None:
@@ -87,9 +91,8 @@ def test_recipes_of_ones_own_are_probed_too(outliers: Any, tokenizer: Any) -> No
     assert not found.harmless and found.recommended == "raw"
 
 
-@pytest.mark.parametrize(
-    ("name", "most"), [("plain", 0.35), pytest.param("outliers", 0.6, marks=pytest.mark.laws)]
-)
+@pytest.mark.laws
+@pytest.mark.parametrize(("name", "most"), [("plain", 0.35), ("outliers", 0.6)])
 def test_auto_is_the_smallest_that_does_little(
     name: str, most: float, tokenizer: Any, request: pytest.FixtureRequest
 ) -> None:

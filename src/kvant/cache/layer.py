@@ -142,8 +142,9 @@ class Attention:
         geometry, batch, count = Geometry.of(rows), *rows["keys"].shape[:3:2]
         self._check_geometry(rows)
         dense = count > 1 and self._dense(prefill)
-        opened, sealed = self.ledger.foresee(self.kind, batch, count, start, dense=dense)
-        held = self.ledger.weight(self.kind)
+        with self.ledger.lock:  # others may grow the same pools
+            opened, sealed = self.ledger.foresee(self.kind, batch, count, start, dense=dense)
+            held = self.ledger.weight(self.kind)
         opened, sealed = opened + held[0], sealed + held[1]
         spec = self.spec
         return opened * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec)

@@ -37,7 +37,7 @@ def kept(shares: list[float], **options: Any) -> set[int]:
 
 def drawn(count: int, shares: list[float], **options: Any) -> list[int]:
     sampler = Sampler(Sampling(**{"temperature": 1.0} | options))
-    return [sampler.draw(logits_of(shares), [])[0] for _ in range(count)]
+    return [sampler.draw(logits_of(shares), [1] * place).token for place in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_temperature_0_is_the_likeliest_token(options: dict[str, Any]) -> None:
 
 
 def test_temperature_0_says_how_likely_the_token_is_without_it() -> None:
-    _, logprob = Sampler(Sampling()).draw(logits_of(SHARES), [])
+    logprob = Sampler(Sampling()).draw(logits_of(SHARES), []).logprob
     assert logprob == pytest.approx(math.log(0.5), abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_temperature_is_a_power_of_the_shares(temperature: float) -> None:
-    powers = torch.tensor(SHARES, dtype=torch.float64) ** (1 / temperature)
+    powers = torch.tensor(SHARES) ** (1 / temperature)
     expected = powers / powers.sum()
     torch.testing.assert_close(
         distribution(SHARES, temperature=temperature), expected, rtol=1e-5, atol=0
@@ -145,7 +145,7 @@ def test_tokens_that_were_there_are_less_likely() -> None:
     sampling = Sampling(temperature=1.0, repetition_penalty=2.0)
     logits = torch.tensor([2.0, -1.0, 1.0, 0.0])
     left = Sampler(sampling).distribution(logits, [0, 1, 0])
-    expected = torch.tensor([1.0, -2.0, 1.0, 0.0]).double().log_softmax(-1)
+    expected = torch.tensor([1.0, -2.0, 1.0, 0.0]).log_softmax(-1)
     torch.testing.assert_close(left, expected)
     assert logits.tolist() == [2.0, -1.0, 1.0, 0.0], "the caller's logits are changed"
 
@@ -174,9 +174,9 @@ def test_logprob_is_that_of_the_distribution_drawn_from(options: dict[str, Any])
     logits, before = logits_of(SHARES), [1, 4]
     expected = sampler.distribution(logits, before)
     assert float(expected.exp().sum()) == pytest.approx(1.0)
-    for _ in range(20):
-        token, logprob = sampler.draw(logits, before)
-        assert logprob == pytest.approx(float(expected[token]))
+    for place in range(20):
+        token, logprob, _ = sampler.draw(logits, before * (place + 1))
+        assert logprob == pytest.approx(float(expected[token]), abs=1e-6)
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
@@ -221,6 +221,6 @@ def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: float, al
 def test_extreme_temperatures_stay_numbers(temperature: float) -> None:
     left = distribution(SHARES, temperature=temperature)
     expected = [1.0, 0, 0, 0, 0] if temperature < 1 else [0.2] * 5
-    torch.testing.assert_close(left.sort(descending=True).values, torch.tensor(expected).double())
+    torch.testing.assert_close(left.sort(descending=True).values, torch.tensor(expected))
     with pytest.raises(ValueError, match="temperature=inf"):
         Sampling(temperature=float("inf"))

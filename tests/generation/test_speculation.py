@@ -186,9 +186,10 @@ def test_a_verified_token_is_drawn_from_the_right_distribution(
     right, guess = torch.randn(2, VOCABULARY, generator=generator)
     sampler = Sampler(Sampling(**{"temperature": 1.0, "seed": 2} | filtered))
     counts: Counter[int] = Counter()
-    for _ in range(6000):
-        draft = Draft(2) if certain else sampler.draft(guess, [])
-        counts[sampler.verify(right, [], draft)[0]] += 1
+    for place in range(3000):
+        before = [0] * place
+        draft = Draft(2) if certain else sampler.draft(guess, before)
+        counts[sampler.verify(right, before, draft).token] += 1
     expected = dict(enumerate(sampler.distribution(right, []).exp().tolist()))
     assert chi_square(counts, expected) < SURE[5]
 

@@ -168,6 +168,13 @@ class HostDecoder:
         out = self._forward(torch.tensor([ids], device=device), positions, memory, last)
         return out[0, -last:].float()
 
+    @torch.no_grad()
+    def rows(self, ids: Tensor, positions: Tensor, memory: HostCache) -> Tensor:
+        """[sequences, vocabulary] in float32 behind one token of each, at its position."""
+        device = self.model.device
+        out = self._forward(ids.to(device), positions.to(device), memory)
+        return out[:, -1].float()
+
     def _replayed(self, token: int, memory: Memory) -> Tensor | None:
         """The logits after a token that a graph takes; None where there is none."""
         if self._capture is None:

@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 from inspect import GEN_RUNNING, getgeneratorstate
 from typing import Any, Literal
 
+from torch import Tensor
+
 from kvant.errors import CapacityError, PromptError
 from kvant.generation.drafts import Aim, Drafter, NoDrafts
 from kvant.generation.reader import Progress, Reader
-from kvant.generation.sampling import Draft, Sampler, Sampling
+from kvant.generation.sampling import Draft, Drawn, Sampler, Sampling
 
-FinishReason = Literal["stop", "length"]  # an end token or stop string; a limit
+# An end token or stop string; a limit; the one who asked.
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,8 @@ class Step:
     logprob: float  # of the token, under the distribution that it was drawn from
     finish_reason: FinishReason | None = None
     drafted: bool = False  # guessed before, and verified together with others
+    likeliest: tuple[tuple[int, float], ...] = ()  # tokens and logprobs, where they were asked for
+    choice: int = 0  # which of several continuations of a prompt
 
 
 class Stream(Iterator[Step]):
@@ -158,6 +163,39 @@ class Limits:
 
 
 @dataclass
+class Reply:
+    """What is said behind a prompt: tokens become steps, and end somewhere."""
+
+    tokenizer: Any
+    limits: Limits
+    tokens: list[int]  # prompt and all that was said
+    said: int = 0
+
+    def __post_init__(self) -> None:
+        self.text = Text(self.tokenizer, self.limits.stop, self.tokens)
+
+    @property
+    def left(self) -> int:
+        """How many tokens may still come."""
+        return self.limits.left(self.said, len(self.tokens))
+
+    def add(self, drawn: Drawn, *, drafted: bool = False, choice: int = 0) -> Step:
+        """The next token: the step it makes, which ends the reply where it has a finish reason."""
+        token, text = drawn.token, self.text
+        self.tokens.append(token)
+        self.said += 1
+        reason: FinishReason | None = None
+        if token in self.limits.end_tokens:
+            piece, reason = text.rest(), "stop"
+        else:
+            piece = text.add(token)
+            if text.stopped or self.left <= 0:
+                piece += text.rest()
+                reason = "stop" if text.stopped else "length"
+        return Step(token, piece, drawn.logprob, reason, drafted, drawn.likeliest, choice)
+
+
+@dataclass
 class Run:
     """One generation: the tokens so far, and how the next one comes about."""
 
@@ -166,59 +204,56 @@ class Run:
     limits: Limits
     tokenizer: Any
     drafter: Drafter = field(default_factory=NoDrafts)
-    tokens: list[int] = field(default_factory=list)  # prompt and all that was said
-    text: Text | None = None
-    said: int = 0
+    reply: Reply | None = None
     drafts: int = 0
     drafts_accepted: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and all that was said."""
+        return [] if self.reply is None else self.reply.tokens
+
+    @property
+    def said(self) -> int:
+        return 0 if self.reply is None else self.reply.said
 
     def steps(
         self, prompt: Sequence[int], progress: Progress | None = None
     ) -> Generator[Step, None, None]:
         """Continue `prompt`; what the memory shares with it is not read again."""
         self.limits.check_prompt(prompt)
-        self.tokens = list(prompt)
-        self.text = text = Text(self.tokenizer, self.limits.stop, self.tokens)
+        self.reply = reply = Reply(self.tokenizer, self.limits, list(prompt))
         sampler, drafts = Sampler(self.sampling), list[Draft]()
         try:
-            rows = self.reader.prompt(self.tokens, progress)[None]
+            rows = self.reader.prompt(reply.tokens, progress)[None]
             while True:
                 for logits, draft in zip(rows, [*drafts, None], strict=True):
-                    step = self._step(sampler, logits, draft, text)
+                    step = self._step(sampler, logits, draft, reply)
                     yield step
                     if step.finish_reason is not None:
                         return
                     if not step.drafted:
                         break
-                drafts = self._drafts(Aim(sampler, rows.shape[-1]))
-                ahead = [*self.tokens, *(draft.token for draft in drafts)]
+                drafts = self._drafts(Aim(sampler, rows.shape[-1]), reply)
+                ahead = [*reply.tokens, *(draft.token for draft in drafts)]
                 rows = self.reader.next(ahead, len(drafts) + 1)
         finally:
-            self.reader.align(self.tokens)
+            self.reader.align(reply.tokens)
 
-    def _step(self, sampler: Sampler, logits: Any, draft: Draft | None, text: Text) -> Step:
+    def _step(self, sampler: Sampler, logits: Tensor, draft: Draft | None, reply: Reply) -> Step:
         if draft is None:
-            token, logprob = sampler.draw(logits, self.tokens)
-        else:
-            token, logprob = sampler.verify(logits, self.tokens, draft)
-        self.tokens.append(token)
-        self.said += 1
-        drafted = draft is not None and draft.token == token
-        self.drafts_accepted += drafted
-        if token in self.limits.end_tokens:
-            return Step(token, text.rest(), logprob, "stop", drafted)
-        piece, reason = text.add(token), self._reason(text)
-        if reason is not None:
-            piece += text.rest()
-        return Step(token, piece, logprob, "stop" if text.stopped else reason, drafted)
+            return reply.add(sampler.draw(logits, reply.tokens))
+        drawn = sampler.verify(logits, reply.tokens, draft)
+        self.drafts_accepted += drawn.token == draft.token
+        return reply.add(drawn, drafted=drawn.token == draft.token)
 
-    def _drafts(self, aim: Aim) -> list[Draft]:
+    def _drafts(self, aim: Aim, reply: Reply) -> list[Draft]:
         """Guesses, where at least one and the token behind it may still be said."""
-        length, capacity = len(self.tokens), self.reader.memory.capacity
-        most = min(self.limits.max_drafts, self.limits.left(self.said, length) - 1)
+        length, capacity = len(reply.tokens), self.reader.memory.capacity
+        most = min(self.limits.max_drafts, reply.left - 1)
         if capacity is not None:
             most = min(most, capacity - length)
-        drafts = self.drafter.drafts(self.tokens, most, aim) if most > 0 else []
+        drafts = self.drafter.drafts(reply.tokens, most, aim) if most > 0 else []
         self.drafts += len(drafts)
         if drafts:
             self.reader.memory.widen(self.limits.max_drafts + 1)
@@ -226,9 +261,4 @@ class Run:
 
     def rest(self) -> str:
         """What was held back for a longer text, where that does not come any more."""
-        return "" if self.text is None else self.text.rest()
-
-    def _reason(self, text: Text) -> FinishReason | None:
-        if text.stopped:
-            return "stop"
-        return "length" if self.limits.left(self.said, len(self.tokens)) <= 0 else None
+        return "" if self.reply is None else self.reply.text.rest()

@@ -2,18 +2,24 @@
 
 The order is the customary one: repetition penalty, temperature, then what is left out (top-k,
 top-p, min-p, each on the distribution that the one before left). Temperature 0 is the likeliest
-token, whatever is left out. The same seed draws the same tokens.
+token, whatever is left out. What is drawn follows from the seed and the position of the token: the
+same seed draws the same tokens, whoever else is drawn for in the same call.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NEVER = float("-inf")
+LIKELIEST = (256, 4096)  # tokens that are looked at before all of them are
+SMALLEST = 1e-30  # a temperature below it would divide 0 by 0
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,23 @@ class Sampling:
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: more than 0 is needed")
 
+    def apart(self, index: int) -> Sampling:
+        """The same with other random numbers, for one of several continuations."""
+        return self if self.seed is None else replace(self, seed=(self.seed + index) % 2**64)
+
+    @property
+    def leaves_all(self) -> bool:
+        """May every token be drawn?"""
+        return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
+
+
+class Drawn(NamedTuple):
+    """A token, how likely it was, and the likeliest ones beside it, where they were asked for."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -49,94 +72,159 @@ class Draft:
     logprobs: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Distributions:
+    """Log-probabilities [rows, n] that tokens are drawn from: of all, or of the likeliest."""
+
+    logprobs: Tensor
+    tokens: Tensor | None = None  # [rows, n], the likeliest first
+
+    def dense(self, vocabulary: int) -> Tensor:
+        """Those of all tokens."""
+        if self.tokens is None:
+            return self.logprobs
+        never = self.logprobs.new_full((len(self.logprobs), vocabulary), NEVER)
+        return never.scatter(1, self.tokens, self.logprobs)
+
+    def drawn(self, chances: Sequence[float]) -> tuple[Tensor, Tensor]:
+        """A token for each number from 0 to below 1, and its log-probability: [rows] each."""
+        sums = self.logprobs.exp().double().cumsum(-1)
+        most = sums[:, -1:]
+        if most.isnan().any():
+            raise ValueError("logits that are not numbers: no token can be drawn from them")
+        aims = (sums.new_tensor(chances)[:, None] * most).minimum(most.nextafter(most * 0))
+        tokens, logprobs = self._at(torch.searchsorted(sums, aims, right=True))
+        return tokens[:, 0], logprobs[:, 0]
+
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
+        """The tokens [rows, count] that are, and their log-probabilities."""
+        return self._at(self.logprobs.topk(min(count, self.logprobs.shape[-1])).indices)
+
+    def _at(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = places if self.tokens is None else self.tokens.gather(1, places)
+        return tokens, self.logprobs.gather(1, places)
+
+
+def distributions(logits: Tensor, sampling: Sampling) -> Distributions:
+    """Those that logits [rows, vocabulary] give; at temperature 0 those of temperature 1."""
+    if sampling.temperature == 0:
+        return Distributions(logits.log_softmax(-1))
+    # From the largest down: then a tiny temperature overflows to "never", and not to NaN.
+    below = logits - logits.amax(-1, keepdim=True)
+    logits = below / max(sampling.temperature, SMALLEST)
+    if sampling.leaves_all:
+        return Distributions(logits.log_softmax(-1))
+    for count in (*LIKELIEST, logits.shape[-1]):
+        found, complete = _among(logits, sampling, min(count, logits.shape[-1]))
+        if complete:
+            break
+    return found
+
+
+def _among(logits: Tensor, sampling: Sampling, count: int) -> tuple[Distributions, bool]:
+    """What is kept of the likeliest tokens; is that all that is kept?"""
+    vocabulary = logits.shape[-1]
+    count = min(sampling.top_k or count, vocabulary)
+    tokens = logits.topk(count).indices.sort().values  # equals in one order, however many there are
+    values, order = logits.gather(1, tokens).sort(descending=True, stable=True)
+    within = logits if sampling.top_k is None else values
+    shares = (values - within.logsumexp(-1, keepdim=True)).exp()
+    kept = shares >= (sampling.min_p or 0.0) * shares[:, :1]
+    if sampling.top_p not in (None, 1.0):
+        kept &= shares.cumsum(-1) - shares < (sampling.top_p or 0.0)
+    kept[:, 0] = True
+    complete = sampling.top_k is not None or count == vocabulary or not bool(kept[:, -1].any())
+    logprobs = values.masked_fill(~kept, NEVER).log_softmax(-1)
+    return Distributions(logprobs, tokens.gather(1, order)), complete
+
+
 class Sampler:
-    """Draws from one stream of random numbers."""
+    """Draws tokens for one sequence; its random numbers follow from the seed and a position."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._generator = torch.Generator()
-        if sampling.seed is None:
-            self._generator.seed()
-        else:
-            self._generator.manual_seed(sampling.seed)
+        self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
 
-    def draw(self, logits: Tensor, before: Sequence[int]) -> tuple[int, float]:
-        """A token for logits [vocabulary] after the tokens `before`, and its log-probability."""
-        logprobs = self.distribution(logits, before)
-        token = self._chosen(logprobs)
-        return token, float(logprobs[token])
+    def draw(self, logits: Tensor, before: Sequence[int]) -> Drawn:
+        """A token for logits [vocabulary] after the tokens `before`."""
+        return drawn(logits[None], [self], [before])[0]
 
     def draft(self, logits: Tensor, before: Sequence[int]) -> Draft:
         """A guess by another model, drawn as its tokens would be."""
         logprobs = self.distribution(logits, before)
-        token = self._chosen(logprobs)
-        return Draft(token, logprobs)
+        if self.sampling.temperature == 0:
+            return Draft(self.draw(logits, before).token, logprobs)
+        tokens, _ = Distributions(logprobs[None]).drawn([self.chance(len(before), "draft")])
+        return Draft(int(tokens), logprobs)
 
-    def verify(self, logits: Tensor, before: Sequence[int], draft: Draft) -> tuple[int, float]:
+    def verify(self, logits: Tensor, before: Sequence[int], draft: Draft) -> Drawn:
         """As `draw`, and from the same distribution, but the draft's token wherever that can be.
 
         Rejection: the draft stands with probability p / q; where it falls, the token comes from
         what p has above q, in which the draft's has no part.
         """
+        if self.sampling.temperature == 0:
+            return self.draw(logits, before)
         logprobs = self.distribution(logits, before)
-        if self._greedy:
-            token = self._likeliest(logprobs)
-        else:
-            token = self._stands_or_falls(logprobs.exp(), _guessed(draft, logprobs), draft.token)
-        return token, float(logprobs[token])
+        token = self._stands_or_falls(logprobs, draft, len(before))
+        return Drawn(token, float(logprobs[token]))
 
-    def _stands_or_falls(self, right: Tensor, guessed: Tensor, token: int) -> int:
-        chance = torch.rand((), generator=self._generator, dtype=right.dtype)
-        if chance * guessed[token] < right[token]:
-            return token
+    def _stands_or_falls(self, logprobs: Tensor, draft: Draft, position: int) -> int:
+        right, guessed = logprobs.exp(), _guessed(draft, logprobs)
+        if self.chance(position, "stands") * guessed[draft.token] < right[draft.token]:
+            return draft.token
         above = (right - guessed).clamp_min(0.0)
-        return self._random(above if above.sum() > 0 else right)  # rounding may leave nothing above
+        left = above if above.sum() > 0 else right  # rounding may leave nothing above
+        tokens, _ = Distributions(left.log()[None]).drawn([self.chance(position, "falls")])
+        return int(tokens)
 
-    def _chosen(self, logprobs: Tensor) -> int:
-        return self._likeliest(logprobs) if self._greedy else self._random(logprobs.exp())
-
-    def _random(self, probabilities: Tensor) -> int:
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
-
-    def _likeliest(self, logprobs: Tensor) -> int:
-        return int(logprobs.argmax())
-
-    @property
-    def _greedy(self) -> bool:
-        return self.sampling.temperature == 0
+    def chance(self, position: int, what: str = "") -> float:
+        """A random number from 0 to below 1."""
+        asked = f"{self._seed} {position} {what}".encode()
+        return (int.from_bytes(blake2b(asked, digest_size=8).digest()) >> 11) / 2**53
 
     def distribution(self, logits: Tensor, before: Sequence[int]) -> Tensor:
-        """Log-probabilities that a token is drawn from; at temperature 0 those of temperature 1."""
-        sampling = self.sampling
-        logits = penalized(logits.cpu().double(), before, sampling.repetition_penalty)
-        if self._greedy:
-            return logits.log_softmax(-1)
-        # From the largest down: then a tiny temperature overflows to "never", and not to NaN.
-        logprobs = ((logits - logits.max()) / sampling.temperature).log_softmax(-1)
-        for keep in (self._top_k, self._top_p, self._min_p):
-            logprobs = logprobs.masked_fill(~keep(logprobs), NEVER).log_softmax(-1)
-        return logprobs
+        """Log-probabilities [vocabulary] that a token is drawn from."""
+        rows = _penalized(logits[None], [before], self.sampling.repetition_penalty)
+        return distributions(rows, self.sampling).dense(len(logits))[0]
 
-    def _top_k(self, logprobs: Tensor) -> Tensor:
-        count = min(self.sampling.top_k or len(logprobs), len(logprobs))
-        kept = torch.zeros_like(logprobs, dtype=torch.bool)
-        kept[logprobs.topk(count).indices] = True
-        return kept
 
-    def _top_p(self, logprobs: Tensor) -> Tensor:
-        """The fewest tokens that together have the mass; the likeliest always stays."""
-        if self.sampling.top_p in (None, 1.0):
-            return torch.ones_like(logprobs, dtype=torch.bool)
-        ordered, index = logprobs.exp().sort(descending=True)
-        kept = torch.zeros_like(logprobs, dtype=torch.bool)
-        kept[index] = ordered.cumsum(-1) - ordered < (self.sampling.top_p or 0.0)
-        kept[index[0]] = True
-        return kept
+def drawn(
+    logits: Tensor,
+    samplers: Sequence[Sampler],
+    before: Sequence[Sequence[int]],
+    likeliest: Sequence[int] = (),
+) -> list[Drawn]:
+    """A token for each row of logits [rows, vocabulary], by the sampler of its sequence.
 
-    def _min_p(self, logprobs: Tensor) -> Tensor:
-        """Tokens at least so likely as this part of the likeliest."""
-        share = self.sampling.min_p or 0.0
-        return logprobs.exp() >= share * logprobs.max().exp()
+    `likeliest` says for each row how many of the likeliest tokens are told beside it.
+    """
+    groups: dict[Sampling, list[int]] = {}
+    for row, sampler in enumerate(samplers):
+        groups.setdefault(replace(sampler.sampling, seed=None), []).append(row)
+    found: dict[int, Drawn] = {}
+    for sampling, rows in groups.items():
+        some = logits if len(rows) == len(logits) else logits[rows]
+        some = _penalized(some, [before[row] for row in rows], sampling.repetition_penalty)
+        if sampling.temperature == 0:
+            tokens, logprobs = _likeliest(some)
+        else:
+            chances = [samplers[row].chance(len(before[row])) for row in rows]
+            tokens, logprobs = distributions(some, sampling).drawn(chances)
+        pairs = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
+        found |= {row: Drawn(token, logprob) for row, token, logprob in pairs}
+        if count := max((likeliest[row] for row in rows), default=0) if likeliest else 0:
+            tops = distributions(some, sampling).likeliest(count)
+            for row, ids, values in zip(rows, *(top.tolist() for top in tops), strict=True):
+                told = tuple(zip(ids, values, strict=True))[: likeliest[row]]
+                found[row] = found[row]._replace(likeliest=told)
+    return [found[row] for row in range(len(samplers))]
+
+
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row, and its log-probability."""
+    values, tokens = logits.max(-1)
+    return tokens, values - logits.logsumexp(-1)
 
 
 def _guessed(draft: Draft, logprobs: Tensor) -> Tensor:
@@ -146,11 +234,14 @@ def _guessed(draft: Draft, logprobs: Tensor) -> Tensor:
     return draft.logprobs.exp()
 
 
-def penalized(logits: Tensor, before: Sequence[int], penalty: float) -> Tensor:
+def _penalized(logits: Tensor, before: Sequence[Sequence[int]], penalty: float) -> Tensor:
     """Tokens that were there are less likely: positive logits shrink, negative ones grow."""
-    if penalty == 1.0 or not before:
+    logits = logits.float()
+    if penalty == 1.0:
         return logits
-    index = torch.tensor(sorted(set(before)))
-    old = logits[index]
-    new = torch.where(old > 0, old / penalty, old * penalty)
-    return logits.index_copy(0, index, new)
+    rows = []
+    for row, text in zip(logits, before, strict=True):
+        index = torch.tensor(sorted(set(text)), dtype=torch.long, device=row.device)
+        old = row[index]
+        rows.append(row.index_copy(0, index, torch.where(old > 0, old / penalty, old * penalty)))
+    return torch.stack(rows)

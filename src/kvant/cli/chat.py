@@ -16,9 +16,10 @@ from typer import Option
 
 from kvant.cli import options
 from kvant.cli.options import check_readable, check_writable, checked_text
-from kvant.cli.session import Named, Reading, Reply, Wanted, show, story
+from kvant.cli.session import Named, Reply, Wanted, show, story
 from kvant.errors import CacheError
 from kvant.exit_codes import complain
+from kvant.progress import Bar
 from kvant.sizes import format_size
 
 
@@ -100,7 +101,7 @@ class Talk:
 
     def _say(self, line: str) -> None:
         reply, before = Reply(), len(self.session.stats()["recoded"])
-        with Reading(quiet=self.quiet) as reading:
+        with Bar("reading the prompt", quiet=self.quiet) as reading:
             try:
                 steps = self.session.send(line, **self.asked, progress=reading.show)
                 reply.take(steps, reading, before="", quiet=self.quiet)

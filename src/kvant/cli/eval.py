@@ -14,7 +14,7 @@ from kvant.bench.report import check_plot
 from kvant.checkpoints import load
 from kvant.cli import options
 from kvant.cli.options import blank, check_writable, read_text
-from kvant.cli.session import Reading
+from kvant.progress import Bar
 from kvant.sizes import format_size
 from kvant.spec import parse, split
 
@@ -59,7 +59,7 @@ def evaluation(
 
     attach(loaded)  # some attention reads stored rows only so
     settings = Settings(tokens=tokens, context=context, prompts=prompts)
-    with Reading("measuring", quiet=json) as reading:
+    with Bar("measuring", quiet=json) as reading:
         results = evaluate(
             loaded, tokenizer, specs, text=told, settings=settings, save=save, progress=reading.show
         )

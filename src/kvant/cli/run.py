@@ -14,7 +14,8 @@ from typer import Argument, Option
 
 from kvant.cli import options
 from kvant.cli.options import check_writable, checked_text, read_text
-from kvant.cli.session import Named, Reading, Reply, Wanted, show, story
+from kvant.cli.session import Named, Reply, Wanted, show, story
+from kvant.progress import Bar
 
 PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
 
@@ -76,7 +77,7 @@ def run(
 
 def _continued(session: Any, text: str, asked: dict[str, Any], *, quiet: bool) -> Reply:
     reply = Reply()
-    with Reading(quiet=quiet) as reading:
+    with Bar("reading the prompt", quiet=quiet) as reading:
         steps = session.send(text, **asked, progress=reading.show)
         reply.take(steps, reading, before=text, quiet=quiet)
     return reply

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
 from kvant import checkpoints
 from kvant.attention import check_backend
 from kvant.cli.options import check_drawing, check_saved, check_spec, spec_of
 from kvant.devices import named_device, named_dtype
+from kvant.progress import Bar
 from kvant.sizes import format_size, parse_size
 from kvant.spec import words
 
@@ -111,7 +109,7 @@ class Wanted:
         from kvant.probing import attached
 
         asked = "raw" if self.load is not None else self.spec
-        with Reading("trying formats") as tried:
+        with Bar("trying formats") as tried:
             spec, told = attached(model, asked, tokenizer, guard=self.guard, progress=tried.show)
         if spec != asked:
             show(f"{asked}: {spec}")
@@ -159,30 +157,6 @@ def _present(session: Any) -> str:
     return words(session.memory.spec) or "raw"  # where no layer has rows
 
 
-class Reading:
-    """The progress of long work, on a terminal; it is gone when there is something to say."""
-
-    def __init__(self, what: str = "reading the prompt", *, quiet: bool = False) -> None:
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
-        console = Console(stderr=True)
-        hidden = quiet or not console.is_terminal
-        self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
-        self._task = self._bar.add_task(what)
-
-    def __enter__(self) -> Reading:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        self._bar.stop()
-
-    def show(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
-
-
 @dataclass
 class Reply:
     """What was generated, and when."""
@@ -193,7 +167,7 @@ class Reply:
     rest: float = 0.0  # seconds for the others
     finish_reason: str | None = None
 
-    def take(self, steps: Iterator[Any], reading: Reading, before: str, quiet: bool) -> None:
+    def take(self, steps: Iterator[Any], reading: Bar, before: str, quiet: bool) -> None:
         """Print text as it comes, behind `before`."""
         begin = time.perf_counter()
         for step in steps:

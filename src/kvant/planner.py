@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from kvant.cache.layer import kind_of, pages_nbytes
 from kvant.cache.storage import Geometry
 from kvant.errors import CapacityError, SpecError
+from kvant.extent import Kind
 from kvant.models import layer_shapes
 from kvant.models.shapes import LayerShape, Shape, fitted
 from kvant.recipes import (
@@ -61,6 +63,22 @@ class Plan:
             one.dtype or layer.dtype for recipe, layer in found for one in attention_in(recipe)
         )
         return tuple(dict.fromkeys(kinds))
+
+    @cached_property
+    def page_nbytes(self) -> dict[Kind, tuple[int, int]]:
+        """Bytes of an open page and of a sealed one, in all layers of a kind."""
+        found: dict[Kind, tuple[int, int]] = {}
+        for recipe, layer in self._pairs:
+            for one in attention_in(recipe):
+                geometry, (opened, sealed) = _geometry(one, layer), found.get(kind_of(one), (0, 0))
+                sizes = opened + geometry.open_nbytes(one), sealed + geometry.sealed_nbytes(one)
+                found[kind_of(one)] = sizes
+        return found
+
+    @property
+    def state_nbytes(self) -> int:
+        """Bytes of the states of one sequence, whatever its length."""
+        return sum(layer.state_nbytes or 0 for layer in self.layers if layer.recurs)
 
     @property
     def uncounted(self) -> tuple[int, ...]:

@@ -356,9 +356,12 @@ class Cache(Refusals):
             return self._twin(extents, states, host_states)
 
     def merged(self, others: Sequence[Cache]) -> Cache:
-        """The sequences of this cache and of others under one: see `merge`."""
-        caches = [self, *others]
-        for number, cache in enumerate(caches):
+        """The sequences of this cache and of others under one, in its pools: see `merge`.
+
+        Where this one has no tokens, it only lends its pools.
+        """
+        caches = [self, *others] if self.length else list(others)
+        for number, cache in enumerate(caches, len(others) + 1 - len(caches)):
             if not isinstance(cache, Cache):
                 raise TypeError(f"cache {number} is a {type(cache).__name__}, cache 0 is not")
             cache.rollback()
@@ -503,6 +506,19 @@ class Cache(Refusals):
             "clamped": tally.clamped,
         }
 
+    def pooled(self) -> dict[str, int]:
+        """Bytes of the pages in its pools: those that somebody holds, several do, nobody does."""
+        held = shared = free = 0
+        for _, leaf in self.contents.attention():
+            if (storage := leaf.storage) is not None:
+                sizes = storage.open_nbytes, storage.sealed_nbytes
+                for pool, size in zip(self._ledger.pools[leaf.kind], sizes, strict=True):
+                    pool.collect()
+                    held += size * (pool.size - pool.free)
+                    shared += size * int((pool.counts > 1).sum())
+                    free += size * pool.free
+        return {"nbytes_held": held, "nbytes_shared": shared, "nbytes_free": free}
+
     def check(self) -> None:
         """Are the slots of all pools free, or counted as often as they are held?"""
         self._ledger.check()
@@ -601,6 +617,8 @@ def merge(caches: Sequence[Any]) -> Any:
     """
     if not caches:
         raise ValueError("merge of no caches: one or more are needed")
+    if not caches[0].length:
+        raise ValueError("cache 0 has no tokens: merge caches that have some")
     return caches[0].merged(caches[1:])
 
 

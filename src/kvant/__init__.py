@@ -33,6 +33,7 @@ from kvant.spec import parse
 if TYPE_CHECKING:
     from torch.nn import Module
 
+    from kvant.engine import Engine, Result, Stream, Usage, generate_many
     from kvant.generation import Session, Step, generate
     from kvant.hf import HostCache, cache_for, detach
     from kvant.probing import Probe, attach, probe
@@ -46,6 +47,7 @@ __all__ = [
     "CacheSpec",
     "CapacityError",
     "EmptySpec",
+    "Engine",
     "GroupSpec",
     "LayerSpec",
     "Mask",
@@ -53,6 +55,7 @@ __all__ = [
     "Probe",
     "PromptError",
     "RecurrentSpec",
+    "Result",
     "RewindError",
     "Sequences",
     "Session",
@@ -61,8 +64,10 @@ __all__ = [
     "SnapshotMismatch",
     "SpecError",
     "Step",
+    "Stream",
     "UnknownSequence",
     "UnsupportedView",
+    "Usage",
     "attach",
     "attend",
     "cache_for",
@@ -70,6 +75,7 @@ __all__ = [
     "explain",
     "functional",
     "generate",
+    "generate_many",
     "load",
     "merge",
     "parse",
@@ -82,6 +88,7 @@ __all__ = [
 LATER = dict.fromkeys(("cache_for", "detach"), "kvant.hf")
 LATER |= dict.fromkeys(("Probe", "attach", "probe"), "kvant.probing")
 LATER |= dict.fromkeys(("Session", "Step", "generate"), "kvant.generation")
+LATER |= dict.fromkeys(("Engine", "Result", "Stream", "Usage", "generate_many"), "kvant.engine")
 
 
 @overload

@@ -1,0 +1,361 @@
+"""Many requests at once on one model, within a limit of bytes.
+
+One thread owns the model and all memory. Requests and their ends come to it through a queue, steps
+leave it through streams. Between two forwards it asks the schedule what is next; so a cancel takes
+effect within one step. A forward that dies gave nobody a token: it is tried again one sequence
+after the other, and only the requests that fail then fail.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
+from queue import SimpleQueue
+from tempfile import TemporaryDirectory
+from threading import Lock, Thread
+from traceback import clear_frames
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvant.engine.batch import Batch, Seat
+from kvant.engine.figures import Figures
+from kvant.engine.pace import Pace
+from kvant.engine.room import Footprint
+from kvant.engine.schedule import Action, Decode, Job, PutAside, Read, Schedule, TakeBack
+from kvant.engine.stream import Stream
+from kvant.errors import CacheError
+from kvant.generation.conversation import Prompt, tokens_of_prompt
+from kvant.generation.decoder import HostDecoder, decoder_of
+from kvant.generation.loop import Limits, Reply, Step
+from kvant.generation.sampling import Drawn, Sampler, Sampling, drawn
+from kvant.planner import plan
+from kvant.recipes import AnySpec
+from kvant.sizes import parse_size
+
+log = logging.getLogger("kvant")
+
+CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
+SECONDS = {"cpu": 0.25, "cuda": 0.03}  # that a chunk may keep others from their next token
+
+
+@dataclass(eq=False)
+class Choice:
+    """One continuation of a prompt."""
+
+    index: int
+    reply: Reply
+    sampler: Sampler
+    seat: Seat
+
+
+@dataclass(eq=False)
+class Request:
+    """What was asked, and who still continues it."""
+
+    job: Job
+    seat: Seat
+    samplers: list[Sampler]  # one for each continuation
+    limits: Limits
+    likeliest: int
+    stream: Stream
+    told: float  # when the last token came, in seconds; before the first, when it was asked
+    choices: list[Choice] = field(default_factory=list)  # those that go on
+
+    @property
+    def seats(self) -> list[Seat]:
+        return [choice.seat for choice in self.choices] or [self.seat]
+
+
+class Engine:
+    """Serves requests on one model; a context manager with one thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        kv_cache: AnySpec = "affine8",
+        *,
+        max_bytes: int | str | None = None,
+        max_sequences: int = 16,
+        max_context: int | None = None,
+        overcommit: float = 1.0,
+        chunk_seconds: float | None = None,
+        backend: str | None = None,
+    ) -> None:
+        """`max_bytes` ("2GiB" too) bounds all caches, `max_sequences` those served at a time.
+
+        `overcommit` promises so many times the bytes: what turns out to be too much waits in files.
+        A chunk of a prompt may keep others from their next token for `chunk_seconds`.
+        """
+        if tokenizer is None:
+            raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
+        decoder = decoder_of(model)
+        if not isinstance(decoder, HostDecoder):
+            raise TypeError("an engine serves models of transformers: load one")
+        seconds = SECONDS.get(decoder.model.device.type, SECONDS["cpu"])
+        seconds = seconds if chunk_seconds is None else chunk_seconds
+        if not seconds > 0:
+            raise ValueError(f"chunk_seconds={seconds}: more than 0 is needed")
+        self.tokenizer = tokenizer
+        self.limits = Limits(
+            max_context=decoder.context if max_context is None else max_context,
+            vocabulary=decoder.vocabulary,
+        )
+        self._ends = decoder.end_tokens
+        self._batch = Batch(decoder, decoder.memory(kv_cache, tokenizer), backend)
+        self._pace = Pace(seconds, CHUNK, continues=decoder.continues)
+        self._schedule = Schedule(
+            Footprint.of(plan(decoder.model, self._batch.spec, context=1), CHUNK),
+            self._pace,
+            parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes,
+            max_sequences,
+            overcommit,
+        )
+        self._figures = Figures()
+        self._numbers = count()
+        self._requests: dict[Job, Request] = {}
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._open = True
+        self._door = Lock()  # nobody asks while it closes
+        self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Cancel all that is asked, free all memory, and end the thread."""
+        self._inbox.put(self._end)
+        self._thread.join()
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_end: bool = False,
+        logprobs: int = 0,
+        priority: int = 0,
+        tenant: str = "",
+        n: int = 1,
+        on_step: Callable[[Step], None] | None = None,
+    ) -> Stream:
+        """Ask for `n` continuations of a prompt: text, token ids, or messages with roles.
+
+        `logprobs` tells so many of the likeliest tokens with each. Requests of a higher `priority`
+        are served first, and among equals those of the `tenant` that has least. `on_step` is called
+        with each step, in the engine's thread: what it raises ends the request. What is wrong with
+        the arguments is said here.
+        """
+        limits = replace(
+            self.limits,
+            max_new_tokens=max_new_tokens,
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+            end_tokens=frozenset() if ignore_end else self._ends,
+        )
+        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        for name, value, least in (("n", n, 1), ("logprobs", logprobs, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value}: {least} or more is needed")
+        tokens = tokens_of_prompt(self.tokenizer, prompt)
+        if isinstance(tokens, str):
+            tokens = list(self.tokenizer.encode(tokens))
+        limits.check_prompt(tokens)
+        now, new = time.monotonic(), limits.left(0, len(tokens))
+        job = Job(
+            next(self._numbers), len(tokens), new, n, priority, tenant, arrived=int(1e3 * now)
+        )
+        self._schedule.check(job)
+        stream = Stream(len(tokens), n, lambda: self._inbox.put(lambda: self._cancel(job)), on_step)
+        samplers = [Sampler(sampling.apart(index)) for index in range(n)]
+        request = Request(job, Seat(tokens), samplers, limits, logprobs, stream, told=now)
+        with self._door:
+            if not self._open:
+                raise CacheError("an engine that was closed serves no more: make another one")
+            self._inbox.put(lambda: self._enter(request))
+        return stream
+
+    def stats(self) -> dict[str, Any]:
+        """Who waits and who is served, what was said, how long it took, what memory is held."""
+        schedule = self._schedule
+        return {
+            "waiting": len(schedule.waiting),
+            "running": len(schedule.running),
+            "sequences": schedule.sequences,
+            **self._figures.told(),
+            "max_bytes": schedule.max_bytes,
+            **self._batch.stats(),
+        }
+
+    # ---- in the engine's thread
+
+    def _serve(self) -> None:
+        """Take messages, do what is next, until one of them ends it."""
+        error: BaseException | None = None
+        with TemporaryDirectory(prefix="kvant-") as folder:
+            self._folder = Path(folder)
+            try:
+                while self._open:
+                    while not self._inbox.empty():
+                        self._inbox.get()()
+                    action = self._schedule.next(int(1e3 * time.monotonic()))
+                    if action is None:
+                        self._inbox.get()()  # waits until somebody asks
+                    elif self._open:
+                        self._do(action)
+            except BaseException as failure:
+                log.exception("the engine's thread ended")
+                error = failure
+            with self._door:
+                self._open = False
+                while not self._inbox.empty():
+                    self._inbox.get()()
+            for request in list(self._requests.values()):
+                self._finish(request, error)
+            self._batch.clear()
+
+    def _end(self) -> None:
+        self._open = False
+
+    def _enter(self, request: Request) -> None:
+        self._requests[request.job] = request
+        self._schedule.add(request.job)
+        self._figures.asked(request.job)
+
+    def _cancel(self, job: Job) -> None:
+        if job in self._requests:
+            self._figures.cancelled += 1
+            self._finish(self._requests[job])
+
+    def _do(self, action: Action) -> None:
+        if isinstance(action, Read):
+            self._read(action)
+        elif isinstance(action, Decode):
+            self._decode(action)
+        elif isinstance(action, PutAside | TakeBack):
+            self._move(action)
+        else:
+            self._batch.clear()
+            self._schedule.done(action)
+
+    def _read(self, action: Read) -> None:
+        """A chunk of a prompt; behind the last one, the first token of every continuation."""
+        request, begin = self._requests[action.job], time.perf_counter()
+        try:
+            logits = self._batch.read(request.seat, action.count)
+        except Exception as error:
+            self._finish(request, error)
+            return
+        self._pace.took(action.count, action.job.read, time.perf_counter() - begin)
+        self._schedule.done(action)
+        if action.job.decodes:
+            seats = [request.seat]
+            seats += [self._batch.fork(request.seat) for _ in request.samplers[1:]]
+            request.choices = [
+                Choice(index, Reply(self.tokenizer, request.limits, seat.tokens), sampler, seat)
+                for index, (seat, sampler) in enumerate(zip(seats, request.samplers, strict=True))
+            ]
+            rows = logits.expand(len(seats), -1)
+            self._say([(request, choice) for choice in request.choices], rows)
+
+    def _decode(self, action: Decode) -> None:
+        """A token for every sequence of these."""
+        requests = [self._requests[job] for job in action.jobs]
+        going = [(request, choice) for request in requests for choice in request.choices]
+        rows = self._batch.decode([choice.seat for _, choice in going])
+        found: list[tuple[tuple[Request, Choice], Tensor]] = []
+        for one, row in zip(going, rows, strict=True):
+            if isinstance(row, Tensor):
+                found.append((one, row))
+            else:
+                self._finish(one[0], row)
+        self._schedule.done(Decode(tuple(job for job in action.jobs if job in self._requests)))
+        if found:
+            self._say([one for one, _ in found], torch.stack([row for _, row in found]))
+
+    def _say(self, going: Sequence[tuple[Request, Choice]], logits: Tensor) -> None:
+        """A token for each, by its row of logits."""
+        found = self._drawn(going, logits)
+        now = time.monotonic()
+        for (request, choice), one in zip(going, found, strict=True):
+            if request.job not in self._requests:
+                continue  # another continuation failed
+            try:
+                if isinstance(one, Exception):
+                    raise one
+                step = choice.reply.add(one, choice=choice.index)
+                self._figures.said(request.told, now, first=choice.reply.said == 1)
+                request.stream.put(step)
+            except Exception as error:
+                self._finish(request, error)
+                continue
+            if step.finish_reason is not None:
+                request.choices.remove(choice)
+                self._batch.drop(choice.seat)
+                self._schedule.ended(request.job)
+                if not request.choices:
+                    self._figures.finished += 1
+                    self._finish(request)
+        for request, _ in going:
+            request.told = now
+
+    def _drawn(
+        self, going: Sequence[tuple[Request, Choice]], logits: Tensor
+    ) -> list[Drawn | Exception]:
+        """All at once; where that fails, one by one."""
+
+        def draw(some: Sequence[tuple[Request, Choice]], rows: Tensor) -> list[Drawn]:
+            samplers, before = zip(*((c.sampler, c.reply.tokens) for _, c in some), strict=True)
+            return drawn(rows, samplers, before, [request.likeliest for request, _ in some])
+
+        try:
+            return [*draw(going, logits)]
+        except Exception:
+            found: list[Drawn | Exception] = []
+            for row, one in enumerate(going):
+                try:
+                    found += draw([one], logits[row : row + 1])
+                except Exception as error:
+                    found.append(error)
+            return found
+
+    def _move(self, action: PutAside | TakeBack) -> None:
+        """Pages of a request to files, or back."""
+        request, job = self._requests[action.job], action.job
+        move = self._batch.put_aside if isinstance(action, PutAside) else self._batch.take_back
+        self._figures.put_aside += isinstance(action, PutAside)
+        try:
+            for place, seat in enumerate(request.seats):
+                move(seat, self._folder / f"{job.number}-{place}.kv")
+        except Exception as error:
+            self._finish(request, error)
+            return
+        self._schedule.done(action)
+
+    def _finish(self, request: Request, error: BaseException | None = None) -> None:
+        """Let a request go, and tell it why, unless all of it was said."""
+        if error is not None:
+            self._figures.failed += 1
+            clear_frames(error.__traceback__)  # somebody may keep the error, but not our caches
+        for seat in request.seats:
+            self._batch.drop(seat)
+        request.choices = []
+        self._schedule.remove(request.job)
+        self._requests.pop(request.job, None)
+        request.stream.end(error)

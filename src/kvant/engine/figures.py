@@ -1,0 +1,54 @@
+"""What an engine tells of itself: counts, and how long people waited."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import quantiles
+from typing import Any
+
+from kvant.engine.schedule import Job
+
+RECENT = 1000  # waits that are remembered
+
+
+@dataclass
+class Figures:
+    """Counts since the engine began, and the waits of late, in seconds."""
+
+    requests: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    put_aside: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    first: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    between: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def asked(self, job: Job) -> None:
+        self.requests += 1
+        self.prompt_tokens += job.prompt
+
+    def said(self, before: float, now: float, *, first: bool) -> None:
+        """A token came; what it waited for came before."""
+        self.completion_tokens += 1
+        (self.first if first else self.between).append(now - before)
+
+    def told(self) -> dict[str, Any]:
+        counts = {name: value for name, value in vars(self).items() if isinstance(value, int)}
+        return counts | {
+            "first_token_seconds": _spread(self.first),
+            "between_tokens_seconds": _spread(self.between),
+        }
+
+
+def _spread(waits: deque[float]) -> dict[str, float]:
+    """The median, and what one wait of twenty passes; nothing before there are any."""
+    some = list(waits)
+    if not some:
+        return {}
+    if len(some) == 1:
+        return {"median": some[0], "p95": some[0]}
+    cuts = quantiles(some, n=20, method="inclusive")
+    return {"median": cuts[9], "p95": cuts[18]}

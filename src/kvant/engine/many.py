@@ -1,0 +1,85 @@
+"""Many prompts to one model, in order, with an engine of their own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvant.engine.engine import Engine
+from kvant.engine.stream import Result, Stream
+from kvant.generation.conversation import Prompt
+from kvant.progress import Bar
+from kvant.recipes import AnySpec
+
+AHEAD = 2  # times what is served at once: so many are asked for before the first is done
+
+
+def generate_many(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    kv_cache: AnySpec = "affine8",
+    max_bytes: int | str | None = None,
+    max_sequences: int = 16,
+    max_context: int | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    ignore_end: bool = False,
+    backend: str | None = None,
+    quiet: bool = False,
+) -> list[Result]:
+    """The continuation of each prompt, in their order; `max_sequences` are served at a time.
+
+    With a seed, prompt i is drawn with seed + i. A bar is shown on a terminal, unless `quiet`.
+    """
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text: a list of prompts is needed")
+    engine = Engine(
+        model,
+        tokenizer,
+        kv_cache,
+        max_bytes=max_bytes,
+        max_sequences=max_sequences,
+        max_context=max_context,
+        backend=backend,
+    )
+
+    def ask(index: int) -> Stream:
+        return engine.submit(
+            prompts[index],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=None if seed is None else seed + index,
+            stop=stop,
+            ignore_end=ignore_end,
+        )
+
+    with engine, Bar("prompts", quiet=quiet) as bar:
+        found = []
+        for result in in_order(map(ask, range(len(prompts))), AHEAD * max_sequences):
+            found.append(result)
+            bar.show(len(found), len(prompts))
+    return found
+
+
+def in_order(streams: Iterator[Stream], ahead: int) -> Iterator[Result]:
+    """The results of streams, of which at most `ahead` are asked for at a time."""
+    asked: deque[Stream] = deque()
+    for stream in streams:
+        asked.append(stream)
+        if len(asked) == ahead:
+            yield asked.popleft().result()
+    while asked:
+        yield asked.popleft().result()

@@ -1,0 +1,279 @@
+"""Which request is served next, and with how many tokens: no model, no memory, no clock.
+
+A request waits until all that it may need fits beside what the others may need; it is never thrown
+out after that. Its prompt is read in chunks, and between two chunks everybody who decodes gets a
+token. Who waits gains on priorities with time, and nobody overtakes the first who does not fit: so
+nobody starves.
+
+With `overcommit` more is promised than there is. Where it comes to that, the newest of those with
+the lowest priority is put aside, pages and all, and is taken back once there is room for all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvant.engine.pace import Pace
+from kvant.engine.room import Footprint, Room
+from kvant.errors import CapacityError
+from kvant.extent import Ints
+from kvant.sizes import format_size
+
+AGE = 10_000  # milliseconds of waiting that count as one step of priority
+
+
+@dataclass(eq=False)
+class Job:
+    """What a schedule knows of a request: counts of tokens."""
+
+    number: int  # in the order of arrival
+    prompt: int
+    new: int  # tokens that it may say at most
+    width: int = 1  # sequences that continue the prompt
+    priority: int = 0
+    tenant: str = ""
+    arrived: int = 0  # in milliseconds
+    read: int = 0  # tokens of the prompt
+    said: int = 0  # by each sequence that still goes on
+    ended: int = 0  # sequences that do not
+    aside: bool = False
+
+    @property
+    def decodes(self) -> bool:
+        return self.read == self.prompt
+
+    @property
+    def sequences(self) -> int:
+        return self.width - self.ended
+
+
+@dataclass(frozen=True)
+class Read:
+    """Read so many tokens of the prompt of a request."""
+
+    job: Job
+    count: int
+
+
+@dataclass(frozen=True)
+class Decode:
+    """One token for each sequence of these."""
+
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True)
+class PutAside:
+    """Keep the pages of a request elsewhere."""
+
+    job: Job
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """Bring them back."""
+
+    job: Job
+
+
+@dataclass(frozen=True)
+class Renew:
+    """No sequence is left: let go of all memory."""
+
+
+Action = Read | Decode | PutAside | TakeBack | Renew
+
+
+@dataclass
+class Schedule:
+    """Requests that wait, and those that are served."""
+
+    footprint: Footprint
+    pace: Pace
+    max_bytes: int | None = None
+    max_sequences: int = 16
+    overcommit: float = 1.0
+    waiting: list[Job] = field(default_factory=list)
+    running: list[Job] = field(default_factory=list)
+    _last: Literal["oldest", "shortest", ""] = ""  # whose chunk was read after the last token
+    _decoded: bool = True
+    _stuck: bool = False  # did the first who waits not fit, and has nobody come or gone since?
+
+    def __post_init__(self) -> None:
+        for name in ("max_bytes", "max_sequences", "overcommit"):
+            value = getattr(self, name)
+            if value is not None and not value >= 1:
+                raise ValueError(f"{name}={value}: 1 or more is needed")
+        self.room = Room(self.footprint, self.max_bytes)
+
+    def check(self, job: Job) -> None:
+        """Refuse a request that could never be served."""
+        if job.width > self.max_sequences:
+            raise CapacityError(
+                f"n={job.width} with max_sequences={self.max_sequences}: ask for fewer, or make an "
+                "engine for more"
+            )
+        need = self.room.alone(self._most(job))
+        if self.max_bytes is not None and need > self.max_bytes:
+            raise CapacityError(
+                f"{job.prompt} tokens and {job.new} new ones need {format_size(need)} of a limit "
+                f"of {format_size(self.max_bytes)}: a smaller format, a window, a shorter prompt, "
+                "a smaller max_new_tokens or n, or a larger max_bytes"
+            )
+
+    def add(self, job: Job) -> None:
+        """Let a request wait."""
+        self.waiting.append(job)
+        self._stuck = False
+
+    def next(self, now: int) -> Action | None:
+        """What to do at a time in milliseconds; None where there is nothing to do."""
+        admitted = self._admitted(now)
+        if admitted is not None:
+            return admitted
+        action = self._chosen()
+        if action is None:
+            return Renew() if self.room.used else None
+        if self.overcommit > 1:
+            used = self._used_after(action)
+            if not self.room.fits(used):
+                return PutAside(self._victim(now))
+            self.room.use(used)
+        return action
+
+    def done(self, action: Action) -> None:
+        """That was done."""
+        if isinstance(action, Read):
+            action.job.read += action.count
+            action.job.said += action.job.decodes  # the last logits of a prompt give a token
+            self._decoded = False
+        elif isinstance(action, Decode):
+            for job in action.jobs:
+                job.said += 1
+            self._decoded = True
+        elif isinstance(action, PutAside):
+            action.job.aside = True
+            self.running.remove(action.job)
+            self._stuck = False
+            self.waiting.append(action.job)
+        elif isinstance(action, TakeBack):
+            action.job.aside = False
+        else:
+            self.room.renew()
+            self._stuck = False
+
+    def ended(self, job: Job) -> None:
+        """One of its sequences says no more."""
+        job.ended += 1
+        self._stuck = False
+        if not job.sequences:
+            self.remove(job)
+
+    def remove(self, job: Job) -> None:
+        """Forget a request, wherever it is."""
+        self._stuck = False
+        for place in (self.waiting, self.running):
+            if job in place:
+                place.remove(job)
+
+    @property
+    def sequences(self) -> int:
+        """That are served, or for which there is a place."""
+        return sum(job.sequences for job in self.running)
+
+    # ---- within
+
+    def _admitted(self, now: int) -> Action | None:
+        """Let those in that fit, in order; what has to be done before anything else is."""
+        while self.waiting and not self._stuck:
+            job = min(self.waiting, key=lambda one: self._rank(one, now))
+            if self.sequences + job.sequences > self.max_sequences or not self._fits(job):
+                if not self.running and self.room.used:
+                    return Renew()
+                self._stuck = True
+                break
+            self.waiting.remove(job)
+            self.running.append(job)
+            if self.overcommit == 1:
+                self.room.use(self._promised())
+            if job.aside:
+                self.room.use(self._held())
+                return TakeBack(job)
+        return None
+
+    def _promised(self) -> Ints:
+        """Slots that those who are served may come to need."""
+        return sum((self._most(job) for job in self.running), self.room.nothing)
+
+    def _held(self) -> Ints:
+        """Slots that they have now."""
+        return sum((self._now(job) for job in self.running), self.room.nothing)
+
+    def _rank(self, job: Job, now: int) -> tuple[bool, int, int, int]:
+        """Who was put aside comes first, then by priority, by what a tenant has, by arrival."""
+        aged = job.priority + (now - job.arrived) // AGE
+        taken = sum(one.sequences for one in self.running if one.tenant == job.tenant)
+        return not job.aside, -aged, taken, job.number
+
+    def _fits(self, job: Job) -> bool:
+        """Is there room for all that it may need, beside what the others may need?"""
+        if self.max_bytes is None:
+            return True
+        most = self._promised() + self._most(job)
+        if self.overcommit == 1:
+            return self.room.fits(most)
+        if job.aside:  # what comes back lies beside its place in the pools for a moment
+            return self.room.fits(most + (self._now(job) if self.running else self.room.nothing))
+        first = self.footprint.slots(min(job.prompt, self.pace.largest))
+        fits = self.room.fits(self._held() + first)
+        return fits and self.room.alone(most) <= self.overcommit * self.max_bytes
+
+    def _chosen(self) -> Read | Decode | None:
+        reading = [job for job in self.running if not job.decodes]
+        decoding = tuple(job for job in self.running if job.decodes)
+        if reading and (self._decoded or not decoding):
+            job = self._reader(reading)
+            count = self.pace.chunk(job.read, job.prompt, waited=bool(decoding))
+            return Read(job, count)
+        return Decode(decoding) if decoding else None
+
+    def _reader(self, reading: list[Job]) -> Job:
+        """The one that is done soonest, and every other time the oldest."""
+        self._last = "oldest" if self._last == "shortest" else "shortest"
+        if self._last == "oldest":
+            return min(reading, key=lambda job: job.number)
+        return min(reading, key=lambda job: (job.prompt - job.read, job.number))
+
+    def _victim(self, now: int) -> Job:
+        return max(self.running, key=lambda job: (*self._rank(job, now)[1:2], job.number))
+
+    def _used_after(self, action: Read | Decode) -> Ints:
+        used = self._held()
+        if isinstance(action, Read):
+            job, read = action.job, action.job.read + action.count
+            return (
+                used - self._now(job) + self._at(job, read, 1 if read < job.prompt else job.width)
+            )
+        for job in action.jobs:
+            used = used - self._now(job) + self._at(job, job.prompt + job.said, job.sequences)
+        return used
+
+    def _now(self, job: Job) -> Ints:
+        """What it holds; the newest token is not stored before the next one is computed."""
+        if not job.decodes:
+            return self._at(job, job.read, 1)
+        return self._at(job, job.prompt + job.said - 1, job.sequences)
+
+    def _most(self, job: Job) -> Ints:
+        return self._at(job, job.prompt + job.new - 1, job.sequences)
+
+    def _at(self, job: Job, length: int, sequences: int) -> Ints:
+        """So many sequences of a request, at a length.
+
+        They share what was the prompt, unless they may be put aside: files share nothing.
+        """
+        slots = sequences * self.footprint.slots(length)
+        if sequences == 1 or self.overcommit > 1:
+            return slots
+        return slots - (sequences - 1) * self.footprint.shared(job.prompt)

@@ -1,0 +1,154 @@
+"""What somebody holds who asked an engine for something: steps as they come, and the whole of it.
+
+The engine's thread writes, any thread or event loop reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Condition
+
+from kvant.generation.loop import FinishReason, Step
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens that a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0  # of all continuations
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Result:
+    """One continuation of a prompt."""
+
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    usage: Usage
+
+
+class Stream(Iterator[Step], AsyncIterator[Step]):
+    """The reply to a request. Steps of several continuations come mixed; `choice` tells them."""
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        choices: int,
+        cancel: Callable[[], None],
+        on_step: Callable[[Step], None] | None = None,
+    ) -> None:
+        self._prompt = prompt_tokens
+        self._said: list[list[Step]] = [[] for _ in range(choices)]
+        self._cancel = cancel
+        self._on_step = on_step
+        self._unread: deque[Step] = deque()
+        self._over = False  # does nothing come any more?
+        self._error: BaseException | None = None
+        self._changed = Condition()
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def __next__(self) -> Step:
+        with self._changed:
+            while (step := self._next()) is None:
+                self._changed.wait()
+        return step
+
+    async def __anext__(self) -> Step:
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._changed:
+                try:
+                    if (step := self._next()) is not None:
+                        return step
+                except StopIteration:
+                    raise StopAsyncIteration from None
+                woken = loop.create_future()
+                self._waiting.append((loop, woken))
+            await woken
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    def cancel(self) -> None:
+        """Say no more, from the next token on; what was said stays."""
+        self._cancel()
+
+    @property
+    def done(self) -> bool:
+        """Does nothing come any more? There may still be steps to read."""
+        return self._over
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self._prompt, sum(map(len, self._said)))
+
+    def result(self, timeout: float | None = None) -> Result:
+        """The first continuation, once all of it is there."""
+        return self.results(timeout)[0]
+
+    def results(self, timeout: float | None = None) -> list[Result]:
+        """Every continuation, once all of them are there."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._over, timeout):
+                raise TimeoutError(f"no result after {timeout} seconds")
+        if self._error is not None:
+            raise self._error
+        return [self._result(steps) for steps in self._said]
+
+    # ---- what the engine calls, in its thread
+
+    def put(self, step: Step) -> None:
+        """A step; an error of somebody who is told of it is an error of this request."""
+        with self._changed:
+            self._said[step.choice].append(step)
+            self._unread.append(step)
+            self._wake()
+        if self._on_step is not None:
+            self._on_step(step)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Nothing comes any more; continuations without an end of their own were cancelled."""
+        with self._changed:
+            self._over, self._error = True, error
+            self._wake()
+
+    # ---- within
+
+    def _next(self) -> Step | None:
+        """None where there may be one later."""
+        if self._unread:
+            return self._unread.popleft()
+        if not self._over:
+            return None
+        if self._error is not None:
+            raise self._error
+        raise StopIteration
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        waiting, self._waiting = self._waiting, []
+        for loop, woken in waiting:
+            with suppress(RuntimeError):  # of a loop that is closed
+                loop.call_soon_threadsafe(_tell, woken)
+
+    def _result(self, steps: list[Step]) -> Result:
+        text = "".join(step.text for step in steps)
+        reason = (steps[-1].finish_reason if steps else None) or "cancelled"
+        tokens, logprobs = tuple(s.token for s in steps), tuple(s.logprob for s in steps)
+        return Result(text, tokens, logprobs, reason, Usage(self._prompt, len(steps)))
+
+
+def _tell(woken: asyncio.Future[None]) -> None:
+    if not woken.done():
+        woken.set_result(None)

@@ -1,0 +1,262 @@
+"""Thousands of requests without a model: bytes, order and waits, in integers."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from kvant.engine.pace import PAGE, Pace
+from kvant.engine.room import Footprint
+from kvant.engine.schedule import (
+    AGE,
+    Action,
+    Decode,
+    Job,
+    PutAside,
+    Read,
+    Renew,
+    Schedule,
+    TakeBack,
+)
+from kvant.errors import CapacityError
+from kvant.extent import Kind, Paging
+
+RAW = Kind(Paging(PAGE, None))  # a page for every 64 tokens, and nothing else
+FOOTPRINT = Footprint((RAW,), np.array([1000, 0, 10]), 512)
+START, TOKEN, READ, AGAIN = 5.0, 0.4, 1.0, 1e-3  # milliseconds: a forward, a row, a token, by held
+BUDGET = 250.0
+MOVE = 50.0
+
+
+def milliseconds(count: int, read: int) -> float:
+    return START + count * (READ + AGAIN * (read + count / 2))
+
+
+@dataclass
+class Life:
+    """What the simulation knows of a request, by itself."""
+
+    job: Job
+    lengths: list[int] = field(default_factory=list)  # of its sequences
+    ends: list[int] = field(default_factory=list)  # tokens that each will say
+    admitted: float | None = None
+    told: float | None = None  # when its last token came
+    cancel: float | None = None
+
+
+@dataclass
+class World:
+    """A clock, and a machine whose costs are what `milliseconds` says."""
+
+    schedule: Schedule
+    clock: float = 0.0
+    lives: dict[Job, Life] = field(default_factory=dict)
+    order: list[Life] = field(default_factory=list)  # as they were admitted
+    finished: int = 0
+    moves: int = 0
+    peak: int = 0  # pages that were held at a time since the pools began
+    most: int = 0  # bytes
+    waits: list[float] = field(default_factory=list)  # beyond what a token may wait
+
+    def pages(self) -> int:
+        """That lie in memory: what was the prompt is shared, if it may be."""
+        total = 0
+        for job, life in self.lives.items():
+            if life.job in self.schedule.running and life.lengths:
+                shared = job.prompt // PAGE if self.schedule.overcommit == 1 else 0
+                shared = shared if job.decodes else 0
+                total += sum(-(-n // PAGE) - shared for n in life.lengths) + shared
+        return total
+
+    def do(self, action: Action) -> None:
+        cost = 0.0
+        if isinstance(action, Read):
+            life = self.lives[action.job]
+            cost = milliseconds(action.count, action.job.read)
+            self.schedule.pace.took(action.count, action.job.read, cost / 1e3)
+            self.schedule.done(action)
+            life.lengths = [action.job.read]
+            if action.job.decodes:
+                life.lengths = [action.job.prompt] * action.job.width
+        elif isinstance(action, Decode):
+            going = [self.lives[job] for job in action.jobs]
+            cost = START + TOKEN * sum(len(life.lengths) for life in going)
+            self.schedule.done(action)
+            for life in going:
+                life.lengths = [n + 1 for n in life.lengths]
+        elif isinstance(action, PutAside | TakeBack):
+            cost, self.moves = MOVE, self.moves + 1
+            self.schedule.done(action)
+        else:
+            assert self.pages() == 0
+            self.schedule.done(action)
+            self.peak = 0
+        self.clock += cost
+        self.peak = max(self.peak, self.pages())
+        states = sum(len(x.lengths) for j, x in self.lives.items() if j in self.schedule.running)
+        self.most = max(self.most, 1000 * self.peak + 10 * states)
+        self.said(action, cost)
+
+    def said(self, action: Action, cost: float) -> None:
+        """Who got a token, how long it waited, and whose end it was."""
+        if isinstance(action, Read) and action.job.decodes:
+            got = [self.lives[action.job]]
+        elif isinstance(action, Decode):
+            got = [self.lives[job] for job in action.jobs]
+        else:
+            got = []
+        for life in got:
+            if life.told is not None:
+                self.waits.append(self.clock - life.told - cost)
+            life.told = self.clock
+            for end in [n for n in life.ends if n <= life.job.said]:
+                life.ends.remove(end)
+                life.lengths.pop()
+                self.schedule.ended(life.job)
+            if not life.ends:
+                self.finished += 1
+                del self.lives[life.job]
+
+    def run(self, arriving: list[Life]) -> None:
+        arriving = sorted(arriving, key=lambda life: life.job.arrived)
+        while arriving or self.lives:
+            while arriving and arriving[0].job.arrived <= self.clock:
+                life = arriving.pop(0)
+                self.lives[life.job] = life
+                self.schedule.add(life.job)
+            for life in [x for x in self.lives.values() if (x.cancel or 1e18) <= self.clock]:
+                self.schedule.remove(life.job)
+                del self.lives[life.job]
+                self.finished += 1
+            action = self.schedule.next(int(self.clock))
+            for life in self.lives.values():
+                if life.admitted is None and life.job in self.schedule.running:
+                    life.admitted = self.clock
+                    self.order.append(life)
+            if action is None:
+                assert not self.lives
+                self.clock = max(self.clock, arriving[0].job.arrived) if arriving else self.clock
+            else:
+                self.do(action)
+
+
+def requests(count: int, seed: int, gap: float = 900.0) -> list[Life]:
+    chance = random.Random(seed)
+    lives, clock = [], 0.0
+    for number in range(count):
+        clock += chance.expovariate(1 / gap)
+        new, width = chance.choice([1, 5, 40, 200]), chance.choice([1] * 6 + [3])
+        job = Job(
+            number,
+            chance.choice([1, 20, 63, 64, 300, 2000]) + chance.randrange(40),
+            new,
+            width,
+            chance.choice([0, 0, 0, 1, 5]),
+            chance.choice("abc"),
+            int(clock),
+        )
+        life = Life(job, ends=[chance.randint(1, new) for _ in range(width)])
+        life.cancel = clock + chance.uniform(0, 20_000) if chance.random() < 0.1 else None
+        lives.append(life)
+    return lives
+
+
+def world(max_bytes: int | None, overcommit: float = 1.0, sequences: int = 8) -> World:
+    pace = Pace(BUDGET / 1e3, 512)
+    return World(Schedule(FOOTPRINT, pace, max_bytes, sequences, overcommit))
+
+
+LIVES = [
+    pytest.param(count, seed, overcommit, marks=marks)
+    for count, seed, overcommit, marks in [
+        (1_000, 0, 1.0, ()),
+        (1_000, 1, 3.0, ()),
+        (10_000, 2, 1.0, pytest.mark.laws),
+        (10_000, 3, 3.0, pytest.mark.laws),
+    ]
+]
+
+
+@pytest.mark.parametrize(("count", "seed", "overcommit"), LIVES)
+def test_all_are_served_within_the_bytes_and_nobody_waits_too_long(
+    count: int, seed: int, overcommit: float
+) -> None:
+    limit = 200 * 1000
+    here = world(limit, overcommit)
+    here.run(requests(count, seed))
+    assert here.finished == count and here.most <= limit
+    assert (here.moves > 0) == (overcommit > 1)
+    # One chunk, the moves that made room, and the forwards of others.
+    longest = milliseconds(PAGE, 2100) if milliseconds(PAGE, 2100) > BUDGET else 1.1 * BUDGET
+    usual = [wait for wait in here.waits if wait > longest]
+    assert len(usual) <= here.moves
+    for place, late in enumerate(here.order):
+        for early in here.order[place + 1 : place + 50]:
+            gained = max(0, late.job.priority - early.job.priority) + 1
+            assert late.job.arrived <= early.job.arrived + AGE * gained
+
+
+def test_a_low_priority_is_served_though_high_ones_never_end() -> None:
+    here = world(None, sequences=1)
+    crowd = [Life(Job(n, 64, 20, 1, 3, "", 150 * n), ends=[20]) for n in range(1000)]
+    low = Life(Job(5000, 64, 20, 1, 0, "", 0), ends=[20])
+    here.run([*crowd, low])
+    assert low.admitted is not None and low.admitted < 4.5 * AGE
+
+
+def test_the_first_who_does_not_fit_is_overtaken_by_nobody() -> None:
+    here = world(50 * 1000)
+    small = [Life(Job(2 * n, 64, 400, arrived=n), ends=[400]) for n in range(40)]
+    large = Life(Job(7, 2900, 2, arrived=3), ends=[2])
+    here.run([*small, large])
+    places = [life.job.number for life in here.order]
+    assert places.index(7) <= 4
+
+
+def test_tenants_take_turns() -> None:
+    here = world(None, sequences=4)
+    greedy = [Life(Job(n, 64, 50, tenant="greedy", arrived=0), ends=[50]) for n in range(30)]
+    modest = [Life(Job(50 + n, 64, 50, tenant="modest", arrived=1), ends=[50]) for n in range(4)]
+    here.run([*greedy, *modest])
+    places = [life.job.number for life in here.order]
+    assert max(places.index(50 + n) for n in range(4)) < 14
+
+
+def test_between_two_chunks_everybody_gets_a_token() -> None:
+    here = world(None)
+    here.run([Life(Job(n, 3000, 30, arrived=n), ends=[30]) for n in range(6)])
+    assert max(here.waits) < 1.1 * BUDGET
+
+
+def test_what_can_never_fit_is_refused_with_what_it_needs() -> None:
+    here = world(10 * 1000)
+    with pytest.raises(CapacityError, match=r"700 tokens and 10 new ones need .* of a limit of"):
+        here.schedule.check(Job(0, 700, 10))
+    with pytest.raises(CapacityError, match=r"n=9 with max_sequences=8"):
+        here.schedule.check(Job(0, 7, 10, 9))
+    here.schedule.check(Job(0, 500, 10))
+
+
+def test_memory_is_let_go_once_nobody_is_left() -> None:
+    schedule = world(None).schedule
+    job = Job(0, 10, 1)
+    schedule.add(job)
+    action = schedule.next(0)
+    assert action == Read(job, 10)
+    schedule.done(action)
+    schedule.ended(job)
+    assert schedule.next(1) == Renew()
+    schedule.done(Renew())
+    assert schedule.next(2) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("max_bytes", 0), ("max_sequences", 0), ("overcommit", 0.5), ("overcommit", float("nan"))],
+)
+def test_wrong_numbers_are_named(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"{name}={value}: 1 or more"):
+        Schedule(FOOTPRINT, Pace(1.0, 512), **{name: value})  # type: ignore[arg-type]

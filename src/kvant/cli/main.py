@@ -12,6 +12,7 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from kvant.cli.batch import batch
 from kvant.cli.chat import chat
 from kvant.cli.eval import evaluation
 from kvant.cli.inspect import inspect
@@ -19,7 +20,7 @@ from kvant.cli.plan import plan
 from kvant.cli.run import run
 from kvant.exit_codes import command
 
-NAMES = ("append", "attend", "batch", "decode", "prefill")
+NAMES = ("append", "attend", "batch", "decode", "engine", "prefill")
 
 
 class Benches(TyperGroup):
@@ -47,6 +48,7 @@ def about_bench() -> None:
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(run)
 app.command()(chat)
+app.command()(batch)
 app.command()(plan)
 app.command("eval")(evaluation)
 app.command()(inspect)

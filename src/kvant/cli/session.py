@@ -85,7 +85,8 @@ class Wanted:
         model, tokenizer = checkpoints.load(self.model, **self._placed)
         from kvant.generation import Session
 
-        spec = self._attached(model, tokenizer)
+        named = "raw" if self.load is not None else self.spec
+        spec = attached(model, named, tokenizer, self.guard)
         session = Session(
             model,
             tokenizer,
@@ -104,19 +105,6 @@ class Wanted:
             session.resume(self.load)
         return session
 
-    def _attached(self, model: Any, tokenizer: Any) -> Any:
-        """The spec that the model is attached with; what it does to the model is said."""
-        from kvant.probing import attached
-
-        asked = "raw" if self.load is not None else self.spec
-        with Bar("trying formats") as tried:
-            spec, told = attached(model, asked, tokenizer, guard=self.guard, progress=tried.show)
-        if spec != asked:
-            show(f"{asked}: {spec}")
-        if told is not None:
-            show(f"warning: {told}")
-        return spec
-
     def _drafter(self) -> Any:
         if self.draft in (None, "ngram"):
             return self.draft
@@ -130,6 +118,19 @@ class Wanted:
             "device": self.device,
             "dtype": self.dtype,
         }
+
+
+def attached(model: Any, asked: str, tokenizer: Any, guard: bool) -> Any:
+    """The spec that the model is attached with; what it does to the model is said."""
+    from kvant import probing
+
+    with Bar("trying formats") as tried:
+        spec, told = probing.attached(model, asked, tokenizer, guard=guard, progress=tried.show)
+    if spec != asked:
+        show(f"{asked}: {spec}")
+    if told is not None:
+        show(f"warning: {told}")
+    return spec
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from kvant.generation.conversation import Prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, decoder_of
 from kvant.generation.loop import Limits, Reply, Step
 from kvant.generation.sampling import Drawn, Sampler, Sampling, drawn
+from kvant.hf import attach, attachments, detach
 from kvant.planner import plan
 from kvant.recipes import AnySpec
 from kvant.sizes import parse_size
@@ -73,7 +74,7 @@ class Request:
 
 
 class Engine:
-    """Serves requests on one model; a context manager with one thread."""
+    """Serves requests on one model, which is attached for as long; a context manager."""
 
     def __init__(
         self,
@@ -121,6 +122,9 @@ class Engine:
         self._numbers = count()
         self._requests: dict[Job, Request] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._attached = None if attachments(decoder.model) else decoder.model  # by us
+        if self._attached is not None:
+            attach(self._attached, self._batch.spec, backend=backend)
         self._open = True
         self._door = Lock()  # nobody asks while it closes
         self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
@@ -229,6 +233,8 @@ class Engine:
             for request in list(self._requests.values()):
                 self._finish(request, error)
             self._batch.clear()
+            if self._attached is not None:
+                detach(self._attached)
 
     def _end(self) -> None:
         self._open = False

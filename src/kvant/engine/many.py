@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from kvant.engine.engine import Engine
 from kvant.engine.stream import Result, Stream
+from kvant.errors import CacheError
 from kvant.generation.conversation import Prompt
 from kvant.progress import Bar
 from kvant.recipes import AnySpec
@@ -67,19 +69,33 @@ def generate_many(
         )
 
     with engine, Bar("prompts", quiet=quiet) as bar:
-        found = []
-        for result in in_order(map(ask, range(len(prompts))), AHEAD * max_sequences):
+        found: list[Result] = []
+        for result in in_order([partial(ask, i) for i in range(len(prompts))], max_sequences):
+            if isinstance(result, Exception):
+                raise result
             found.append(result)
             bar.show(len(found), len(prompts))
     return found
 
 
-def in_order(streams: Iterator[Stream], ahead: int) -> Iterator[Result]:
-    """The results of streams, of which at most `ahead` are asked for at a time."""
-    asked: deque[Stream] = deque()
-    for stream in streams:
-        asked.append(stream)
-        if len(asked) == ahead:
-            yield asked.popleft().result()
-    while asked:
-        yield asked.popleft().result()
+def in_order(asks: Sequence[Callable[[], Stream]], served: int) -> Iterator[Result | Exception]:
+    """What comes of each, of which `served` are served at once: a result, or why there is none."""
+    streams: deque[Stream | Exception] = deque()
+    for ask in asks:
+        try:
+            streams.append(ask())
+        except (CacheError, TypeError, ValueError) as error:
+            streams.append(error)
+        if len(streams) == AHEAD * served:
+            yield _result(streams.popleft())
+    while streams:
+        yield _result(streams.popleft())
+
+
+def _result(stream: Stream | Exception) -> Result | Exception:
+    if isinstance(stream, Exception):
+        return stream
+    try:
+        return stream.result()
+    except Exception as error:
+        return error

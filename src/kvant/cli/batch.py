@@ -1,0 +1,199 @@
+"""`kvant batch`: a file of prompts to a file of replies, many at a time, in order.
+
+Each line of either is one JSON object. A run that was ended goes on where it stopped: lines that
+are whole stay, and must be of the same prompts and options.
+"""
+
+from __future__ import annotations
+
+import json as json_text
+import os
+from collections.abc import Mapping
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Argument, Exit, Option
+
+from kvant import checkpoints
+from kvant.attention import check_backend
+from kvant.cli import options
+from kvant.cli.options import check_drawing, check_readable, check_spec, check_writable, read_text
+from kvant.cli.session import attached, show
+from kvant.devices import named_device, named_dtype
+from kvant.progress import Bar
+from kvant.sizes import parse_size
+
+PROMPTS = ("prompt", "messages")  # a line has one of them,
+ASKED: Mapping[str, tuple[type, ...]] = {  # and any of these, in place of the command's own
+    "max_new_tokens": (int,),
+    "temperature": (int, float),
+    "top_k": (int,),
+    "top_p": (int, float),
+    "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "seed": (int,),
+    "stop": (str, list),
+    "ignore_end": (bool,),
+}
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+
+
+def batch(
+    prompts: Annotated[Path, Argument(help='Lines of JSON: {"prompt": ...} or {"messages": ...}.')],
+    out: Annotated[Path, Option(help="Where the replies go; what is there is not done again.")],
+    model: options.Model = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    kv_cache: options.KVCache = None,
+    max_bytes: Annotated[str | None, Option(help="Bytes of all caches together: 2GiB.")] = None,
+    max_sequences: Annotated[int, Option(min=1, help="So many prompts at a time.")] = 16,
+    max_new_tokens: options.MaxNewTokens = 128,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = None,
+    top_k: options.TopK = None,
+    min_p: options.MinP = None,
+    seed: options.Seed = None,
+    max_context: options.MaxContext = None,
+    backend: options.Backend = None,
+    guard: options.Guard = True,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+    json: options.Json = False,
+) -> None:
+    """Continue many prompts of a file, on one model at once."""
+    spec = "affine8" if kv_cache is None else kv_cache
+    drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
+    asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
+    limit = None if max_bytes is None else parse_size(max_bytes)
+    check_readable(prompts, "PROMPTS")
+    check_writable(out, "--out")
+    check_spec(spec)
+    check_backend(backend)
+    named_device(device)
+    named_dtype(dtype)
+    checkpoints.check(model)
+    told = {"model": model, "kv_cache": spec, "dtype": dtype}
+    lines = [_request(one, number, asked) for number, one in enumerate(_lines(prompts), 1)]
+    marks = [_mark(told | line) for line in lines]
+    done = _done(out, marks)
+    failed, figures = 0, dict[str, Any]()
+    if done < len(lines):
+        served, tokenizer = checkpoints.load(
+            model, trust_code=trust_remote_code, device=device, dtype=dtype
+        )
+        stored = attached(served, spec, tokenizer, guard)
+        from kvant.engine import Engine, in_order
+
+        with (
+            Engine(
+                served,
+                tokenizer,
+                stored,
+                max_bytes=limit,
+                max_sequences=max_sequences,
+                max_context=max_context,
+                backend=backend,
+            ) as engine,
+            out.open("ab") as file,
+            Bar("prompts", quiet=json) as bar,
+        ):
+            asks = [partial(_ask, engine, line) for line in lines[done:]]
+            for number, result in enumerate(in_order(asks, max_sequences), done):
+                failed += isinstance(result, Exception)
+                line = {"index": number, "of": marks[number]} | _reply(result)
+                file.write(json_text.dumps(line, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+                bar.show(number + 1, len(lines))
+            figures = {"engine": engine.stats()}
+    if json:
+        summary = {"prompts": len(lines), "done_before": done, "failed": failed, "out": str(out)}
+        print(json_text.dumps(summary | figures))
+    elif done:
+        show(f"{done} of {len(lines)} were there already")
+    if failed:
+        show(f"{failed} of {len(lines)} prompts failed: see `error` in {out}")
+        raise Exit(1)
+
+
+def _lines(path: Path) -> list[str]:
+    return [line for line in read_text(path, "PROMPTS").splitlines() if line.strip()]
+
+
+def _request(line: str, number: int, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line asks for, or an error that names the line; a seed counts up with the lines."""
+    try:
+        found = json_text.loads(line)
+    except ValueError as error:
+        raise ValueError(f"line {number} is no JSON: {error}") from None
+    if not isinstance(found, dict) or len([name for name in PROMPTS if name in found]) != 1:
+        raise ValueError(f'line {number}: an object with "prompt" or "messages" is needed')
+    if unknown := sorted(found.keys() - ASKED.keys() - set(PROMPTS)):
+        known = ", ".join((*PROMPTS, *ASKED))
+        raise ValueError(f"line {number}: {unknown[0]!r} is not known; known are {known}")
+    if not isinstance(found.get("prompt", ""), str):
+        raise ValueError(f"line {number}: the prompt is no text")
+    if not isinstance(found.get("messages", []), list):
+        raise ValueError(f"line {number}: messages is no list")
+    for name, kinds in ASKED.items():
+        value = found.get(name)
+        wrong = isinstance(value, bool) and bool not in kinds
+        if value is not None and (wrong or not isinstance(value, kinds)):
+            raise ValueError(f"line {number}: {name} is {json_text.dumps(value)}")
+    seed = asked["seed"]
+    whole = dict(asked) | {"seed": None if seed is None else seed + number - 1} | found
+    stop = [] if whole.get("stop") is None else whole["stop"]
+    try:
+        check_drawing(
+            {name: whole[name] for name in DRAWN if whole.get(name) is not None},
+            max_new_tokens=whole["max_new_tokens"],
+            stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        )
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from None
+    return whole
+
+
+def _mark(request: Mapping[str, Any]) -> str:
+    """Tells one request from another."""
+    text = json_text.dumps(request, sort_keys=True)
+    return blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _done(out: Path, marks: list[str]) -> int:
+    """How many replies are there; half a line at the end, of a run that was killed, is cut off."""
+    if not out.exists():
+        return 0
+    text = out.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    lines = whole.splitlines()
+    for number, line in enumerate(lines):
+        try:
+            mark = json_text.loads(line)["of"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"--out {out}: line {number + 1} is no reply of kvant batch") from None
+        if number >= len(marks) or mark != marks[number]:
+            raise ValueError(
+                f"--out {out}: line {number + 1} is the reply to another prompt, or with other "
+                "options: name another file"
+            )
+    if len(whole) < len(text):
+        os.truncate(out, len(whole))
+    return len(lines)
+
+
+def _ask(engine: Any, request: Mapping[str, Any]) -> Any:
+    given = {name: value for name, value in request.items() if value is not None}
+    prompt = given.pop("prompt", None)
+    return engine.submit(given.pop("messages") if prompt is None else prompt, **given)
+
+
+def _reply(result: Any) -> dict[str, Any]:
+    """A request that fails has an error in place of a text."""
+    if isinstance(result, Exception):
+        return {"error": str(result) or type(result).__name__}
+    usage = {
+        "prompt_tokens": result.usage.prompt_tokens,
+        "completion_tokens": result.usage.completion_tokens,
+    }
+    return {"text": result.text, "finish_reason": result.finish_reason, "usage": usage}

@@ -1,0 +1,136 @@
+"""`kvant batch`: lines in, lines out, in order, also after it was killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+KVANT = str(Path(sys.executable).with_name("kvant"))
+
+
+def written(path: Path, count: int) -> Path:
+    """Prompts of several lengths, some with options of their own."""
+    lines = []
+    for number in range(count):
+        line: dict[str, Any] = {"prompt": f"def f{number}({'a, ' * (number % 7)}"}
+        if number % 3 == 0:
+            line |= {"max_new_tokens": 3 + number % 11, "temperature": 0.8}
+        if number % 5 == 0:
+            line["stop"] = [")"]
+        lines.append(json.dumps(line))
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def replies(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_line_has_its_reply(call: Any, tmp_path: Path) -> None:
+    file, out = written(tmp_path / "in", 9), tmp_path / "out"
+    words = ("batch", str(file), "--out", str(out), "--max-new-tokens", "6", "--no-guard")
+    assert call(*words, "--max-sequences", "3") == (0, "", "")
+    found = replies(out)
+    assert [line["index"] for line in found] == list(range(9))
+    assert [line["usage"]["completion_tokens"] for line in found][1:3] == [6, 6]
+    assert found[0]["finish_reason"] in ("length", "stop") and ")" not in found[5]["text"]
+    told = json.loads(call(*words, "--json")[1])
+    assert (told["prompts"], told["done_before"], told["failed"]) == (9, 9, 0)
+    assert replies(out) == found
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.laws)])
+def test_a_run_that_was_killed_goes_on_to_the_same_file(
+    call: Any, tmp_path: Path, count: int
+) -> None:
+    file, out, whole = written(tmp_path / "in", count), tmp_path / "out", tmp_path / "whole"
+    words = ["batch", str(file), "--seed", "5", "--max-new-tokens", "20", "--no-guard"]
+    running = subprocess.Popen([KVANT, *words, "--out", str(out)])
+    while not out.exists() or out.read_bytes().count(b"\n") < count // 4:
+        assert running.poll() is None, "it was done before it could be killed"
+        time.sleep(0.005)
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    with out.open("ab") as half:
+        half.write(b'{"index": 99, "text": "hal')
+    before = out.read_bytes().count(b"\n")
+    assert count // 4 <= before < count
+    code, _, error = call(*words, "--out", str(out))
+    assert (code, error) == (0, f"{before} of {count} were there already\n")
+    assert call(*words, "--out", str(whole))[0] == 0
+    assert out.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("{", "line 2 is no JSON"),
+        ('["a"]', 'line 2: an object with "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'line 2: an object with "prompt" or "messages"'),
+        ('{"promt": "a"}', 'line 2: an object with "prompt" or "messages"'),
+        ('{"prompt": "a", "temprature": 1}', "line 2: 'temprature' is not known"),
+        ('{"prompt": 7}', "line 2: the prompt is no text"),
+        ('{"messages": "a"}', "line 2: messages is no list"),
+        ('{"prompt": "a", "top_k": "5"}', 'line 2: top_k is "5"'),
+        ('{"prompt": "a", "seed": true}', "line 2: seed is true"),
+        ('{"prompt": "a", "top_p": 7}', "line 2: top_p=7: 0 to 1"),
+        ('{"prompt": "a", "max_new_tokens": 0}', "line 2: max_new_tokens=0: 1 or more"),
+        ('{"prompt": "a", "stop": ""}', "line 2: stop"),
+    ],
+)
+def test_a_wrong_line_is_named_before_anything_is_done(
+    call: Any, tmp_path: Path, line: str, told: str
+) -> None:
+    file, out = tmp_path / "in", tmp_path / "out"
+    file.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    code, said, error = call("batch", str(file), "--out", str(out))
+    assert (code, said) == (2, "") and error.startswith("error: ") and error.count("\n") == 1
+    assert told in error and not out.exists()
+
+
+def test_a_file_of_another_run_is_refused_and_kept(call: Any, tmp_path: Path) -> None:
+    file, out = written(tmp_path / "in", 2), tmp_path / "out"
+    words = ("batch", str(file), "--out", str(out), "--max-new-tokens", "2", "--no-guard")
+    assert call(*words)[0] == 0
+    before = out.read_bytes()
+    code, _, error = call(*words, "--temperature", "0.5")
+    assert code == 2 and "line 2 is the reply to another prompt, or with other options" in error
+    assert out.read_bytes() == before
+    out.write_text("notes of mine\n")
+    code, _, error = call(*words)
+    assert code == 2 and "line 1 is no reply of kvant batch" in error
+    assert out.read_text() == "notes of mine\n"
+
+
+def test_a_request_that_fails_leaves_the_others(call: Any, tmp_path: Path) -> None:
+    file, out = tmp_path / "in", tmp_path / "out"
+    file.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n')
+    words = ("batch", str(file), "--out", str(out), "--max-new-tokens", "2", "--no-guard")
+    code, _, error = call(*words)
+    assert (code, error) == (1, f"1 of 3 prompts failed: see `error` in {out}\n")
+    found = replies(out)
+    assert "no tokens" in found[1]["error"] and "text" in found[0] and "text" in found[2]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--kv-cache", "affine9"),
+        ("--max-bytes", "much"),
+        ("--max-sequences", "0"),
+        ("--backend", "cuda"),
+        ("--device", "tpu"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_one_line(call: Any, tmp_path: Path, words: tuple[str, ...]) -> None:
+    file = written(tmp_path / "in", 1)
+    code, out, error = call("batch", str(file), "--out", str(tmp_path / "out"), *words)
+    assert (code, out, error.count("\n")) == (2, "", 1)

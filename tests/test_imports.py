@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
     "contracts devices errors exit_codes extent launches modes progress recipes retention sizes "
-    "native/",
+    "weights native/",
     "codecs/",
     "attention/ spec/ functional",
     "cache/ models/ demo/",

@@ -29,6 +29,7 @@ from kvant.models.shapes import Shape
 from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.spec import parse
+from kvant.weights import Packing, pack, unpack
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -51,6 +52,7 @@ __all__ = [
     "GroupSpec",
     "LayerSpec",
     "Mask",
+    "Packing",
     "Plan",
     "Probe",
     "PromptError",
@@ -78,10 +80,12 @@ __all__ = [
     "generate_many",
     "load",
     "merge",
+    "pack",
     "parse",
     "plan",
     "probe",
     "save",
+    "unpack",
 ]
 
 

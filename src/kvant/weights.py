@@ -1,0 +1,314 @@
+"""Weights of linear layers, packed once for oneDNN: else a CPU packs them anew for every token.
+
+A packed weight stands in the place of the parameter and has no storage. A linear layer computes
+with the packed bytes; any other operation is given a dense copy, so modules, names, shapes and
+dtypes stay as they are, and whoever reads a weight is right. Whoever writes to one is refused: a
+copy would take what is written, and be gone.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, SupportsIndex, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_any, tree_map_only
+
+from kvant.errors import CacheError
+from kvant.modes import no_inference_mode
+from kvant.sizes import format_size
+
+DTYPES = (torch.bfloat16, torch.float16)
+# Layers whose weight other code multiplies with: it would have to be made dense for every token.
+READ_BY_OTHERS = ("dt_proj", "kv_b_proj")  # of Mamba; of latent attention, by kvant.attach
+SMALLEST = 64 * 64 + 1  # values; for fewer torch has a way that is sooner done
+WEIGHT = "weight"
+
+# Private to torch: where one is missing, nothing is packed.
+_PACK = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What is packed of a model, and why other linear layers are left as they are."""
+
+    layers: tuple[str, ...]
+    nbytes: int
+    left: Mapping[str, str]
+
+    def __str__(self) -> str:
+        told = f"{len(self.layers)} linear layers packed, {format_size(self.nbytes)}"
+        reasons = Counter(self.left.values()).most_common()
+        left = ", ".join(f"{count} {reason}" for reason, count in reasons)
+        return f"{told}; left: {left}" if left else told
+
+
+def pack(model: nn.Module) -> Packing:
+    """Pack weights of 16 bits on a CPU, until `unpack`: the same outputs to the bit, sooner.
+
+    A layer is left alone where that does not hold. The memory of the weights is given back, one
+    layer after the other. Under autograd a packed layer computes with a dense copy.
+    """
+    _check_model(model)
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    tried: dict[Any, str | None] = {}
+    left: dict[str, str] = {}
+    sharing = Counter(_memory(tensor) for tensor in _tensors(model))
+    with torch.no_grad(), no_inference_mode():
+        for name, layer in layers.items():
+            if isinstance(layer._parameters.get(WEIGHT), PackedWeight):
+                continue
+            reason = _unfit(name, layer, sharing) or _pack_layer(layer, tried)
+            if reason is not None:
+                left[name] = reason
+    packed = [name for name in layers if name not in left]
+    nbytes = sum(layers[name].weight.nbytes for name in packed)
+    return Packing(tuple(packed), nbytes, left)
+
+
+def unpack(model: nn.Module) -> int:
+    """Give a model its own parameters back, with their bits; how many were packed."""
+    _check_model(model)
+    count = 0
+    with torch.no_grad(), no_inference_mode():
+        for module in model.modules():
+            for name, weight in module._parameters.items():
+                if isinstance(weight, PackedWeight):
+                    module._parameters[name] = weight.restored()
+                    count += 1
+    return count
+
+
+class PackedWeight(torch.Tensor):
+    """The weight of a linear layer, [out, in], in the order in which oneDNN reads it."""
+
+    _is_param = True  # a parameter to `isinstance`
+
+    packed: Tensor
+    original: nn.Parameter | None  # empty for as long as it is packed; None of a weight's `data`
+
+    @classmethod
+    def of(cls, packed: Tensor, original: nn.Parameter | None) -> PackedWeight:
+        made: PackedWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            packed.shape,
+            dtype=packed.dtype,
+            device=packed.device,
+            requires_grad=original is not None and original.requires_grad,
+        )
+        made.__dict__.update({} if original is None else original.__dict__)
+        made.packed, made.original = packed, original
+        return made
+
+    def restored(self) -> nn.Parameter:
+        """The parameter that was there before."""
+        assert self.original is not None
+        original = self.original
+        original.data = self.packed.to_dense()
+        original.requires_grad_(self.requires_grad)
+        original.grad = self.grad
+        return original
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in ANSWERS and not kwargs:
+            out = ANSWERS[func](*args)
+            if out is not None:
+                return out
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if _writes(func, args, named):
+            target = args[0]
+            if func is not torch.ops.aten.copy_.default or target.original is None:
+                raise _refusal(str(func))
+            target.packed = _packed(args[1].to(target.packed.dtype).expand(target.packed.shape))
+            return target
+        real = tree_map_only(PackedWeight, _dense, (tuple(args), named))
+        return func(*real[0], **real[1])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
+        """Packed as well: the bytes are never written to, so both read the same."""
+        return PackedWeight.of(self.packed, copy.deepcopy(self.original, memo))
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """What is written to a file is dense."""
+        dense: Any = nn.Parameter(_dense(self), self.requires_grad)
+        return dense.__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
+
+
+def _dense(weight: PackedWeight) -> Tensor:
+    return weight.packed.to_dense()
+
+
+def _packed(weight: Tensor) -> Tensor:
+    assert _PACK is not None
+    made: Tensor = _PACK(weight.detach().contiguous(), None)
+    return made
+
+
+def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
+    """`functional.linear` with packed bytes, or None where a dense copy is needed."""
+    if type(weight) is not PackedWeight or type(x) is not Tensor:
+        return None
+    if x.dtype != weight.packed.dtype or not x.is_cpu:
+        return None
+    if torch.is_grad_enabled() and any(
+        one is not None and one.requires_grad for one in (x, weight, bias)
+    ):
+        return None
+    return _computed(x, weight.packed, bias)
+
+
+def _computed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    assert _LINEAR is not None
+    # Of such rows torch rounds the product before it adds the bias; of others it does not.
+    if bias is not None and x.ndim > 2 and not x.is_contiguous():
+        return _computed(x, packed, None).add_(bias)
+    out: Tensor = _LINEAR(x, packed, bias, "none", [], "")
+    return out
+
+
+def _data(weight: PackedWeight) -> PackedWeight:
+    """The same weight beside autograd; not a copy, which would take what is written to it."""
+    return PackedWeight.of(weight.packed, None)
+
+
+def _set_data(weight: Any, value: Any) -> bool:
+    if weight is not value:
+        raise _refusal("assigning to the data")
+    return True
+
+
+def _refused(what: str) -> Callable[..., Any]:
+    def refuse(*args: Any) -> Any:
+        raise _refusal(what)
+
+    return refuse
+
+
+def _refusal(what: str) -> CacheError:
+    return CacheError(
+        f"{what} of a packed weight: kvant.unpack(model) first, for one that can be changed"
+    )
+
+
+# What is answered otherwise than by a dense copy; no answer is None.
+ANSWERS: Mapping[Any, Callable[..., Any]] = {
+    functional.linear: _linear,
+    torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
+    torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.__setitem__: _refused("writing to rows"),
+    torch.Tensor.data_ptr: _refused("the address"),
+    # Asked by `nn.Module.to`, which makes a new parameter of what was converted then.
+    torch._has_compatible_shallow_copy_type: lambda weight, other: weight is other,
+}
+
+
+def _writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Does an operator write to a packed weight?"""
+    if not func._schema.is_mutable:
+        return False
+    written = [
+        args[place] if place < len(args) else kwargs.get(taken.name)
+        for place, taken in enumerate(func._schema.arguments)
+        if taken.alias_info is not None and taken.alias_info.is_write
+    ]
+    return bool(tree_any(lambda one: isinstance(one, PackedWeight), written))
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{type(model).__name__} is no model: a loaded torch.nn.Module is needed")
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    """Every one as often as a module holds it."""
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            yield from (tensor for tensor in held.values() if tensor is not None)
+
+
+def _memory(tensor: Tensor) -> int:
+    """The same for tensors that begin at the same byte; nothing else has that of a packed one."""
+    return id(tensor) if type(tensor) is PackedWeight else tensor.data_ptr() or id(tensor)
+
+
+def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int]) -> str | None:
+    """Why a layer is not packed, as far as it shows."""
+    weight = layer._parameters.get(WEIGHT)
+    if type(layer) is not nn.Linear:
+        return f"of class {type(layer).__name__}"
+    if type(weight) is not nn.Parameter:
+        return "without a plain weight"
+    if weight.dtype not in DTYPES:
+        return f"of {str(weight.dtype).removeprefix('torch.')}"
+    if weight.device.type != "cpu":
+        return f"on {weight.device}"
+    if weight.numel() < SMALLEST:
+        return "too small"
+    if name.rpartition(".")[2] in READ_BY_OTHERS:
+        return "read by other code"
+    return "tied" if sharing[_memory(weight)] > 1 else None
+
+
+def _pack_layer(layer: nn.Linear, tried: dict[Any, str | None]) -> str | None:
+    """Pack a layer, or say why not; layers of one shape are tried once."""
+    weight, bias = layer._parameters[WEIGHT], layer.bias
+    assert weight is not None
+    if _PACK is None or _LINEAR is None:
+        return f"unknown to torch {torch.__version__}"
+    shape = (weight.shape, weight.dtype, None if bias is None else bias.dtype)
+    packed = None
+    if shape not in tried:
+        try:
+            packed = _packed(weight)
+            tried[shape] = None if _same(layer, packed) else "of other bits when packed"
+        except RuntimeError:  # of this processor, or of this torch
+            tried[shape] = "refused by oneDNN"
+    if tried[shape] is None:
+        made = PackedWeight.of(_packed(weight) if packed is None else packed, weight)
+        made.grad, weight.grad = weight.grad, None
+        layer._parameters[WEIGHT] = cast(nn.Parameter, made)
+        weight.data = weight.new_empty(0)  # last: an interrupt before it loses nothing
+    return tried[shape]
+
+
+ROWS = (2, 16, 64)
+VALUES = 2**16  # of single rows: another order of sums shows in one of some thousand
+
+
+def _same(layer: nn.Linear, packed: Tensor) -> bool:
+    """Are the outputs those of the layer, to the bit? Of many single rows, and of some together."""
+    singles = min(64, 1 + VALUES // layer.out_features)
+    generator = torch.Generator().manual_seed(0)
+    for rows in (*[1] * singles, *ROWS):
+        x = torch.randn(rows, layer.in_features, generator=generator).to(packed.dtype)
+        plain = functional.linear(x, layer.weight, layer.bias)
+        if not torch.equal(plain, _computed(x, packed, layer.bias)):
+            return False
+    return True

@@ -1,0 +1,402 @@
+"""Packed weights: the same outputs to the bit, less work, no second copy; and all of it undone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import kvant
+from kvant import CacheError, weights
+
+IN, OUT = 96, 128
+
+packs = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+pytestmark = pytest.mark.skipif(
+    not kvant.pack(packs).layers, reason=f"this torch or processor packs nothing: {packs}"
+)
+
+
+class Model(nn.Module):
+    """Two layers, one with a bias."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.up = nn.Linear(IN, OUT, dtype=dtype)
+        self.down = nn.Linear(OUT, IN, bias=False, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(self.up(x).relu())
+        return out
+
+
+def rows(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(*shape, IN, generator=generator).bfloat16()
+
+
+def twins() -> tuple[Model, Model]:
+    """One as it is and one packed."""
+    plain = Model()
+    packed = copy.deepcopy(plain)
+    assert kvant.pack(packed).layers == ("up", "down")
+    return plain, packed
+
+
+def is_packed(model: Model) -> bool:
+    return all(isinstance(one.weight, weights.PackedWeight) for one in (model.up, model.down))
+
+
+INPUTS: dict[str, Tensor] = {
+    "one row": rows(1, 1),
+    "no batch": rows(),
+    "no row": rows(2, 0),
+    "16 rows": rows(16),
+    "500 rows": rows(1, 500),
+    "four dimensions": rows(2, 3, 4),
+    "every second row": rows(2, 8)[:, ::2],
+    "the first row of each": rows(3, 8)[:, :1],
+    "a part of a row": rows(2, 3, 2)[:, :, 0],
+    "turned": rows(4, 5).transpose(0, 1),
+    "one row for all": rows(1, 1).expand(2, 7, IN),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@torch.no_grad()
+def test_outputs_are_the_same_to_the_bit(name: str) -> None:
+    plain, packed = twins()
+    assert torch.equal(packed(INPUTS[name]), plain(INPUTS[name]))
+
+
+def test_linear_layers_read_packed_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, packed = twins()
+    made: list[Any] = []
+    monkeypatch.setattr(weights, "_dense", made.append)
+    with torch.no_grad():
+        assert torch.equal(packed(rows(3)), plain(rows(3)))
+    assert not made
+
+
+def test_a_model_has_its_own_parameters_back_after_unpacking() -> None:
+    model = Model()
+    before = dict(model.named_parameters())
+    bits = {name: one.detach().clone() for name, one in before.items()}
+    kvant.pack(model)
+    assert before["up.weight"].untyped_storage().nbytes() == 0
+    assert kvant.unpack(model) == 2
+    after = dict(model.named_parameters())
+    assert all(after[name] is one and torch.equal(one, bits[name]) for name, one in before.items())
+    assert kvant.unpack(model) == 0
+    assert set(vars(model.up)) == set(vars(Model().up))
+
+
+def test_packing_twice_is_packing_once() -> None:
+    model = Model()
+    first = kvant.pack(model)
+    held = model.up.weight
+    assert kvant.pack(model) == first
+    assert model.up.weight is held
+    assert str(first) == "2 linear layers packed, 48 KiB" and first.left == {}
+
+
+def test_names_shapes_and_values_are_those_of_before() -> None:
+    plain, packed = twins()
+    given = packed.state_dict()
+    assert list(given) == list(plain.state_dict())
+    assert all(torch.equal(given[name], one) for name, one in plain.state_dict().items())
+    assert all(type(one) is Tensor for one in given.values())
+    for one, other in zip(plain.parameters(), packed.parameters(), strict=True):
+        assert isinstance(other, nn.Parameter) and torch.equal(one, other)
+        assert (one.shape, one.dtype, one.nbytes) == (other.shape, other.dtype, other.nbytes)
+        assert one.requires_grad == other.requires_grad
+
+
+def test_another_state_is_loaded_into_packed_layers() -> None:
+    other, (_, packed) = Model(), twins()
+    packed.load_state_dict(other.state_dict())
+    assert is_packed(packed)
+    with torch.no_grad():
+        assert torch.equal(packed(rows(3)), other(rows(3)))
+    kvant.unpack(packed)
+    assert torch.equal(packed.up.weight, other.up.weight)
+
+
+def test_a_state_is_written_to_files(tmp_path: Path) -> None:
+    plain, packed = twins()
+    save_file(packed.state_dict(), tmp_path / "one.safetensors")
+    torch.save(packed.state_dict(), tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt")
+    assert torch.equal(found["up.weight"], plain.up.weight)
+
+
+def test_a_copy_is_packed_and_independent() -> None:
+    plain, packed = twins()
+    copied = copy.deepcopy(packed)
+    assert is_packed(copied)
+    copied.load_state_dict(Model().state_dict())
+    kvant.unpack(copied)
+    assert is_packed(packed)
+    kvant.unpack(packed)
+    assert torch.equal(packed.up.weight, plain.up.weight)
+
+
+def test_a_pickled_model_is_dense() -> None:
+    plain, packed = twins()
+    again = pickle.loads(pickle.dumps(packed))
+    assert type(again.up.weight) is nn.Parameter
+    assert torch.equal(again.up.weight, plain.up.weight)
+
+
+@pytest.mark.parametrize("convert", [nn.Module.float, nn.Module.half, lambda one: one.to("meta")])
+def test_a_conversion_unpacks(convert: Callable[[nn.Module], nn.Module]) -> None:
+    plain, packed = twins()
+    convert(packed)
+    convert(plain)
+    assert (
+        type(packed.up.weight) is nn.Parameter and packed.up.weight.dtype == plain.up.weight.dtype
+    )
+    assert packed.up.weight.is_meta or torch.equal(packed.up.weight, plain.up.weight)
+
+
+def test_a_conversion_to_what_it_is_leaves_it_packed() -> None:
+    _, packed = twins()
+    assert is_packed(packed.bfloat16().cpu().to("cpu", torch.bfloat16).eval())
+
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "add": lambda weight: weight.add_(1),
+    "data": lambda weight: weight.data.mul_(2),
+    "data, other values": lambda weight: weight.data.copy_(torch.zeros(OUT, IN)),
+    "data, another": lambda weight: setattr(weight, "data", torch.zeros(OUT, IN)),
+    "a row": lambda weight: weight.__setitem__(0, 1.0),
+    "an optimizer": lambda weight: torch._foreach_add_([weight], 1.0),
+    "out": lambda weight: torch.neg(torch.zeros(OUT, IN).bfloat16(), out=weight),
+    "the address": lambda weight: weight.data_ptr(),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@torch.no_grad()
+def test_writing_to_a_packed_weight_is_refused(name: str) -> None:
+    plain, packed = twins()
+    with pytest.raises(CacheError, match=r"kvant\.unpack\(model\) first"):
+        WRITES[name](packed.up.weight)
+    assert torch.equal(packed(rows(2)), plain(rows(2)))
+
+
+@torch.no_grad()
+def test_a_packed_weight_is_written_into_others() -> None:
+    plain, packed = twins()
+    mean = torch.zeros(OUT, IN, dtype=torch.bfloat16)
+    mean.add_(packed.up.weight).mul_(packed.up.weight)
+    assert torch.equal(mean, plain.up.weight * plain.up.weight)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_gradients_are_those_of_dense_weights(training: bool) -> None:
+    found = []
+    for model in twins():
+        x = rows(3).requires_grad_()
+        model.train(training)(x).square().sum().backward()
+        kvant.unpack(model)
+        found.append([x.grad, *(one.grad for one in model.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert one is not None and torch.equal(one, other)
+
+
+def test_an_optimizer_from_before_trains_the_unpacked_model() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(rows(3)).sum().backward()
+    kvant.pack(model)
+    kvant.unpack(model)
+    before = model.up.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model.up.weight, before)
+
+
+class Linear(nn.Linear):
+    """What computes otherwise has a class of its own."""
+
+
+def hold(layer: nn.Linear, **changes: Any) -> nn.Module:
+    model = nn.Module()
+    model.layer = layer
+    for name, value in changes.items():
+        setattr(model, name, value)
+    return model
+
+
+def tied() -> nn.Module:
+    layer, words = nn.Linear(IN, OUT).bfloat16(), nn.Embedding(OUT, IN).bfloat16()
+    layer.weight = words.weight
+    return hold(layer, words=words)
+
+
+def one_memory() -> nn.Module:
+    layer = nn.Linear(IN, OUT).bfloat16()
+    return hold(layer, other=nn.Parameter(layer.weight.detach()))
+
+
+def parametrized() -> nn.Module:
+    layer = nn.Linear(IN, OUT).bfloat16()
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return hold(layer)
+
+
+def mamba() -> nn.Module:
+    model = nn.Module()
+    model.dt_proj = nn.Linear(IN, OUT).bfloat16()
+    return model
+
+
+LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "tied": (tied, "1 tied"),
+    "one memory": (one_memory, "1 tied"),
+    "float32": (lambda: hold(nn.Linear(IN, OUT)), "1 of float32"),
+    "another class": (lambda: hold(Linear(IN, OUT).bfloat16()), "1 of class Linear"),
+    "parametrized": (parametrized, "1 of class ParametrizedLinear"),
+    "meta": (lambda: hold(nn.Linear(IN, OUT, device="meta").bfloat16()), "1 on meta"),
+    "small": (lambda: hold(nn.Linear(IN, 2).bfloat16()), "1 too small"),
+    "no rows": (lambda: hold(nn.Linear(IN, 0).bfloat16()), "1 too small"),
+    "read": (mamba, "1 read by other code"),
+    "mixed": (lambda: hold(mixed()), "1 refused by oneDNN"),
+}
+
+
+def mixed() -> nn.Linear:
+    layer = nn.Linear(IN, OUT, dtype=torch.bfloat16)
+    layer.bias = nn.Parameter(torch.zeros(OUT, dtype=torch.float64))
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", LEFT)
+def test_other_layers_are_left_and_it_is_said_why(name: str) -> None:
+    build, why = LEFT[name]
+    model = build()
+    before = list(model.parameters())
+    told = kvant.pack(model)
+    assert not told.layers and told.nbytes == 0 and len(told.left) == 1
+    assert str(told) == f"0 linear layers packed, 0 B; left: {why}"
+    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+
+
+def test_nothing_is_packed_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_LINEAR", None)
+    model = Model()
+    assert set(kvant.pack(model).left.values()) == {f"unknown to torch {torch.__version__}"}
+    assert type(model.up.weight) is nn.Parameter
+
+
+def test_nothing_is_packed_whose_bits_would_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One value in some thousand, as another order of sums gives it."""
+    computed, calls = weights._computed, []
+
+    def other(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        out = computed(x, packed, bias)
+        calls.append(x)
+        if len(calls) == 40:
+            out[0, 0] = out[0, 0].nextafter(torch.tensor(torch.inf).bfloat16())
+        return out
+
+    monkeypatch.setattr(weights, "_computed", other)
+    told = kvant.pack(Model())
+    assert (told.layers, told.left) == (("down",), {"up": "of other bits when packed"})
+
+
+def test_hooks_are_called_and_may_read_the_weight() -> None:
+    plain, packed = twins()
+    for model in (plain, packed):
+        model.up.register_forward_hook(lambda module, given, out: out + module.weight[:, 0])
+    with torch.no_grad():
+        assert torch.equal(packed(rows(2)), plain(rows(2)))
+
+
+def test_what_is_packed_in_inference_mode_is_used_and_unpacked_outside() -> None:
+    plain = Model()
+    packed = copy.deepcopy(plain)
+    with torch.inference_mode():
+        kvant.pack(packed)
+        assert torch.equal(packed(rows(2)), plain(rows(2)))
+    assert torch.equal(packed(rows(2)), plain(rows(2)))
+    with torch.inference_mode():
+        kvant.unpack(packed)
+    packed(rows(2)).sum().backward()
+    assert packed.up.weight.grad is not None
+
+
+def test_rows_of_another_dtype_are_refused_as_ever() -> None:
+    plain, packed = twins()
+    said = []
+    for model in (plain, packed):
+        with torch.no_grad(), pytest.raises(RuntimeError) as error:
+            model(rows(2).float())
+        said.append(str(error.value))
+    assert "dtype" in said[1]
+
+
+@torch.no_grad()
+def test_autocast_computes_as_with_dense_weights() -> None:
+    plain, packed = twins()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(packed(rows(2).float()), plain(rows(2).float()))
+
+
+@torch.no_grad()
+def test_a_compiled_model_computes_the_same() -> None:
+    plain, packed = twins()
+    compiled = torch.compile(packed, backend="eager")
+    assert torch.equal(compiled(rows(2)), plain(rows(2)))
+
+
+@pytest.mark.parametrize("verb", [kvant.pack, kvant.unpack])
+def test_what_is_no_model_is_refused(verb: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="str is no model: a loaded"):
+        verb("Qwen/Qwen3-0.6B")
+
+
+SCRIPT = """
+import ctypes, json
+import torch, kvant
+from torch import nn
+from kvant.bench.clock import mark, resident
+
+torch.set_num_threads(1)
+SIZE, LAYERS = 2048, 16
+
+def layer():
+    return nn.Linear(SIZE, SIZE, bias=False, dtype=torch.bfloat16)
+
+kvant.pack(layer())  # what the first takes for good
+model = nn.Sequential(*(layer() for _ in range(LAYERS)))
+before = mark()
+told = kvant.pack(model)
+peak = resident("VmHWM") - before
+ctypes.CDLL(None).malloc_trim(0)
+rest = resident("VmRSS") - before
+print(json.dumps({"layers": len(told.layers), "nbytes": told.nbytes, "peak": peak, "rest": rest}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no mark to set back")
+def test_no_second_copy_is_made_of_the_model() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
+    told = json.loads(done.stdout)
+    assert told["nbytes"] == told["layers"] * 2048 * 2048 * 2 == 16 * 8 * 2**20
+    assert told["rest"] < told["nbytes"] / 32, told
+    assert told["peak"] < told["nbytes"] / 2, told  # a few layers: what was freed lies in pieces

@@ -301,3 +301,18 @@ def test_a_memory_under_a_budget_tells_its_steps_down(call: Any) -> None:
     assert f"at {step['length']} tokens: raw to affine8, 576 KiB to " in error
     assert error.splitlines()[-1].partition("; ")[2].startswith("affine8: ")
     assert told["kv_cache"] == "affine8"
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_a_model_is_packed_where_nobody_says_otherwise(
+    command: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[kvant.Packing] = []
+    monkeypatch.setattr("kvant.cli.session.pack", lambda model: packed.append(kvant.pack(model)))
+    words = {"run": (*SHORT, "--device", "cpu"), "chat": ("chat", "--max-new-tokens", "6")}[command]
+    first = call(*words, typed="import os\n")
+    assert first[0] == 0 and len(packed) == 1
+    assert call(*words, "--no-pack", typed="import os\n") == first
+    assert len(packed) == 1
+    assert call(*words, "--draft", demo.PATH, typed="import os\n")[0] == 0
+    assert len(packed) == 3

@@ -43,6 +43,7 @@ def chat(
     prefill_chunk: options.PrefillChunk = 512,
     draft: options.Draft = None,
     backend: options.Backend = None,
+    pack: options.Pack = True,
     guard: options.Guard = True,
     load: options.Load = None,
     device: options.Device = None,
@@ -52,7 +53,7 @@ def chat(
 ) -> None:
     """Talk with a model; /help says what else there is."""
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend)
+    placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
     wanted = Wanted(model, *kept, draft, load, *placed)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}

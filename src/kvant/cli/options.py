@@ -53,6 +53,7 @@ Draft = Annotated[str | None, Option(help="Guess ahead: ngram, or a smaller mode
 Backend = Annotated[
     str | None, Option(help="What reads the cache: native, triton, reference; else what can.")
 ]
+Pack = Annotated[bool, Option(help="Weights of 16 bits on a CPU are packed for it.")]
 Guard = Annotated[bool, Option(help="Warn where the format does the model harm.")]
 Load = Annotated[Path | None, Option(help="Go on from a saved conversation.")]
 Device = Annotated[

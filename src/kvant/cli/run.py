@@ -44,6 +44,7 @@ def run(
     prefill_chunk: options.PrefillChunk = 512,
     draft: options.Draft = None,
     backend: options.Backend = None,
+    pack: options.Pack = True,
     guard: options.Guard = True,
     save: Annotated[Path | None, Option(help="Write text and cache to a file, to go on.")] = None,
     load: options.Load = None,
@@ -57,7 +58,7 @@ def run(
     if save is not None:
         check_writable(save, "--save")
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
-    placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend)
+    placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
     wanted = Wanted(model, *kept, draft, load, *placed)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}

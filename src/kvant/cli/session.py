@@ -20,6 +20,7 @@ from kvant.devices import named_device, named_dtype
 from kvant.progress import Bar
 from kvant.sizes import format_size, parse_size
 from kvant.spec import words
+from kvant.weights import pack
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Wanted:
     dtype: str
     prefill_chunk: int
     backend: str | None = None
+    pack: bool = True
 
     @property
     def spec(self) -> str:
@@ -83,6 +85,7 @@ class Wanted:
         """Load the model, and begin or go on; `asked` is what `send` will be told."""
         self.check(asked)
         model, tokenizer = checkpoints.load(self.model, **self._placed)
+        self._packed(model)
         from kvant.generation import Session
 
         named = "raw" if self.load is not None else self.spec
@@ -108,7 +111,13 @@ class Wanted:
     def _drafter(self) -> Any:
         if self.draft in (None, "ngram"):
             return self.draft
-        return checkpoints.load_model(self.draft, flag="--draft", **self._placed)
+        return self._packed(checkpoints.load_model(self.draft, flag="--draft", **self._placed))
+
+    def _packed(self, model: Any) -> Any:
+        """The model itself, which is ours to change."""
+        if self.pack:
+            pack(model)
+        return model
 
     @property
     def _placed(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+import kvant
 from kvant.bench import cache_race, clock, decode
 from kvant.bench.device import DEVICES
 
@@ -49,6 +50,23 @@ def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) ->
         assert row["rest_mib"] == dense if row["cache"] == "dynamic" else row["rest_mib"] > 0
 
 
+def test_packed_weights_are_measured_beside_those_of_the_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packings: list[kvant.Packing] = []
+
+    def packed(model: Any) -> None:
+        packings.append(kvant.pack(model))
+
+    monkeypatch.setattr(cache_race, "pack", packed)
+    decode.main("8", formats="raw,affine8", repeats=3, layers=2, pack=True, peaks=False)
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    names = ["dynamic", "raw", "raw packed", "dynamic", "affine8", "affine8 packed"]
+    assert [row["cache"] for row in rows] == names
+    assert all(row["tokens"] == 3 and row["ratio"] > 0 for row in rows)
+    assert [len(one.layers) + len(one.left) for one in packings] == [2 * 7 + 1]
+
+
 def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> None:
     task = cache_race.Task(layers=2, repeats=3)
     theirs, ours = cache_race.measure(cache_race.build(task.sizes), "raw", 40, task)
@@ -83,6 +101,11 @@ def test_a_peak_is_a_number_where_the_system_keeps_one(name: str) -> None:
 def test_what_cannot_be_measured_is_refused(contexts: str, given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         decode.main(contexts, layers=1, peaks=False, **given)
+
+
+def test_packed_weights_are_for_a_cpu() -> None:
+    with pytest.raises(ValueError, match="--pack: weights are packed for a CPU, not for cuda"):
+        cache_race.Task(device=DEVICES["cuda"], packed=True)
 
 
 def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_length(

@@ -5,7 +5,8 @@ directly. The baseline is one of transformers, with SDPA: `dynamic`, its Dynamic
 its StaticCache under a forward compiled as `generate` compiles it; the tokens that compile it are
 not timed, nor as many of ours. Ours decode as `kvant.generate` does, on a GPU from a CUDA graph;
 `replayed` tells how many tokens did. Each format is measured beside a baseline of its own, one
-token each in turn, so two caches are held at most and what else the machine does hits both. `ratio`
+token each in turn, so two caches are held at most and what else the machine does hits both. With
+`packed` a copy of the model, whose weights `kvant.pack` packed, takes turns with them. `ratio`
 is the baseline's median over the median of the format: above 1, ours is faster. `best_ms` is what
 the machine can do when nothing disturbs it. One token in 64 also seals a page: neither figure shows
 that, the mean of kvant.bench.append does.
@@ -19,6 +20,7 @@ memory that torch has allocated there.
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +35,7 @@ from kvant.bench.device import CPU, DEVICES, DYNAMIC, STATIC, Device
 from kvant.bench.report import progress
 from kvant.generation import HostDecoder
 from kvant.hf import cache_for
+from kvant.weights import pack
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {  # Qwen3-0.6B
@@ -60,6 +63,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 FORMATS = "raw,affine8,affine4"
 CHUNK = 2048  # rows put into a cache of ours at once
+PACKED = " packed"  # said of a format whose model has packed weights
 FIRST = {  # tokens that each cache decodes before it is timed
     DYNAMIC: 2,
     STATIC: 4,  # the first compiles, the second is captured as a CUDA graph
@@ -76,6 +80,7 @@ class Task:
     device: Device = CPU
     baseline: str = CPU.baseline
     compiled: bool = False  # ours, too
+    packed: bool = False  # ours once more, with packed weights
 
     def __post_init__(self) -> None:
         for option, given, known in (
@@ -86,6 +91,8 @@ class Task:
                 raise ValueError(f"--{option} {given}: known are {', '.join(known)}")
         if self.compiled and self.device.name == CPU.name:
             raise ValueError("--compile: what is compiled is the CUDA graph of a GPU")
+        if self.packed and self.device.name != CPU.name:
+            raise ValueError(f"--pack: weights are packed for a CPU, not for {self.device.name}")
 
     @property
     def first(self) -> int:
@@ -162,6 +169,13 @@ def build(sizes: Mapping[str, Any], device: Device = CPU, compiled: bool = False
     return model
 
 
+def _packed(model: Any) -> Any:
+    """A copy of the model with packed weights."""
+    twin = copy.deepcopy(model)
+    pack(twin)
+    return twin
+
+
 def random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
     """Keys and values; all layers and all caches get the same."""
     config, generator = model.config, torch.Generator().manual_seed(context)
@@ -207,18 +221,23 @@ def theirs(model: Any, name: str, length: int) -> tuple[Any, Callable[..., Any]]
 
 
 @torch.no_grad()
-def measure(model: Any, name: str, context: int, task: Task) -> tuple[Contestant, Contestant]:
-    """Decode with the baseline and with a format of ours in turn."""
+def measure(
+    model: Any, name: str, context: int, task: Task, packed: Any = None
+) -> list[Contestant]:
+    """Decode with the baseline and with a format of ours in turn, also with a packed model."""
     rows = random_rows(model, context)
     tokens = task.first + task.repeats
-    pair = [filled(model, one, *rows, tokens) for one in (task.baseline, name)]
+    several = [filled(model, one, *rows, tokens) for one in (task.baseline, name)]
+    if packed is not None:
+        several.append(filled(packed, name, *rows, tokens))
+        several[-1].name += PACKED
     del rows
     for _ in range(tokens):
-        for one in pair:
+        for one in several:
             one.decode()
-    for one in pair:
+    for one in several:
         del one.laps[: task.first]
-    return pair[0], pair[1]
+    return several
 
 
 @torch.no_grad()
@@ -246,6 +265,7 @@ def race(
         raise ValueError(f"contexts {', '.join(map(str, lengths))}: 1 row or more")
     progress("building the model")
     model = build(task.sizes, task.device, task.compiled)
+    packed = _packed(model) if task.packed else None
     for name in names:
         cache_for(model, name)  # what does not fit is refused now
     rows: list[dict[str, Any]] = []
@@ -256,7 +276,9 @@ def race(
             needs[name] = alone(peak, task, name, length, torch.get_num_threads())
         for name in names:
             progress(f"{length} rows, {name}: the time")
-            pair = measure(model, name, length, task)
-            rows += [{"rows": length, **one.figures(pair[0], needs[one.name])} for one in pair]
+            several = measure(model, name, length, task, packed)
+            rows += [
+                {"rows": length, **one.figures(several[0], needs.get(one.name))} for one in several
+            ]
     progress("")
     return rows

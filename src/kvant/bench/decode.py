@@ -167,6 +167,9 @@ def main(
     compiled: Annotated[
         bool | None, typer.Option("--compile", help="with --contexts, on a GPU: ours, too")
     ] = None,
+    pack: Annotated[
+        bool | None, typer.Option("--pack", help="with --contexts, on a CPU: ours, packed, too")
+    ] = None,
     peaks: Annotated[
         bool | None, typer.Option("--peaks/--no-peaks", help="with --contexts: a process each")
     ] = None,
@@ -192,7 +195,7 @@ def main(
     generating = {"against": against, "lengths": lengths, "prompt": prompt, "tokens": tokens}
     generating |= {"runs": runs, "dtype": dtype}
     racing = {"shape": shape, "layers": layers, "baseline": baseline}
-    racing |= {"compiled": compiled, "peaks": peaks, "apart": apart}
+    racing |= {"compiled": compiled, "pack": pack, "peaks": peaks, "apart": apart}
     if contexts is None:
         given = chosen(both | generating, racing, "with")
         real(model, Settings(**given), where, plot, quiet=json)
@@ -212,6 +215,7 @@ def bare(
     layers: int | None = None,
     baseline: str | None = None,
     compiled: bool = False,
+    pack: bool = False,
     peaks: bool = True,
     apart: bool = False,
 ) -> None:
@@ -219,7 +223,8 @@ def bare(
     if apart:
         part_teams()
     points = numbers("contexts", contexts)
-    task = cache_race.Task(layers, repeats, shape, device, baseline or device.baseline, compiled)
+    base = baseline or device.baseline
+    task = cache_race.Task(layers, repeats, shape, device, base, compiled, pack)
     rows = cache_race.race(points, split(formats), task, peaks=peaks)
     facts = {
         "model": f"{task.shape}, random",

@@ -317,6 +317,12 @@ def test_nothing_is_packed_whose_bits_would_be_others(monkeypatch: pytest.Monkey
     assert (told.layers, told.left) == (("down",), {"up": "of other bits when packed"})
 
 
+def test_tensors_without_an_address_are_passed_over() -> None:
+    model = Model()
+    model.register_buffer("sparse", torch.eye(3).to_sparse())
+    assert kvant.pack(model).layers == ("up", "down")
+
+
 def test_hooks_are_called_and_may_read_the_weight() -> None:
     plain, packed = twins()
     for model in (plain, packed):
@@ -348,18 +354,32 @@ def test_rows_of_another_dtype_are_refused_as_ever() -> None:
     assert "dtype" in said[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @torch.no_grad()
-def test_autocast_computes_as_with_dense_weights() -> None:
+def test_autocast_computes_as_with_dense_weights(dtype: torch.dtype) -> None:
     plain, packed = twins()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(packed(rows(2).float()), plain(rows(2).float()))
+    with torch.autocast("cpu", dtype=dtype):
+        for x in (rows(2), rows(2).float()):
+            out = packed(x)
+            assert out.dtype == dtype and torch.equal(out, plain(x))
 
 
 @torch.no_grad()
-def test_a_compiled_model_computes_the_same() -> None:
+def test_a_transform_computes_with_dense_weights() -> None:
     plain, packed = twins()
-    compiled = torch.compile(packed, backend="eager")
-    assert torch.equal(compiled(rows(2)), plain(rows(2)))
+    assert torch.equal(torch.vmap(packed)(rows(3, 2)), torch.vmap(plain)(rows(3, 2)))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where it resumes
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_computes_the_same(backend: str) -> None:
+    """Linear layers are beside what is compiled."""
+    torch.compiler.reset()
+    plain, packed = twins()
+    compiled = torch.compile(packed, backend=backend)
+    for training in (False, True):
+        with torch.set_grad_enabled(training):
+            assert torch.equal(compiled(rows(2)), plain(rows(2)))
 
 
 @pytest.mark.parametrize("verb", [kvant.pack, kvant.unpack])

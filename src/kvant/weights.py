@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_map_only
 
 from kvant.errors import CacheError
-from kvant.modes import no_inference_mode
+from kvant.modes import no_inference_mode, transformed
 from kvant.sizes import format_size
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -143,7 +143,8 @@ class PackedWeight(torch.Tensor):
             target = args[0]
             if func is not torch.ops.aten.copy_.default or target.original is None:
                 raise _refusal(str(func))
-            target.packed = _packed(args[1].to(target.packed.dtype).expand(target.packed.shape))
+            value = args[1].to(target.packed.device, target.packed.dtype)
+            target.packed = _packed(value.expand(target.packed.shape))
             return target
         real = tree_map_only(PackedWeight, _dense, (tuple(args), named))
         return func(*real[0], **real[1])
@@ -162,6 +163,7 @@ class PackedWeight(torch.Tensor):
 
 
 def _dense(weight: PackedWeight) -> Tensor:
+    _leave_compilers()
     return weight.packed.to_dense()
 
 
@@ -175,7 +177,9 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
     """`functional.linear` with packed bytes, or None where a dense copy is needed."""
     if type(weight) is not PackedWeight or type(x) is not Tensor:
         return None
-    if x.dtype != weight.packed.dtype or not x.is_cpu:
+    if x.dtype != weight.packed.dtype or not x.is_cpu or transformed():
+        return None
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
         return None
     if torch.is_grad_enabled() and any(
         one is not None and one.requires_grad for one in (x, weight, bias)
@@ -185,12 +189,19 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
 
 
 def _computed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    _leave_compilers()
     assert _LINEAR is not None
     # Of such rows torch rounds the product before it adds the bias; of others it does not.
     if bias is not None and x.ndim > 2 and not x.is_contiguous():
         return _computed(x, packed, None).add_(bias)
     out: Tensor = _LINEAR(x, packed, bias, "none", [], "")
     return out
+
+
+def _leave_compilers() -> None:
+    """A compiler that came as far as this gives the call up and makes it as it is."""
+    if torch.compiler.is_compiling():
+        raise CacheError("packed weights are not compiled: kvant.unpack(model) first")
 
 
 def _data(weight: PackedWeight) -> PackedWeight:
@@ -254,8 +265,9 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same for tensors that begin at the same byte; nothing else has that of a packed one."""
-    return id(tensor) if type(tensor) is PackedWeight else tensor.data_ptr() or id(tensor)
+    """The same for tensors that begin at the same byte; some have no address."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return (tensor.data_ptr() if plain else 0) or id(tensor)
 
 
 def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int]) -> str | None:

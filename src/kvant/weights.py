@@ -72,6 +72,15 @@ def pack(model: nn.Module) -> Packing:
     return Packing(tuple(packed), nbytes, left)
 
 
+def is_packed(model: nn.Module) -> bool:
+    """Is any weight of it packed?"""
+    return any(
+        isinstance(weight, PackedWeight)
+        for module in model.modules()
+        for weight in module._parameters.values()
+    )
+
+
 def unpack(model: nn.Module) -> int:
     """Give a model its own parameters back, with their bits; how many were packed."""
     _check_model(model)

@@ -18,7 +18,8 @@ from hf.zoo import FAMILIES, build
 from kvant import Engine
 from kvant.engine import Stream
 from kvant.generation import HostDecoder
-from kvant.hf import HostCache
+from kvant.hf import HostCache, attachments
+from kvant.weights import is_packed
 
 VOCABULARY = 128
 DECODERS = [name for name, family in FAMILIES.items() if family.kind != "encoder-decoder"]
@@ -346,6 +347,20 @@ def test_what_was_promised_too_much_waits_in_files(name: str) -> None:
         finished(engine)
     assert max(most) <= 2 * few
     assert found == [alone(model, prompt, max_new_tokens=120) for prompt in asked]
+
+
+def test_the_model_is_packed_and_attached_for_as_long_as_it_is_served() -> None:
+    model = build("llama", head_dim=64, hidden_size=128).bfloat16()
+    for given, packed in (({}, True), ({"pack": False}, False)):
+        with engine_for(model, **given) as engine:
+            assert len(engine.submit([5, 6], max_new_tokens=3, ignore_end=True).result().tokens) == 3
+            assert (is_packed(model), bool(attachments(model))) == (packed, True)
+        assert not is_packed(model) and not attachments(model)
+    kvant.pack(model)
+    kvant.attach(model, "raw")
+    with engine_for(model):
+        pass
+    assert is_packed(model) and attachments(model)
 
 
 def test_a_closed_engine_cancels_what_it_served(llama: Any) -> None:

@@ -4,7 +4,8 @@ A model of a known shape with random weights continues prompts of random tokens:
 one prompt after the other, stock `generate` of all in one padded batch, transformers' continuous
 batching, and `kvant.Engine`; one alone by `kvant.generate` and by the engine. All run in turn,
 several rounds. What is timed is the way from one forward to the next, once all prompts are read and
-everybody decodes: model, attention, sampling and schedule. `tokens_s` counts the tokens of all
+everybody decodes: model, attention, sampling and schedule. Prompts are read in large pieces, or the
+first requests would end before the last ones begin. `tokens_s` counts the tokens of all
 sequences; `times_generate` is that over stock `generate` of one after the other.
 """
 
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -30,6 +32,7 @@ from kvant.engine import Engine
 from kvant.generation import generate
 
 STOCK, PADDED, CONTINUOUS = "generate", "padded batch", "continuous batching"
+WHOLE = 1e3  # seconds that a chunk may take: else requests end while others are still read
 FEW = 8  # sequences of continuous batching, and of the engine beside it
 
 
@@ -81,8 +84,9 @@ def ways(model: Any, spec: str, tokens: int, sequences: int) -> list[Way]:
         asked = GenerationConfig(**given)
         model.generate_batch(prompts, generation_config=asked, warmup=False)
 
-    def engine(prompts: list[list[int]]) -> None:
-        with Engine(model, Silent(), spec, max_sequences=len(prompts)) as serving:
+    def engine(prompts: list[list[int]], pack: bool = False) -> None:
+        sizes: Any = {"max_sequences": len(prompts), "chunk_seconds": WHOLE}
+        with Engine(model, Silent(), spec, **sizes, pack=pack) as serving:
             streams = [
                 serving.submit(prompt, max_new_tokens=tokens, ignore_end=True) for prompt in prompts
             ]
@@ -97,13 +101,14 @@ def ways(model: Any, spec: str, tokens: int, sequences: int) -> list[Way]:
     few = min(FEW, sequences)
     found = [Way(STOCK, 1, stock), Way(f"kvant.generate {spec}", 1, alone)]
     found += [Way(f"engine {spec}", n, engine) for n in sorted({1, few, sequences})]
+    found.append(Way(f"engine {spec} packed", sequences, partial(engine, pack=True)))
     return [*found, Way(CONTINUOUS, few, continuous), Way(PADDED, sequences, stock)]
 
 
 def main(
     sequences: Annotated[int, typer.Option(min=2, help="requests at once")] = 16,
     context: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 512,
-    tokens: Annotated[int, typer.Option(help="new ones of each request")] = 40,
+    tokens: Annotated[int, typer.Option(help="new ones of each request")] = 32,
     kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
     rounds: Annotated[int, typer.Option(min=1, help="of all ways in turn")] = 3,
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "0.6b",

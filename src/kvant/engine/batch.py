@@ -104,6 +104,7 @@ class Batch:
         if path.exists():
             cache = loaded(path, self.decoder.model)
             path.unlink()
+            cache.backend = self._empty.backend
             seat.cache = self._empty.merged([cache]) if self._shares else cache
             self._share(seat.cache)
 

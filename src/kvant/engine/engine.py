@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvant import weights
 from kvant.engine.batch import Batch, Seat
 from kvant.engine.figures import Figures
 from kvant.engine.pace import Pace
@@ -88,11 +89,13 @@ class Engine:
         overcommit: float = 1.0,
         chunk_seconds: float | None = None,
         backend: str | None = None,
+        pack: bool = True,
     ) -> None:
         """`max_bytes` ("2GiB" too) bounds all caches, `max_sequences` those served at a time.
 
         `overcommit` promises so many times the bytes: what turns out to be too much waits in files.
-        A chunk of a prompt may keep others from their next token for `chunk_seconds`.
+        A chunk of a prompt may keep others from their next token for `chunk_seconds`. `pack` packs
+        16-bit weights on a CPU, for as long as the engine serves.
         """
         if tokenizer is None:
             raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
@@ -121,10 +124,14 @@ class Engine:
         self._figures = Figures()
         self._numbers = count()
         self._requests: dict[Job, Request] = {}
+        self._folder: TemporaryDirectory[str] | None = None  # of what is put aside
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._attached = None if attachments(decoder.model) else decoder.model  # by us
         if self._attached is not None:
             attach(self._attached, self._batch.spec, backend=backend)
+        self._packed = decoder.model if pack and not weights.is_packed(decoder.model) else None
+        if self._packed is not None:
+            weights.pack(self._packed)
         self._open = True
         self._door = Lock()  # nobody asks while it closes
         self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
@@ -212,29 +219,30 @@ class Engine:
     def _serve(self) -> None:
         """Take messages, do what is next, until one of them ends it."""
         error: BaseException | None = None
-        with TemporaryDirectory(prefix="kvant-") as folder:
-            self._folder = Path(folder)
-            try:
-                while self._open:
-                    while not self._inbox.empty():
-                        self._inbox.get()()
-                    action = self._schedule.next(int(1e3 * time.monotonic()))
-                    if action is None:
-                        self._inbox.get()()  # waits until somebody asks
-                    elif self._open:
-                        self._do(action)
-            except BaseException as failure:
-                log.exception("the engine's thread ended")
-                error = failure
-            with self._door:
-                self._open = False
-                while not self._inbox.empty():
-                    self._inbox.get()()
-            for request in list(self._requests.values()):
-                self._finish(request, error)
-            self._batch.clear()
-            if self._attached is not None:
-                detach(self._attached)
+        try:
+            while self._open:
+                now = int(1e3 * time.monotonic())
+                action = self._schedule.next(now) if self._inbox.empty() else None
+                if action is None:
+                    self._inbox.get()()  # where there is nothing to do, it waits for somebody
+                else:
+                    self._do(action)
+        except BaseException as failure:
+            log.exception("the engine's thread ended")
+            error = failure
+        with self._door:
+            self._open = False
+            while not self._inbox.empty():
+                self._inbox.get()()
+        for request in list(self._requests.values()):
+            self._finish(request, error)
+        self._batch.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+        if self._attached is not None:
+            detach(self._attached)
+        if self._packed is not None:
+            weights.unpack(self._packed)
 
     def _end(self) -> None:
         self._open = False
@@ -347,8 +355,10 @@ class Engine:
         move = self._batch.put_aside if isinstance(action, PutAside) else self._batch.take_back
         self._figures.put_aside += isinstance(action, PutAside)
         try:
+            if self._folder is None:
+                self._folder = TemporaryDirectory(prefix="kvant-")
             for place, seat in enumerate(request.seats):
-                move(seat, self._folder / f"{job.number}-{place}.kv")
+                move(seat, Path(self._folder.name) / f"{job.number}-{place}.kv")
         except Exception as error:
             self._finish(request, error)
             return

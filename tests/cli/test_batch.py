@@ -58,9 +58,9 @@ def test_a_run_that_was_killed_goes_on_to_the_same_file(
         time.sleep(0.005)
     running.send_signal(signal.SIGKILL)
     running.wait()
-    with out.open("ab") as half:
-        half.write(b'{"index": 99, "text": "hal')
     before = out.read_bytes().count(b"\n")
+    with out.open("ab") as half:
+        half.write(f'{{"index": {before}, '.encode())
     assert count // 4 <= before < count
     code, _, error = call(*words, "--out", str(out))
     assert (code, error) == (0, f"{before} of {count} were there already\n")
@@ -83,6 +83,7 @@ def test_a_run_that_was_killed_goes_on_to_the_same_file(
         ('{"prompt": "a", "top_p": 7}', "line 2: top_p=7: 0 to 1"),
         ('{"prompt": "a", "max_new_tokens": 0}', "line 2: max_new_tokens=0: 1 or more"),
         ('{"prompt": "a", "stop": ""}', "line 2: stop"),
+        ('{"prompt": "a", "stop": [1]}', "line 2: stop is [1]: texts are needed"),
     ],
 )
 def test_a_wrong_line_is_named_before_anything_is_done(
@@ -103,10 +104,22 @@ def test_a_file_of_another_run_is_refused_and_kept(call: Any, tmp_path: Path) ->
     code, _, error = call(*words, "--temperature", "0.5")
     assert code == 2 and "line 2 is the reply to another prompt, or with other options" in error
     assert out.read_bytes() == before
-    out.write_text("notes of mine\n")
-    code, _, error = call(*words)
-    assert code == 2 and "line 1 is no reply of kvant batch" in error
-    assert out.read_text() == "notes of mine\n"
+    for mine in (b"notes of mine\n", b"notes of mine", before + b"and notes"):
+        out.write_bytes(mine)
+        code, _, error = call(*words)
+        assert code == 2 and "is no reply of kvant batch" in error
+        assert out.read_bytes() == mine
+
+
+def test_lines_end_at_newlines_alone_and_null_is_nothing(call: Any, tmp_path: Path) -> None:
+    file, out = tmp_path / "in", tmp_path / "out"
+    lines = ['{"prompt": "a\u2028b\x85c"}', "", '{"prompt": "a", "max_new_tokens": null}\r']
+    file.write_bytes("\n".join(lines).encode())
+    words = ("batch", str(file), "--out", str(out), "--max-new-tokens", "2", "--no-guard")
+    assert call(*words) == (0, "", "")
+    assert [line["usage"]["completion_tokens"] for line in replies(out)] == [2, 2]
+    file.write_text("\n\n{\n")
+    assert "line 3 is no JSON" in call(*words)[2]
 
 
 def test_a_request_that_fails_leaves_the_others(call: Any, tmp_path: Path) -> None:
@@ -115,6 +128,8 @@ def test_a_request_that_fails_leaves_the_others(call: Any, tmp_path: Path) -> No
     words = ("batch", str(file), "--out", str(out), "--max-new-tokens", "2", "--no-guard")
     code, _, error = call(*words)
     assert (code, error) == (1, f"1 of 3 prompts failed: see `error` in {out}\n")
+    told = f"3 of 3 were there already\n1 of 3 prompts failed: see `error` in {out}\n"
+    assert call(*words) == (1, "", told)
     found = replies(out)
     assert "no tokens" in found[1]["error"] and "text" in found[0] and "text" in found[2]
 

@@ -110,7 +110,7 @@ def test_what_is_drawn_does_not_depend_on_who_is_beside(llama: Any) -> None:
         {"temperature": 1.0, "seed": 3, "top_p": 0.8},
         {"temperature": 0.0},
         {"temperature": 1.0, "seed": 5, "min_p": 0.05, "repetition_penalty": 1.3},
-        {"temperature": 0.8, "seed": 6},
+        {"temperature": 0.8, "seed": -6},
     ]
     texts = prompts(len(asked))
     with engine_for(llama) as engine:
@@ -353,7 +353,9 @@ def test_the_model_is_packed_and_attached_for_as_long_as_it_is_served() -> None:
     model = build("llama", head_dim=64, hidden_size=128).bfloat16()
     for given, packed in (({}, True), ({"pack": False}, False)):
         with engine_for(model, **given) as engine:
-            assert len(engine.submit([5, 6], max_new_tokens=3, ignore_end=True).result().tokens) == 3
+            assert (
+                len(engine.submit([5, 6], max_new_tokens=3, ignore_end=True).result().tokens) == 3
+            )
             assert (is_packed(model), bool(attachments(model))) == (packed, True)
         assert not is_packed(model) and not attachments(model)
     kvant.pack(model)
@@ -384,6 +386,8 @@ def test_a_closed_engine_cancels_what_it_served(llama: Any) -> None:
         ({"logprobs": -1}, ValueError, "logprobs=-1: 0 or more"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens=0"),
         ({"max_new_tokens": 10**6}, kvant.CapacityError, "of a limit of"),
+        ({"max_new_tokens": 1.5}, TypeError, "max_new_tokens=1.5: a whole number"),
+        ({"priority": None}, TypeError, "priority=None: a whole number"),
         ({"temperature": -1.0}, ValueError, "temperature=-1.0"),
         ({"stop": ""}, ValueError, "stop"),
     ],
@@ -406,6 +410,7 @@ def test_a_wrong_request_is_refused_before_it_waits(
         ({"max_bytes": "much"}, kvant.SpecError, "much"),
         ({"max_bytes": 0}, ValueError, "max_bytes=0"),
         ({"overcommit": 0.0}, ValueError, "overcommit=0.0"),
+        ({"overcommit": 2.0}, ValueError, "overcommit=2.0 of no max_bytes"),
         ({"chunk_seconds": 0.0}, ValueError, "chunk_seconds=0.0"),
         ({"backend": "cuda"}, ValueError, "cuda"),
     ],
@@ -443,9 +448,121 @@ def test_a_dead_thread_is_an_error_of_every_request(llama: Any) -> None:
         raise Torn
 
     with engine_for(llama) as engine:
-        streams = [engine.submit([5], on_step=tear), engine.submit([6])]
+        torn = threading.Event()
+        streams = [engine.submit([5], on_step=lambda step: torn.wait(60) and tear(step))]
+        streams.append(engine.submit([6]))
+        torn.set()
         for stream in streams:
             with pytest.raises(Torn):
                 stream.result()
         with pytest.raises(kvant.CacheError, match="closed"):
             engine.submit([5])
+
+
+def test_a_forward_that_dies_behind_all_layers_gave_nobody_a_token(llama: Any) -> None:
+    """Without slack nothing could be taken back from behind a window."""
+    spec, asked = "affine8,window=64,slack=0", prompts(2, seed=8, longest=99)
+    expected = [alone(llama, prompt, spec, max_new_tokens=25) for prompt in asked]
+    calls = []
+
+    def die(module: Any, args: Any) -> None:
+        calls.append(len(args[0]))
+        if calls.count(2) == 9 and calls[-1] == 2:
+            raise MemoryError("the logits")
+
+    hook = llama.lm_head.register_forward_pre_hook(die)
+    try:
+        with engine_for(llama, spec) as engine:
+            streams = [engine.submit(p, max_new_tokens=25, ignore_end=True) for p in asked]
+            assert [list(stream.result().tokens) for stream in streams] == expected
+            finished(engine)
+    finally:
+        hook.remove()
+    assert calls.count(2) > 9
+
+
+def test_a_capacity_is_taken_at_once_and_counts(llama: Any) -> None:
+    spec = "raw,capacity=640"
+    need = kvant.plan(llama, spec, context=1).nbytes
+    with engine_for(llama, spec, max_bytes=need) as engine:
+        streams = [engine.submit(p, max_new_tokens=5, ignore_end=True) for p in prompts(3)]
+        assert all(len(stream.result().tokens) == 5 for stream in streams)
+        with pytest.raises(kvant.CapacityError, match="context of"):
+            engine.submit([5] * 700)
+    with (
+        engine_for(llama, spec, max_bytes=need - 1) as engine,
+        pytest.raises(kvant.CapacityError, match="of a limit of"),
+    ):
+        engine.submit([5])
+
+
+def test_bytes_that_nobody_can_tell_have_no_limit() -> None:
+    with pytest.raises(kvant.CacheError, match="nobody can tell"):
+        engine_for(build("deepseek_v32"), max_bytes="1GiB")
+
+
+def test_a_cancelled_request_leaves_no_file(llama: Any) -> None:
+    few = 2 * kvant.plan(llama, "raw", context=60).nbytes
+    with engine_for(llama, max_bytes=few, overcommit=4.0) as engine:
+        streams = [engine.submit(p, max_new_tokens=80, ignore_end=True) for p in prompts(5)]
+        while not engine.stats()["put_aside"]:
+            threading.Event().wait(0.001)
+        for stream in streams:
+            stream.cancel()
+        while engine.stats()["running"] or engine.stats()["waiting"]:
+            threading.Event().wait(0.001)
+        folder = engine._folder
+        assert folder is not None and not list(folder.iterdir())
+    assert not folder.exists()
+
+
+def test_a_request_fails_once_however_many_continuations_it_has(llama: Any) -> None:
+    def die(module: Any, args: Any) -> None:
+        if args[0].shape[0] > 1 or calls:
+            raise Dies
+        calls.append(module)
+
+    calls: list[Any] = []
+    hook = llama.lm_head.register_forward_pre_hook(die)
+    try:
+        with engine_for(llama) as engine:
+            stream = engine.submit([5, 6, 7], n=3, max_new_tokens=5, ignore_end=True)
+            with pytest.raises(Dies):
+                stream.results()
+            assert engine.stats()["failed"] == 1
+    finally:
+        hook.remove()
+
+
+def test_who_is_told_of_a_step_may_stop_or_close(llama: Any) -> None:
+    def stop(step: Any) -> None:
+        raise StopIteration
+
+    with engine_for(llama) as engine:
+        with pytest.raises(RuntimeError, match="StopIteration"):
+            list(engine.submit([5], max_new_tokens=5, ignore_end=True, on_step=stop))
+        stream = engine.submit(
+            [5], max_new_tokens=100, ignore_end=True, on_step=lambda step: engine.close()
+        )
+        assert stream.result().finish_reason == "cancelled" and len(stream.result().tokens) == 1
+
+
+def test_logits_that_are_not_numbers_fail_their_own_request(llama: Any) -> None:
+    def spoil(module: Any, args: Any, out: Any) -> Any:
+        if len(out) == 2:
+            out[-1] = torch.nan
+        return out
+
+    hook = llama.lm_head.register_forward_hook(spoil)
+    try:
+        with engine_for(llama) as engine:
+            streams = [engine.submit([5 + i], max_new_tokens=6, ignore_end=True) for i in range(2)]
+            told = []
+            for stream in streams:
+                try:
+                    told.append(str(len(stream.result().tokens)))
+                except ValueError as error:
+                    told.append(str(error))
+            assert sorted(told)[0] == "6" and "not numbers" in sorted(told)[1]
+    finally:
+        hook.remove()

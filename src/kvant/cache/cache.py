@@ -509,14 +509,15 @@ class Cache(Refusals):
     def pooled(self) -> dict[str, int]:
         """Bytes of the pages in its pools: those that somebody holds, several do, nobody does."""
         held = shared = free = 0
-        for _, leaf in self.contents.attention():
-            if (storage := leaf.storage) is not None:
-                sizes = storage.open_nbytes, storage.sealed_nbytes
-                for pool, size in zip(self._ledger.pools[leaf.kind], sizes, strict=True):
-                    pool.collect()
-                    held += size * (pool.size - pool.free)
-                    shared += size * int((pool.counts > 1).sum())
-                    free += size * pool.free
+        with self._ledger.counting():  # other threads may take slots
+            for _, leaf in self.contents.attention():
+                if (storage := leaf.storage) is not None:
+                    sizes = storage.open_nbytes, storage.sealed_nbytes
+                    for pool, size in zip(self._ledger.pools[leaf.kind], sizes, strict=True):
+                        pool.collect()
+                        held += size * (pool.size - pool.free)
+                        shared += size * int((pool.counts > 1).sum())
+                        free += size * pool.free
         return {"nbytes_held": held, "nbytes_shared": shared, "nbytes_free": free}
 
     def check(self) -> None:

@@ -74,11 +74,15 @@ def batch(
     named_device(device)
     named_dtype(dtype)
     checkpoints.check(model)
-    told = {"model": model, "kv_cache": spec, "dtype": dtype}
-    lines = [_request(one, number, asked) for number, one in enumerate(_lines(prompts), 1)]
+    told = {"model": model, "kv_cache": spec, "dtype": dtype, "max_context": max_context}
+    lines = [
+        _request(line, number, asked)
+        for number, line in enumerate(read_text(prompts, "PROMPTS").split("\n"), 1)
+        if line.strip()
+    ]
     marks = [_mark(told | line) for line in lines]
-    done = _done(out, marks)
-    failed, figures = 0, dict[str, Any]()
+    done, failed = _done(out, marks)
+    figures: dict[str, Any] = {}
     if done < len(lines):
         served, tokenizer = checkpoints.load(
             model, trust_code=trust_remote_code, device=device, dtype=dtype
@@ -104,7 +108,7 @@ def batch(
             for number, result in enumerate(in_order(asks, max_sequences), done):
                 failed += isinstance(result, Exception)
                 line = {"index": number, "of": marks[number]} | _reply(result)
-                file.write(json_text.dumps(line, ensure_ascii=False).encode() + b"\n")
+                file.write(json_text.dumps(line).encode() + b"\n")
                 file.flush()
                 bar.show(number + 1, len(lines))
             figures = {"engine": engine.stats()}
@@ -118,12 +122,10 @@ def batch(
         raise Exit(1)
 
 
-def _lines(path: Path) -> list[str]:
-    return [line for line in read_text(path, "PROMPTS").splitlines() if line.strip()]
-
-
 def _request(line: str, number: int, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What a line asks for, or an error that names the line; a seed counts up with the lines."""
+    from kvant.generation.sampling import seed_of
+
     try:
         found = json_text.loads(line)
     except ValueError as error:
@@ -137,14 +139,16 @@ def _request(line: str, number: int, asked: Mapping[str, Any]) -> dict[str, Any]
         raise ValueError(f"line {number}: the prompt is no text")
     if not isinstance(found.get("messages", []), list):
         raise ValueError(f"line {number}: messages is no list")
+    found = {name: value for name, value in found.items() if value is not None}
     for name, kinds in ASKED.items():
         value = found.get(name)
         wrong = isinstance(value, bool) and bool not in kinds
         if value is not None and (wrong or not isinstance(value, kinds)):
             raise ValueError(f"line {number}: {name} is {json_text.dumps(value)}")
-    seed = asked["seed"]
-    whole = dict(asked) | {"seed": None if seed is None else seed + number - 1} | found
-    stop = [] if whole.get("stop") is None else whole["stop"]
+    whole = dict(asked) | {"seed": seed_of(asked["seed"], number - 1)} | found
+    stop = whole.get("stop", [])
+    if not all(isinstance(text, str) for text in stop):
+        raise ValueError(f"line {number}: stop is {json_text.dumps(stop)}: texts are needed")
     try:
         check_drawing(
             {name: whole[name] for name in DRAWN if whole.get(name) is not None},
@@ -162,26 +166,45 @@ def _mark(request: Mapping[str, Any]) -> str:
     return blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _done(out: Path, marks: list[str]) -> int:
-    """How many replies are there; half a line at the end, of a run that was killed, is cut off."""
+def _done(out: Path, marks: list[str]) -> tuple[int, int]:
+    """How many replies are there, and how many of them are errors.
+
+    Half a line at the end, of a run that was killed, is cut off.
+    """
     if not out.exists():
-        return 0
+        return 0, 0
     text = out.read_bytes()
-    whole = text[: text.rfind(b"\n") + 1]
-    lines = whole.splitlines()
+    *lines, rest = text.split(b"\n")
+    failed = 0
     for number, line in enumerate(lines):
         try:
-            mark = json_text.loads(line)["of"]
+            reply = json_text.loads(line)
+            mark = reply["of"]
         except (ValueError, KeyError, TypeError):
-            raise ValueError(f"--out {out}: line {number + 1} is no reply of kvant batch") from None
+            raise _foreign(out, number) from None
         if number >= len(marks) or mark != marks[number]:
             raise ValueError(
                 f"--out {out}: line {number + 1} is the reply to another prompt, or with other "
                 "options: name another file"
             )
-    if len(whole) < len(text):
-        os.truncate(out, len(whole))
-    return len(lines)
+        failed += "error" in reply
+    if rest:
+        if len(lines) == len(marks):
+            raise _foreign(out, len(lines))
+        begin = _begin(len(lines), marks[len(lines)])
+        if rest[: len(begin)] != begin[: len(rest)]:
+            raise _foreign(out, len(lines))
+        os.truncate(out, len(text) - len(rest))
+    return len(lines), failed
+
+
+def _foreign(out: Path, number: int) -> ValueError:
+    return ValueError(f"--out {out}: line {number + 1} is no reply of kvant batch")
+
+
+def _begin(number: int, mark: str) -> bytes:
+    """How every line begins."""
+    return json_text.dumps({"index": number, "of": mark})[:-1].encode()
 
 
 def _ask(engine: Any, request: Mapping[str, Any]) -> Any:

@@ -8,7 +8,8 @@ whose attention cannot read sequences of different lengths decodes them one afte
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kvant.cache import merge
 from kvant.cache.files import save
-from kvant.errors import CacheError, UnsupportedView
+from kvant.errors import UnsupportedView
 from kvant.generation import HostDecoder
 from kvant.hf import HostCache, loaded
 from kvant.recipes import CacheSpec
@@ -29,8 +30,9 @@ log = logging.getLogger("kvant")
 class Seat:
     """A sequence: its tokens, and the cache that holds them, until it is one of the batch."""
 
-    tokens: list[int]  # who adds to them does not tell
+    tokens: list[int]  # grows outside, a token before each decode
     cache: HostCache | None = field(default=None, repr=False)
+    file: Path | None = None  # where its pages are while they are put aside
 
 
 class Batch:
@@ -38,11 +40,13 @@ class Batch:
 
     def __init__(self, decoder: HostDecoder, empty: HostCache, backend: str | None = None) -> None:
         self.decoder = decoder
-        self.ragged = True  # can the model decode sequences of different lengths?
+        # Can sequences of different lengths be decoded at once? Else each by itself.
+        self.ragged = not any(layer.foreign for layer in empty.described)
         self._empty = empty  # never has tokens: all others share its pools
         self._empty.backend = backend
-        self._seats: list[Seat] = []  # those of the batch, in order,
-        self._cache: HostCache | None = None  # under this cache
+        self._empty.widen(1)  # the token of a forward that died behind all layers is taken back
+        self._seats: list[Seat] = []  # the sequences of the batch, in the order of its cache
+        self._cache: HostCache | None = None  # the cache of the batch
 
     @property
     def spec(self) -> CacheSpec:
@@ -53,7 +57,7 @@ class Batch:
 
     def read(self, seat: Seat, count: int) -> Tensor:
         """The logits [vocabulary] behind the next tokens of a prompt."""
-        cache = seat.cache or self._empty.fork()
+        cache = self._empty.fork() if seat.cache is None else seat.cache
         held = cache.length
         logits = self.decoder.logits(seat.tokens[held : held + count], cache)[-1]
         seat.cache = cache
@@ -91,19 +95,24 @@ class Batch:
         if seat in self._seats:
             self._keep([one for one in self._seats if one is not seat])
         seat.cache = None
+        if seat.file is not None:
+            seat.file.unlink(missing_ok=True)
+            seat.file = None
 
     def put_aside(self, seat: Seat, path: Path) -> None:
-        """Write the pages of a sequence to a file, and let go of them."""
+        """Write the pages of a sequence to a file, if it has any, and let go of them."""
         self._own([seat])
         if seat.cache is not None:
+            seat.file = path
             save(seat.cache, path)
             seat.cache = None
 
-    def take_back(self, seat: Seat, path: Path) -> None:
+    def take_back(self, seat: Seat) -> None:
         """Have the pages again that were put aside, if there were any."""
-        if path.exists():
-            cache = loaded(path, self.decoder.model)
-            path.unlink()
+        if seat.file is not None:
+            cache = loaded(seat.file, self.decoder.model)
+            seat.file.unlink()
+            seat.file = None
             cache.backend = self._empty.backend
             seat.cache = self._empty.merged([cache]) if self._shares else cache
             self._share(seat.cache)
@@ -133,40 +142,25 @@ class Batch:
     def _together(self, seats: Sequence[Seat]) -> Tensor:
         """One forward for all of them."""
         cache = self._gathered(seats)
-        length = cache.length
-        if cache.states.host_states:  # models change these in place
-            cache.checkpoint()
         ids = torch.tensor([[seat.tokens[-1]] for seat in self._seats])
         positions = torch.tensor([[len(seat.tokens) - 1] for seat in self._seats])
-        try:
+        with _or_back(cache):
             logits = self.decoder.rows(ids, positions, cache)
-        except BaseException:
-            cache.rewind(length)
-            raise
         order = [self._seats.index(seat) for seat in seats]
         return logits if order == list(range(len(order))) else logits[order]
 
     def _alone(self, seat: Seat) -> Tensor:
         self._own([seat])
         assert seat.cache is not None
-        cache, length = seat.cache, seat.cache.length
-        if cache.states.host_states:
-            cache.checkpoint()
-        try:
-            return self.decoder.logits(seat.tokens[-1:], cache)
-        except BaseException:
-            cache.rewind(length)
-            raise
+        with _or_back(seat.cache):
+            return self.decoder.logits(seat.tokens[-1:], seat.cache)
 
     def _gathered(self, seats: Sequence[Seat]) -> HostCache:
         """The cache of exactly these."""
         self._own([seat for seat in self._seats if seat not in seats])
         new = [seat for seat in seats if seat not in self._seats]
         old = [] if self._cache is None else [self._cache]
-        try:
-            merged = merge([*old, *(seat.cache for seat in new)]) if new else old[0]
-        except CacheError as error:
-            raise UnsupportedView(str(error)) from error
+        merged = merge([*old, *(seat.cache for seat in new)]) if new else old[0]
         self._seats, self._cache = [*self._seats, *new], merged
         for seat in new:
             seat.cache = None
@@ -195,3 +189,16 @@ class Batch:
         self.ragged = False
         self._own(self._seats)
         log.info("%s: one sequence at a time: %s", type(self.decoder.model).__name__, str(why))
+
+
+@contextmanager
+def _or_back(cache: HostCache) -> Iterator[None]:
+    """A token within, or the cache as it was."""
+    length = cache.length
+    if cache.states.host_states:  # models change these in place
+        cache.checkpoint()
+    try:
+        yield
+    except BaseException:
+        cache.rewind(length)
+        raise

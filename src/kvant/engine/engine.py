@@ -11,12 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from traceback import clear_frames
 from typing import Any
 
@@ -64,9 +65,9 @@ class Request:
     seat: Seat
     samplers: list[Sampler]  # one for each continuation
     limits: Limits
-    likeliest: int
+    logprobs: int
     stream: Stream
-    told: float  # when the last token came, in seconds; before the first, when it was asked
+    since: float  # when the last token came, in seconds; before the first, when it was asked
     choices: list[Choice] = field(default_factory=list)  # those that go on
 
     @property
@@ -107,15 +108,22 @@ class Engine:
         if not seconds > 0:
             raise ValueError(f"chunk_seconds={seconds}: more than 0 is needed")
         self.tokenizer = tokenizer
-        self.limits = Limits(
-            max_context=decoder.context if max_context is None else max_context,
-            vocabulary=decoder.vocabulary,
-        )
         self._ends = decoder.end_tokens
-        self._batch = Batch(decoder, decoder.memory(kv_cache, tokenizer), backend)
-        self._pace = Pace(seconds, CHUNK, continues=decoder.continues)
+        model, memory = decoder.model, decoder.memory(kv_cache, tokenizer)
+        self._batch = Batch(decoder, memory, backend)
+        needed = plan(model, self._batch.spec, context=1)
+        if max_bytes is not None and (needed.uncounted or not needed.nbytes):
+            raise CacheError(
+                f"max_bytes={max_bytes} for {type(model).__name__}: nobody can tell what some of "
+                "its layers keep; bound max_sequences and max_context in its place"
+            )
+        longest = [n for n in (max_context or decoder.context, memory.capacity) if n is not None]
+        self.limits = Limits(max_context=min(longest, default=None), vocabulary=decoder.vocabulary)
+        chunk = CHUNK if decoder.continues else max(longest, default=1 << 20)
+        self._pace = Pace(seconds, chunk, continues=decoder.continues)
+        on_cpu = model.device.type == "cpu"
         self._schedule = Schedule(
-            Footprint.of(plan(decoder.model, self._batch.spec, context=1), CHUNK),
+            Footprint.of(needed, chunk, spare=0 if on_cpu else 8),
             self._pace,
             parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes,
             max_sequences,
@@ -124,16 +132,18 @@ class Engine:
         self._figures = Figures()
         self._numbers = count()
         self._requests: dict[Job, Request] = {}
-        self._folder: TemporaryDirectory[str] | None = None  # of what is put aside
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._attached = None if attachments(decoder.model) else decoder.model  # by us
-        if self._attached is not None:
-            attach(self._attached, self._batch.spec, backend=backend)
-        self._packed = decoder.model if pack and not weights.is_packed(decoder.model) else None
-        if self._packed is not None:
-            weights.pack(self._packed)
+        self._folder: Path | None = None  # of what is put aside
         self._open = True
-        self._door = Lock()  # nobody asks while it closes
+        self._door = Lock()  # held by who asks, and by the thread as it ends
+        with ExitStack() as undo:
+            if not attachments(model):
+                attach(model, self._batch.spec, backend=backend)
+                undo.callback(detach, model)
+            if pack and not weights.is_packed(model):
+                undo.callback(weights.unpack, model)
+                weights.pack(model)
+            self._undo = undo.pop_all()
         self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
         self._thread.start()
 
@@ -146,7 +156,8 @@ class Engine:
     def close(self) -> None:
         """Cancel all that is asked, free all memory, and end the thread."""
         self._inbox.put(self._end)
-        self._thread.join()
+        if current_thread() is not self._thread:  # it may be called by who is told of a step
+            self._thread.join()
 
     def submit(
         self,
@@ -174,6 +185,13 @@ class Engine:
         with each step, in the engine's thread: what it raises ends the request. What is wrong with
         the arguments is said here.
         """
+        whole = {"n": n, "logprobs": logprobs, "priority": priority}
+        for name, value in (whole | {"max_new_tokens": max_new_tokens}).items():
+            if not isinstance(value, int):
+                raise TypeError(f"{name}={value!r}: a whole number is needed")
+        for name, value, least in (("n", n, 1), ("logprobs", logprobs, 0)):
+            if value < least:
+                raise ValueError(f"{name}={value}: {least} or more is needed")
         limits = replace(
             self.limits,
             max_new_tokens=max_new_tokens,
@@ -181,9 +199,6 @@ class Engine:
             end_tokens=frozenset() if ignore_end else self._ends,
         )
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        for name, value, least in (("n", n, 1), ("logprobs", logprobs, 0)):
-            if value < least:
-                raise ValueError(f"{name}={value}: {least} or more is needed")
         tokens = tokens_of_prompt(self.tokenizer, prompt)
         if isinstance(tokens, str):
             tokens = list(self.tokenizer.encode(tokens))
@@ -195,7 +210,7 @@ class Engine:
         self._schedule.check(job)
         stream = Stream(len(tokens), n, lambda: self._inbox.put(lambda: self._cancel(job)), on_step)
         samplers = [Sampler(sampling.apart(index)) for index in range(n)]
-        request = Request(job, Seat(tokens), samplers, limits, logprobs, stream, told=now)
+        request = Request(job, Seat(tokens), samplers, limits, logprobs, stream, since=now)
         with self._door:
             if not self._open:
                 raise CacheError("an engine that was closed serves no more: make another one")
@@ -230,19 +245,20 @@ class Engine:
         except BaseException as failure:
             log.exception("the engine's thread ended")
             error = failure
+        with self._undo:
+            self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Tell everybody that nothing comes any more, and let go of all memory."""
         with self._door:
             self._open = False
             while not self._inbox.empty():
                 self._inbox.get()()
-        for request in list(self._requests.values()):
-            self._finish(request, error)
+        _clear(error)
+        for request in self._requests.values():
+            request.stream.end(error)
+        self._requests.clear()
         self._batch.clear()
-        if self._folder is not None:
-            self._folder.cleanup()
-        if self._attached is not None:
-            detach(self._attached)
-        if self._packed is not None:
-            weights.unpack(self._packed)
 
     def _end(self) -> None:
         self._open = False
@@ -297,7 +313,7 @@ class Engine:
         for one, row in zip(going, rows, strict=True):
             if isinstance(row, Tensor):
                 found.append((one, row))
-            else:
+            elif one[0].job in self._requests:
                 self._finish(one[0], row)
         self._schedule.done(Decode(tuple(job for job in action.jobs if job in self._requests)))
         if found:
@@ -314,7 +330,7 @@ class Engine:
                 if isinstance(one, Exception):
                     raise one
                 step = choice.reply.add(one, choice=choice.index)
-                self._figures.said(request.told, now, first=choice.reply.said == 1)
+                self._figures.said(request.since, now, first=choice.reply.said == 1)
                 request.stream.put(step)
             except Exception as error:
                 self._finish(request, error)
@@ -327,7 +343,7 @@ class Engine:
                     self._figures.finished += 1
                     self._finish(request)
         for request, _ in going:
-            request.told = now
+            request.since = now
 
     def _drawn(
         self, going: Sequence[tuple[Request, Choice]], logits: Tensor
@@ -336,7 +352,7 @@ class Engine:
 
         def draw(some: Sequence[tuple[Request, Choice]], rows: Tensor) -> list[Drawn]:
             samplers, before = zip(*((c.sampler, c.reply.tokens) for _, c in some), strict=True)
-            return drawn(rows, samplers, before, [request.likeliest for request, _ in some])
+            return drawn(rows, samplers, before, [request.logprobs for request, _ in some])
 
         try:
             return [*draw(going, logits)]
@@ -352,13 +368,15 @@ class Engine:
     def _move(self, action: PutAside | TakeBack) -> None:
         """Pages of a request to files, or back."""
         request, job = self._requests[action.job], action.job
-        move = self._batch.put_aside if isinstance(action, PutAside) else self._batch.take_back
         self._figures.put_aside += isinstance(action, PutAside)
         try:
             if self._folder is None:
-                self._folder = TemporaryDirectory(prefix="kvant-")
+                self._folder = Path(self._undo.enter_context(TemporaryDirectory(prefix="kvant-")))
             for place, seat in enumerate(request.seats):
-                move(seat, Path(self._folder.name) / f"{job.number}-{place}.kv")
+                if isinstance(action, PutAside):
+                    self._batch.put_aside(seat, self._folder / f"{job.number}-{place}.kv")
+                else:
+                    self._batch.take_back(seat)
         except Exception as error:
             self._finish(request, error)
             return
@@ -368,10 +386,19 @@ class Engine:
         """Let a request go, and tell it why, unless all of it was said."""
         if error is not None:
             self._figures.failed += 1
-            clear_frames(error.__traceback__)  # somebody may keep the error, but not our caches
+            _clear(error)
         for seat in request.seats:
             self._batch.drop(seat)
         request.choices = []
         self._schedule.remove(request.job)
         self._requests.pop(request.job, None)
         request.stream.end(error)
+
+
+def _clear(error: BaseException | None) -> None:
+    """Somebody may keep an error, but not the caches that its frames hold."""
+    seen = set[int]()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -9,12 +9,13 @@ from typing import Any
 
 from kvant.engine.engine import Engine
 from kvant.engine.stream import Result, Stream
-from kvant.errors import CacheError
+from kvant.errors import CapacityError
 from kvant.generation.conversation import Prompt
+from kvant.generation.sampling import seed_of
 from kvant.progress import Bar
 from kvant.recipes import AnySpec
 
-AHEAD = 2  # times what is served at once: so many are asked for before the first is done
+AHEAD = 8  # times what is served at once: so many are asked for before the first is done
 
 
 def generate_many(
@@ -63,7 +64,7 @@ def generate_many(
             top_p=top_p,
             min_p=min_p,
             repetition_penalty=repetition_penalty,
-            seed=None if seed is None else seed + index,
+            seed=seed_of(seed, index),
             stop=stop,
             ignore_end=ignore_end,
         )
@@ -84,7 +85,7 @@ def in_order(asks: Sequence[Callable[[], Stream]], served: int) -> Iterator[Resu
     for ask in asks:
         try:
             streams.append(ask())
-        except (CacheError, TypeError, ValueError) as error:
+        except (CapacityError, TypeError, ValueError) as error:  # of this one
             streams.append(error)
         if len(streams) == AHEAD * served:
             yield _result(streams.popleft())

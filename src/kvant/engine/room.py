@@ -27,13 +27,16 @@ class Footprint:
     chunk: int  # tokens that are read at once
 
     @classmethod
-    def of(cls, plan: Plan, chunk: int) -> Footprint:
+    def of(cls, plan: Plan, chunk: int, *, spare: int = 0) -> Footprint:
+        """`spare` of a slot are taken ahead as memory grows, as on a GPU: 1 / spare of it."""
         sizes = [size for both in plan.page_nbytes.values() for size in both]
+        if spare:
+            sizes = [size + -(-size // spare) for size in sizes]
         return cls(tuple(plan.page_nbytes), np.array([*sizes, STATES * plan.state_nbytes]), chunk)
 
     def slots(self, length: int) -> Ints:
         """The most that one takes on its way to a length."""
-        pages = [count for kind in self.kinds for count in _pages(kind, length)]
+        pages = [n for kind in self.kinds for n in _pages(kind, kind.capacity or length)]
         return np.array([*pages, length > 0])
 
     def shared(self, length: int) -> Ints:
@@ -78,8 +81,12 @@ class Room:
         """The same of pools in which nothing ever was."""
         return int((slots + self.footprint.beside) @ self.footprint.sizes)
 
-    def fits(self, slots: Ints) -> bool:
-        return self.max_bytes is None or self.nbytes(slots) <= self.max_bytes
+    def fits(self, slots: Ints, beside: Ints | None = None) -> bool:
+        """Is there room for so many slots in the pools, and for others beside them?"""
+        if self.max_bytes is None:
+            return True
+        others = 0 if beside is None else int(beside @ self.footprint.sizes)
+        return self.nbytes(slots) + others <= self.max_bytes
 
     def use(self, slots: Ints) -> None:
         """So many are taken."""

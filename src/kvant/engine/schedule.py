@@ -12,7 +12,6 @@ the lowest priority is put aside, pages and all, and is taken back once there is
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from kvant.engine.pace import Pace
 from kvant.engine.room import Footprint, Room
@@ -46,6 +45,10 @@ class Job:
     @property
     def sequences(self) -> int:
         return self.width - self.ended
+
+    def aged(self, now: int) -> int:
+        """Its priority, and what it gained by waiting."""
+        return self.priority + (now - self.arrived) // AGE
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class Schedule:
     overcommit: float = 1.0
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
-    _last: Literal["oldest", "shortest", ""] = ""  # whose chunk was read after the last token
+    _oldest: bool = True  # was the last chunk one of the oldest?
     _decoded: bool = True
     _stuck: bool = False  # did the first who waits not fit, and has nobody come or gone since?
 
@@ -105,6 +108,8 @@ class Schedule:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise ValueError(f"{name}={value}: 1 or more is needed")
+        if self.overcommit > 1 and self.max_bytes is None:
+            raise ValueError(f"overcommit={self.overcommit} of no max_bytes: give max_bytes, too")
         self.room = Room(self.footprint, self.max_bytes)
 
     def check(self, job: Job) -> None:
@@ -212,9 +217,8 @@ class Schedule:
 
     def _rank(self, job: Job, now: int) -> tuple[bool, int, int, int]:
         """Who was put aside comes first, then by priority, by what a tenant has, by arrival."""
-        aged = job.priority + (now - job.arrived) // AGE
         taken = sum(one.sequences for one in self.running if one.tenant == job.tenant)
-        return not job.aside, -aged, taken, job.number
+        return not job.aside, -job.aged(now), taken, job.number
 
     def _fits(self, job: Job) -> bool:
         """Is there room for all that it may need, beside what the others may need?"""
@@ -224,7 +228,8 @@ class Schedule:
         if self.overcommit == 1:
             return self.room.fits(most)
         if job.aside:  # what comes back lies beside its place in the pools for a moment
-            return self.room.fits(most + (self._now(job) if self.running else self.room.nothing))
+            twice = self._now(job) if self.room.used else self.room.nothing
+            return self.room.fits(most, beside=twice)
         first = self.footprint.slots(min(job.prompt, self.pace.largest))
         fits = self.room.fits(self._held() + first)
         return fits and self.room.alone(most) <= self.overcommit * self.max_bytes
@@ -240,13 +245,13 @@ class Schedule:
 
     def _reader(self, reading: list[Job]) -> Job:
         """The one that is done soonest, and every other time the oldest."""
-        self._last = "oldest" if self._last == "shortest" else "shortest"
-        if self._last == "oldest":
+        self._oldest = not self._oldest
+        if self._oldest:
             return min(reading, key=lambda job: job.number)
         return min(reading, key=lambda job: (job.prompt - job.read, job.number))
 
     def _victim(self, now: int) -> Job:
-        return max(self.running, key=lambda job: (*self._rank(job, now)[1:2], job.number))
+        return max(self.running, key=lambda job: (-job.aged(now), job.number))
 
     def _used_after(self, action: Read | Decode) -> Ints:
         used = self._held()

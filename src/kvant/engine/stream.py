@@ -119,6 +119,8 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
 
     def end(self, error: BaseException | None = None) -> None:
         """Nothing comes any more; continuations without an end of their own were cancelled."""
+        if isinstance(error, StopIteration | StopAsyncIteration):  # would be taken for the end
+            error = RuntimeError(repr(error))
         with self._changed:
             self._over, self._error = True, error
             self._wake()

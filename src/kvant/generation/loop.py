@@ -40,7 +40,7 @@ class Step:
     choice: int = 0  # which of several continuations of a prompt
 
 
-class Stream(Iterator[Step]):
+class Steps(Iterator[Step]):
     """An iterator over steps. Who drops it, or closes it, has ended the reply."""
 
     def __init__(self, steps: Generator[Step, None, None]) -> None:

@@ -48,12 +48,17 @@ class Sampling:
 
     def apart(self, index: int) -> Sampling:
         """The same with other random numbers, for one of several continuations."""
-        return self if self.seed is None else replace(self, seed=(self.seed + index) % 2**64)
+        return replace(self, seed=seed_of(self.seed, index))
 
     @property
     def leaves_all(self) -> bool:
         """May every token be drawn?"""
         return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
+
+
+def seed_of(seed: int | None, index: int) -> int | None:
+    """The seed of one of several texts; it begins again behind the largest."""
+    return None if seed is None else (seed + index) % 2**64
 
 
 class Drawn(NamedTuple):
@@ -90,8 +95,7 @@ class Distributions:
         """A token for each number from 0 to below 1, and its log-probability: [rows] each."""
         sums = self.logprobs.exp().double().cumsum(-1)
         most = sums[:, -1:]
-        if most.isnan().any():
-            raise ValueError("logits that are not numbers: no token can be drawn from them")
+        _check_numbers(most)
         aims = (sums.new_tensor(chances)[:, None] * most).minimum(most.nextafter(most * 0))
         tokens, logprobs = self._at(torch.searchsorted(sums, aims, right=True))
         return tokens[:, 0], logprobs[:, 0]
@@ -143,7 +147,8 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
-        self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        self._seed = seed % 2**64
 
     def draw(self, logits: Tensor, before: Sequence[int]) -> Drawn:
         """A token for logits [vocabulary] after the tokens `before`."""
@@ -216,15 +221,21 @@ def drawn(
         if count := max((likeliest[row] for row in rows), default=0) if likeliest else 0:
             tops = distributions(some, sampling).likeliest(count)
             for row, ids, values in zip(rows, *(top.tolist() for top in tops), strict=True):
-                told = tuple(zip(ids, values, strict=True))[: likeliest[row]]
-                found[row] = found[row]._replace(likeliest=told)
+                told = [pair for pair in zip(ids, values, strict=True) if pair[1] > NEVER]
+                found[row] = found[row]._replace(likeliest=tuple(told[: likeliest[row]]))
     return [found[row] for row in range(len(samplers))]
 
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The likeliest token of each row, and its log-probability."""
     values, tokens = logits.max(-1)
+    _check_numbers(values)
     return tokens, values - logits.logsumexp(-1)
+
+
+def _check_numbers(largest: Tensor) -> None:
+    if largest.isnan().any():
+        raise ValueError("logits that are not numbers: no token can be drawn from them")
 
 
 def _guessed(draft: Draft, logprobs: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from kvant.errors import RewindError
 from kvant.generation.conversation import Transcript, Turn, dialogue_of, refusing, tokens_of
 from kvant.generation.decoder import Memory, decoder_of
 from kvant.generation.drafts import Drafter, drafter_of
-from kvant.generation.loop import Limits, Run, Step, Stream
+from kvant.generation.loop import Limits, Run, Step, Steps
 from kvant.generation.reader import Progress, Reader, shared_prefix
 from kvant.generation.sampling import Sampling
 from kvant.generation.strategy import strategy_of
@@ -74,8 +74,8 @@ class Session:
         self._tokens: list[int] = []  # those of the last turn
         self._turns: list[Turn] = []
         self._drafts = self._drafts_accepted = 0
-        self._unread: Stream | None = None  # a reply of which nothing was taken yet
-        self._begun: weakref.ref[Stream] | None = None  # who drops it has ended the reply
+        self._unread: Steps | None = None  # a reply of which nothing was taken yet
+        self._begun: weakref.ref[Steps] | None = None  # who drops it has ended the reply
 
     @property
     def memory(self) -> Memory:
@@ -106,7 +106,7 @@ class Session:
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
         progress: Progress | None = None,
-    ) -> Stream:
+    ) -> Steps:
         """Stream the reply to a message, or to tokens that stand behind all others as they are.
 
         What is wrong with the arguments is said here, before the first step, and changes nothing.
@@ -129,7 +129,7 @@ class Session:
             prompt, message = [*self._tokens, *(int(token) for token in message)], ""
         limits.check_prompt(prompt)
         run = Run(self.reader, sampling, limits, self.tokenizer, self.drafter)
-        self._unread = stream = Stream(self._reply(run, prompt, message, progress))
+        self._unread = stream = Steps(self._reply(run, prompt, message, progress))
         self._begun = weakref.ref(stream)
         return stream
 

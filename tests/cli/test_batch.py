@@ -46,7 +46,7 @@ def test_every_line_has_its_reply(call: Any, tmp_path: Path) -> None:
     assert replies(out) == found
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(200, marks=pytest.mark.laws)])
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.laws)])
 def test_a_run_that_was_killed_goes_on_to_the_same_file(
     call: Any, tmp_path: Path, count: int
 ) -> None:

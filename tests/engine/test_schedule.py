@@ -172,8 +172,8 @@ def world(max_bytes: int | None, overcommit: float = 1.0, sequences: int = 8) ->
 LIVES = [
     pytest.param(count, seed, overcommit, marks=marks)
     for count, seed, overcommit, marks in [
-        (1_000, 0, 1.0, ()),
-        (1_000, 1, 3.0, ()),
+        (500, 0, 1.0, ()),
+        (500, 1, 3.0, ()),
         (10_000, 2, 1.0, pytest.mark.laws),
         (10_000, 3, 3.0, pytest.mark.laws),
     ]

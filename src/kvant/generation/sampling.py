@@ -69,6 +69,9 @@ class Drawn(NamedTuple):
     likeliest: tuple[tuple[int, float], ...] = ()
 
 
+NOBODY = Drawn(-1, NEVER)
+
+
 @dataclass(frozen=True)
 class Draft:
     """A token that was guessed, and the log-probabilities it was drawn from (None: certain)."""
@@ -147,6 +150,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
+        self.unseeded = replace(sampling, seed=None)  # what others may have in common
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._seed = seed % 2**64
 
@@ -190,7 +194,7 @@ class Sampler:
 
     def distribution(self, logits: Tensor, before: Sequence[int]) -> Tensor:
         """Log-probabilities [vocabulary] that a token is drawn from."""
-        rows = _penalized(logits[None], [before], self.sampling.repetition_penalty)
+        rows = _penalized(logits[None].float(), [before], self.sampling.repetition_penalty)
         return distributions(rows, self.sampling).dense(len(logits))[0]
 
 
@@ -206,24 +210,26 @@ def drawn(
     """
     groups: dict[Sampling, list[int]] = {}
     for row, sampler in enumerate(samplers):
-        groups.setdefault(replace(sampler.sampling, seed=None), []).append(row)
-    found: dict[int, Drawn] = {}
+        groups.setdefault(sampler.unseeded, []).append(row)
+    found: list[Drawn] = [NOBODY] * len(samplers)
     for sampling, rows in groups.items():
-        some = logits if len(rows) == len(logits) else logits[rows]
-        some = _penalized(some, [before[row] for row in rows], sampling.repetition_penalty)
+        some = (logits if len(rows) == len(logits) else logits[rows]).float()
+        if sampling.repetition_penalty != 1.0:
+            texts = [before[row] for row in rows]
+            some = _penalized(some, texts, sampling.repetition_penalty)
         if sampling.temperature == 0:
             tokens, logprobs = _likeliest(some)
         else:
             chances = [samplers[row].chance(len(before[row])) for row in rows]
             tokens, logprobs = distributions(some, sampling).drawn(chances)
-        pairs = zip(rows, tokens.tolist(), logprobs.tolist(), strict=True)
-        found |= {row: Drawn(token, logprob) for row, token, logprob in pairs}
+        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+            found[row] = Drawn(token, logprob)
         if count := max((likeliest[row] for row in rows), default=0) if likeliest else 0:
             tops = distributions(some, sampling).likeliest(count)
             for row, ids, values in zip(rows, *(top.tolist() for top in tops), strict=True):
                 told = [pair for pair in zip(ids, values, strict=True) if pair[1] > NEVER]
                 found[row] = found[row]._replace(likeliest=tuple(told[: likeliest[row]]))
-    return [found[row] for row in range(len(samplers))]
+    return found
 
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,7 +253,6 @@ def _guessed(draft: Draft, logprobs: Tensor) -> Tensor:
 
 def _penalized(logits: Tensor, before: Sequence[Sequence[int]], penalty: float) -> Tensor:
     """Tokens that were there are less likely: positive logits shrink, negative ones grow."""
-    logits = logits.float()
     if penalty == 1.0:
         return logits
     rows = []

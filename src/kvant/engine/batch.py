@@ -64,26 +64,26 @@ class Batch:
         self._share(cache)
         return logits
 
-    def decode(self, seats: Sequence[Seat]) -> list[Tensor | Exception]:
-        """The logits [vocabulary] behind the newest token of each, or why there are none.
+    def decode(self, seats: Sequence[Seat]) -> tuple[Tensor, dict[int, Exception]]:
+        """The logits behind the newest token of each, but of those that failed: by place, why.
 
         A forward that dies gave no sequence a token: then each is tried by itself.
         """
         if self.ragged and len(seats) > 1:
             try:
-                return list(self._together(seats))
+                return self._together(seats), {}
             except UnsupportedView as error:
                 self._part(error)
             except Exception as error:
                 told = repr(error)  # whoever keeps the error keeps our caches
                 log.warning("a forward of %d sequences died: %s: one by one", len(seats), told)
-        found: list[Tensor | Exception] = []
-        for seat in seats:
+        rows, failed = list[Tensor](), dict[int, Exception]()
+        for place, seat in enumerate(seats):
             try:
-                found.append(self._alone(seat)[-1])
+                rows.append(self._alone(seat))
             except Exception as error:
-                found.append(error)
-        return found
+                failed[place] = error
+        return torch.cat(rows) if rows else torch.empty(0), failed
 
     def fork(self, seat: Seat) -> Seat:
         """Another sequence behind the same tokens, which shares their pages."""

@@ -21,7 +21,6 @@ from threading import Lock, Thread, current_thread
 from traceback import clear_frames
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvant import weights
@@ -308,16 +307,13 @@ class Engine:
         """A token for every sequence of these."""
         requests = [self._requests[job] for job in action.jobs]
         going = [(request, choice) for request in requests for choice in request.choices]
-        rows = self._batch.decode([choice.seat for _, choice in going])
-        found: list[tuple[tuple[Request, Choice], Tensor]] = []
-        for one, row in zip(going, rows, strict=True):
-            if isinstance(row, Tensor):
-                found.append((one, row))
-            elif one[0].job in self._requests:
-                self._finish(one[0], row)
+        logits, failed = self._batch.decode([choice.seat for _, choice in going])
+        for place, error in failed.items():
+            if going[place][0].job in self._requests:
+                self._finish(going[place][0], error)
         self._schedule.done(Decode(tuple(job for job in action.jobs if job in self._requests)))
-        if found:
-            self._say([one for one, _ in found], torch.stack([row for _, row in found]))
+        if len(failed) < len(going):
+            self._say([one for place, one in enumerate(going) if place not in failed], logits)
 
     def _say(self, going: Sequence[tuple[Request, Choice]], logits: Tensor) -> None:
         """A token for each, by its row of logits."""

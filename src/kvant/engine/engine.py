@@ -286,22 +286,28 @@ class Engine:
     def _read(self, action: Read) -> None:
         """A chunk of a prompt; behind the last one, the first token of every continuation."""
         request, begin = self._requests[action.job], time.perf_counter()
+        last = action.job.read + action.count == action.job.prompt
         try:
             logits = self._batch.read(request.seat, action.count)
+            if last:
+                self._split(request)
         except Exception as error:
             self._finish(request, error)
             return
         self._pace.took(action.count, action.job.read, time.perf_counter() - begin)
         self._schedule.done(action)
-        if action.job.decodes:
-            seats = [request.seat]
-            seats += [self._batch.fork(request.seat) for _ in request.samplers[1:]]
-            request.choices = [
-                Choice(index, Reply(self.tokenizer, request.limits, seat.tokens), sampler, seat)
-                for index, (seat, sampler) in enumerate(zip(seats, request.samplers, strict=True))
-            ]
-            rows = logits.expand(len(seats), -1)
+        if last:
+            rows = logits.expand(len(request.choices), -1)
             self._say([(request, choice) for choice in request.choices], rows)
+
+    def _split(self, request: Request) -> None:
+        """Let every continuation of a prompt have a sequence of its own."""
+        seats = [request.seat]
+        seats += [self._batch.fork(request.seat) for _ in request.samplers[1:]]
+        request.choices = [
+            Choice(index, Reply(self.tokenizer, request.limits, seat.tokens), sampler, seat)
+            for index, (seat, sampler) in enumerate(zip(seats, request.samplers, strict=True))
+        ]
 
     def _decode(self, action: Decode) -> None:
         """A token for every sequence of these."""

@@ -37,6 +37,7 @@ REFUSED = {  # why single tokens of these families come from ordinary forwards
     "falcon": MASK,
     **dict.fromkeys(("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "latents"),
     "deepseek_v32": "layers of DynamicIndexedLayer",
+    "mllama": "layers of CrossLayer",
 }
 # By default fewer layers, one of each kind: the interpreter takes a second for each and each token.
 SHOWN: dict[str, dict[str, Any]] = {

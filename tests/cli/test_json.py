@@ -14,6 +14,7 @@ from kvant.cli.main import NAMES, app
 COMMANDS = {
     "run": ("--prompt", "def f", "--max-new-tokens", "3", "--stats"),
     "chat": ("--max-new-tokens", "3", "--stats"),
+    "batch": ("p.jsonl", "--out", "replies", "--max-new-tokens", "3", "--no-guard"),
     "plan": ("--budget", "1GB"),
     "inspect": ("a.kv",),
     "inspect --kv-cache affine4": (),
@@ -30,6 +31,10 @@ COMMANDS = {
     "bench decode": (
         *("--formats", "raw", "--lengths", "8", "--prompt", "4"),
         *("--tokens", "2", "--runs", "1", "--repeats", "2"),
+    ),
+    "bench engine": (
+        *("--sequences", "2", "--context", "4", "--tokens", "12"),
+        *("--rounds", "1", "--layers", "1"),
     ),
     "bench prefill": (
         *("--formats", "affine8", "--prompt", "80"),
@@ -50,6 +55,7 @@ def test_one_object_and_nothing_else(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(Cache(2, "affine8"), "a.kv")
+    Path("p.jsonl").write_text('{"prompt": "def f"}\n')
     words = (*command.split(), *COMMANDS[command], "--json")
     code, out, _ = call(*words, typed="import os\n/stats\n")
     assert code == 0 and out.count("\n") == 1

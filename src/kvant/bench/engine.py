@@ -75,13 +75,13 @@ class Way:
 
 def ways(model: Any, spec: str, tokens: int, sequences: int) -> list[Way]:
     given: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
-    given |= {"eos_token_id": -1}  # never
+    given |= {"eos_token_id": None}
 
     def stock(prompts: list[list[int]]) -> None:
         model.generate(torch.tensor(prompts), **given)
 
     def continuous(prompts: list[list[int]]) -> None:
-        asked = GenerationConfig(**given)
+        asked = GenerationConfig(**given | {"eos_token_id": -1})  # never
         model.generate_batch(prompts, generation_config=asked, warmup=False)
 
     def engine(prompts: list[list[int]], pack: bool = False) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json as json_text
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -37,7 +38,6 @@ ASKED: Mapping[str, tuple[type, ...]] = {  # and any of these, in place of the c
     "stop": (str, list),
     "ignore_end": (bool,),
 }
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
 def batch(
@@ -124,7 +124,7 @@ def batch(
 
 def _request(line: str, number: int, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What a line asks for, or an error that names the line; a seed counts up with the lines."""
-    from kvant.generation.sampling import seed_of
+    from kvant.generation.sampling import Sampling, seed_of
 
     try:
         found = json_text.loads(line)
@@ -151,7 +151,7 @@ def _request(line: str, number: int, asked: Mapping[str, Any]) -> dict[str, Any]
         raise ValueError(f"line {number}: stop is {json_text.dumps(stop)}: texts are needed")
     try:
         check_drawing(
-            {name: whole[name] for name in DRAWN if whole.get(name) is not None},
+            {one.name: whole[one.name] for one in fields(Sampling) if one.name in whole},
             max_new_tokens=whole["max_new_tokens"],
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
         )

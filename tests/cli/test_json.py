@@ -34,7 +34,7 @@ COMMANDS = {
     ),
     "bench engine": (
         *("--sequences", "2", "--context", "4", "--tokens", "12"),
-        *("--rounds", "1", "--layers", "1"),
+        *("--layers", "1"),
     ),
     "bench prefill": (
         *("--formats", "affine8", "--prompt", "80"),

@@ -41,6 +41,10 @@ class UnsupportedView(CacheError):
     """A view that the backend asked for by name does not read."""
 
 
+class EngineError(CacheError):
+    """The engine that served a request ended by an error which is not of that request."""
+
+
 class Refusals:
     """Says in one line what to write instead."""
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from kvant.contracts import Codec, Mask, Retention
 from kvant.extent import Paging
 
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Prefill = Literal["dense", "stored"]  # are a prompt chunk's own rows seen dense, or by the rule?
 
@@ -116,7 +117,15 @@ class CacheSpec:
 
     def changed(self, change: Callable[[LayerSpec], LayerSpec]) -> CacheSpec:
         """The same, with that done to whatever attends, inside of groups too."""
-        return CacheSpec(tuple(_changed(recipe, change) for recipe in self.layers))
+        return CacheSpec(tuple(_changed(recipe, LayerSpec, change) for recipe in self.layers))
+
+    def with_checkpoints(self, most: int) -> CacheSpec:
+        """The same, but recurrences keep at most so many checkpoints."""
+
+        def change(recipe: RecurrentSpec) -> RecurrentSpec:
+            return replace(recipe, max_checkpoints=most)
+
+        return CacheSpec(tuple(_changed(recipe, RecurrentSpec, change) for recipe in self.layers))
 
 
 # What a user may give for a spec: a string of the spec language, one recipe for every layer that
@@ -133,7 +142,9 @@ def attention_in(*recipes: Recipe) -> Iterator[LayerSpec]:
             yield recipe
 
 
-def _changed(recipe: Recipe, change: Callable[[LayerSpec], LayerSpec]) -> Any:
+def _changed(recipe: Recipe, kind: type[T], change: Callable[[T], T]) -> Any:
+    """The recipe, or its parts, where they are of that kind."""
     if isinstance(recipe, GroupSpec):
-        return GroupSpec(tuple((name, _changed(part, change)) for name, part in recipe.parts))
-    return change(recipe) if isinstance(recipe, LayerSpec) else recipe
+        parts = ((name, _changed(part, kind, change)) for name, part in recipe.parts)
+        return GroupSpec(tuple(parts))
+    return change(recipe) if isinstance(recipe, kind) else recipe

@@ -64,7 +64,7 @@ def finished(engine: Engine) -> None:
         threading.Event().wait(0.001)
     engine.close()
     engine._batch.check()
-    assert not any(engine._batch.stats().values()) and not engine._requests
+    assert not any(engine._batch.stats([]).values()) and not engine._requests
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,window=30,sinks=4", "turbo4v4"])
@@ -185,6 +185,37 @@ def test_a_cancel_takes_effect_within_a_step(llama: Any) -> None:
         assert len(other.result().tokens) == 60
         assert engine.stats()["cancelled"] == 1
         finished(engine)
+
+
+def test_text_that_waits_for_a_stop_string_is_there_when_a_request_is_cancelled(llama: Any) -> None:
+    (prompt,) = prompts(1)
+    tokens = alone(llama, prompt, max_new_tokens=4)
+    stop = f"<{tokens[1]}><999>"  # the second token may be its beginning: never the whole
+    with engine_for(llama) as engine:
+        two = threading.Event()
+        stream = engine.submit(
+            prompt,
+            max_new_tokens=5000,
+            stop=stop,
+            ignore_end=True,
+            on_step=lambda step: two.is_set() or (stream.usage.completion_tokens < 2 or two.set()),
+        )
+        two.wait(60)
+        stream.cancel()
+        result = stream.result()
+    assert result.text == "".join(f"<{token}>" for token in result.tokens)
+
+
+def test_who_asks_is_told_once_that_nothing_comes_any_more(llama: Any) -> None:
+    told = []
+    with engine_for(llama) as engine:
+        stream = engine.submit(prompts(1)[0], max_new_tokens=3, ignore_end=True)
+        stream.add_done_callback(lambda: told.append("early"))
+        stream.result()
+        finished(engine)
+        assert stream.done
+        stream.add_done_callback(lambda: told.append("late"))
+    assert told == ["early", "late"]
 
 
 def test_async_streams(llama: Any) -> None:
@@ -440,6 +471,26 @@ def test_statistics_tell_who_waits_and_how_long(llama: Any) -> None:
         assert 0 < told[name]["median"] <= told[name]["p95"]
 
 
+@pytest.mark.parametrize("name", ["mamba", "falcon_h1"])
+def test_statistics_tell_what_recurrent_layers_keep(name: str) -> None:
+    model, most = build(name), []
+    with engine_for(model, max_sequences=3) as engine:
+        streams = [
+            engine.submit(
+                prompt,
+                max_new_tokens=8,
+                ignore_end=True,
+                on_step=lambda step: most.append(engine.stats()["nbytes_states"]),
+            )
+            for prompt in prompts(3)
+        ]
+        for stream in streams:
+            stream.result()
+        finished(engine)
+    one = kvant.plan(model, "raw", context=1).state_nbytes
+    assert 3 * one <= max(most) <= 9 * one
+
+
 def test_a_dead_thread_is_an_error_of_every_request(llama: Any) -> None:
     class Torn(BaseException):
         """Not an error that a request could have."""
@@ -453,7 +504,7 @@ def test_a_dead_thread_is_an_error_of_every_request(llama: Any) -> None:
         streams.append(engine.submit([6]))
         torn.set()
         for stream in streams:
-            with pytest.raises(Torn):
+            with pytest.raises(kvant.EngineError, match=r"the engine ended: .*Torn"):
                 stream.result()
         with pytest.raises(kvant.CacheError, match="closed"):
             engine.submit([5])

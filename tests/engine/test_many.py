@@ -39,14 +39,49 @@ def test_the_prompt_that_is_wrong_is_the_one_that_is_named(llama: Any) -> None:
 
 
 def test_few_are_asked_for_ahead(llama: Any) -> None:
-    asked = []
+    """Eight times those that are served; whoever is done makes room for another."""
+    streams: list[Any] = []
+    ahead = []
     with Engine(llama, Numbers(), "raw", max_sequences=1) as engine:
 
         def ask(index: int) -> Any:
-            asked.append(index)
-            return engine.submit([5 + index], max_new_tokens=2, ignore_end=True)
+            ahead.append(sum(not stream.done for stream in streams))
+            streams.append(engine.submit([5 + index], max_new_tokens=2, ignore_end=True))
+            return streams[-1]
 
         results = in_order([lambda i=i: ask(i) for i in range(19)], 1)  # type: ignore[misc]
-        next(results)
-        assert asked == list(range(8))
-        assert len(list(results)) == 18
+        assert len(list(results)) == 19
+    assert max(ahead) < 8
+
+
+def test_one_long_reply_does_not_keep_the_others_waiting(llama: Any) -> None:
+    done = []
+    with Engine(llama, Numbers(), "raw", max_sequences=2) as engine:
+
+        def ask(index: int) -> Any:
+            if index == 0:
+                return engine.submit([5], max_new_tokens=5000, ignore_end=True, on_step=wait)
+            stream = engine.submit([5 + index], max_new_tokens=1, ignore_end=True)
+            stream.add_done_callback(lambda: done.append(index))
+            return stream
+
+        def wait(step: Any) -> None:
+            if len(done) == 40:
+                raise KeyError("enough")
+
+        results = list(in_order([lambda i=i: ask(i) for i in range(41)], 2))  # type: ignore[misc]
+    assert sorted(done) == list(range(1, 41))
+    assert [isinstance(one, Exception) for one in results] == [True] + 40 * [False]
+
+
+def test_an_engine_that_ends_is_no_reply(llama: Any) -> None:
+    class Torn(BaseException):
+        """Not an error that a request could have."""
+
+    def tear(step: Any) -> None:
+        raise Torn
+
+    with Engine(llama, Numbers(), "raw") as engine:
+        asks = [lambda: engine.submit([5], on_step=tear), lambda: engine.submit([6])]
+        with pytest.raises(kvant.EngineError, match="Torn"):
+            list(in_order(asks, 1))

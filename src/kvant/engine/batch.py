@@ -52,8 +52,12 @@ class Batch:
     def spec(self) -> CacheSpec:
         return self._empty.spec
 
-    def stats(self) -> dict[str, int]:
-        return self._empty.states.pooled()
+    def stats(self, seats: Sequence[Seat]) -> dict[str, int]:
+        """Bytes of the pages, and of what recurrent layers keep of these sequences."""
+        caches = {self._cache, *(seat.cache for seat in seats)}
+        held = [cache.states.host_states for cache in caches if cache is not None]
+        states = sum(state.nbytes for states in held for state in states)
+        return self._empty.states.pooled() | {"nbytes_states": states}
 
     def read(self, seat: Seat, count: int) -> Tensor:
         """The logits [vocabulary] behind the next tokens of a prompt."""

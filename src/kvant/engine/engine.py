@@ -30,7 +30,7 @@ from kvant.engine.pace import Pace
 from kvant.engine.room import Footprint
 from kvant.engine.schedule import Action, Decode, Job, PutAside, Read, Schedule, TakeBack
 from kvant.engine.stream import Stream
-from kvant.errors import CacheError
+from kvant.errors import CacheError, EngineError
 from kvant.generation.conversation import Prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, decoder_of
 from kvant.generation.loop import Limits, Reply, Step
@@ -73,6 +73,12 @@ class Request:
     def seats(self) -> list[Seat]:
         return [choice.seat for choice in self.choices] or [self.seat]
 
+    def end(self, error: BaseException | None = None) -> None:
+        """Tell who asked that nothing comes any more."""
+        for choice in self.choices:
+            self.stream.hold(choice.index, choice.reply.text.rest())
+        self.stream.end(error)
+
 
 class Engine:
     """Serves requests on one model, which is attached for as long; a context manager."""
@@ -108,7 +114,8 @@ class Engine:
             raise ValueError(f"chunk_seconds={seconds}: more than 0 is needed")
         self.tokenizer = tokenizer
         self._ends = decoder.end_tokens
-        model, memory = decoder.model, decoder.memory(kv_cache, tokenizer)
+        model, asked = decoder.model, decoder.memory(kv_cache, tokenizer).spec
+        memory = decoder.memory(asked.with_checkpoints(1))  # of before the forward under way
         self._batch = Batch(decoder, memory, backend)
         needed = plan(model, self._batch.spec, context=1)
         if max_bytes is not None and (needed.uncounted or not needed.nbytes):
@@ -120,9 +127,9 @@ class Engine:
         self.limits = Limits(max_context=min(longest, default=None), vocabulary=decoder.vocabulary)
         chunk = CHUNK if decoder.continues else max(longest, default=1 << 20)
         self._pace = Pace(seconds, chunk, continues=decoder.continues)
-        on_cpu = model.device.type == "cpu"
+        spare = 0 if model.device.type == "cpu" else 8
         self._schedule = Schedule(
-            Footprint.of(needed, chunk, spare=0 if on_cpu else 8),
+            Footprint.of(needed, chunk, spare=spare),
             self._pace,
             parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes,
             max_sequences,
@@ -218,14 +225,14 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Who waits and who is served, what was said, how long it took, what memory is held."""
-        schedule = self._schedule
+        schedule, requests = self._schedule, list(self._requests.values())
         return {
             "waiting": len(schedule.waiting),
             "running": len(schedule.running),
             "sequences": schedule.sequences,
             **self._figures.told(),
             "max_bytes": schedule.max_bytes,
-            **self._batch.stats(),
+            **self._batch.stats([seat for request in requests for seat in request.seats]),
         }
 
     # ---- in the engine's thread
@@ -255,7 +262,7 @@ class Engine:
                 self._inbox.get()()
         _clear(error)
         for request in self._requests.values():
-            request.stream.end(error)
+            request.end(None if error is None else EngineError(f"the engine ended: {error!r}"))
         self._requests.clear()
         self._batch.clear()
 
@@ -391,10 +398,10 @@ class Engine:
             _clear(error)
         for seat in request.seats:
             self._batch.drop(seat)
+        request.end(error)
         request.choices = []
         self._schedule.remove(request.job)
         self._requests.pop(request.job, None)
-        request.stream.end(error)
 
 
 def _clear(error: BaseException | None) -> None:

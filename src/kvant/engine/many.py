@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from threading import Semaphore
 from typing import Any
 
 from kvant.engine.engine import Engine
 from kvant.engine.stream import Result, Stream
-from kvant.errors import CapacityError
+from kvant.errors import CapacityError, EngineError
 from kvant.generation.conversation import Prompt
 from kvant.generation.sampling import seed_of
 from kvant.progress import Bar
 from kvant.recipes import AnySpec
 
-AHEAD = 8  # times what is served at once: so many are asked for before the first is done
+AHEAD = 8  # times what is served at once: so many are asked for that are not done
 
 
 def generate_many(
@@ -82,15 +83,24 @@ def generate_many(
 def in_order(asks: Sequence[Callable[[], Stream]], served: int) -> Iterator[Result | Exception]:
     """What comes of each, of which `served` are served at once: a result, or why there is none."""
     streams: deque[Stream | Exception] = deque()
+    places = Semaphore(AHEAD * served)  # for those that are not done
     for ask in asks:
+        places.acquire()
         try:
-            streams.append(ask())
+            stream = ask()
+            stream.add_done_callback(places.release)
+            streams.append(stream)
         except (CapacityError, TypeError, ValueError) as error:  # of this one
+            places.release()
             streams.append(error)
-        if len(streams) == AHEAD * served:
+        while streams and _done(streams[0]):
             yield _result(streams.popleft())
     while streams:
         yield _result(streams.popleft())
+
+
+def _done(stream: Stream | Exception) -> bool:
+    return isinstance(stream, Exception) or stream.done
 
 
 def _result(stream: Stream | Exception) -> Result | Exception:
@@ -98,5 +108,7 @@ def _result(stream: Stream | Exception) -> Result | Exception:
         return stream
     try:
         return stream.result()
+    except EngineError:  # of all that were asked
+        raise
     except Exception as error:
         return error

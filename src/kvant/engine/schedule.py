@@ -134,7 +134,7 @@ class Schedule:
 
     def next(self, now: int) -> Action | None:
         """What to do at a time in milliseconds; None where there is nothing to do."""
-        admitted = self._admitted(now)
+        admitted = self._admit(now)
         if admitted is not None:
             return admitted
         action = self._chosen()
@@ -189,7 +189,7 @@ class Schedule:
 
     # ---- within
 
-    def _admitted(self, now: int) -> Action | None:
+    def _admit(self, now: int) -> Action | None:
         """Let those in that fit, in order; what has to be done before anything else is."""
         while self.waiting and not self._stuck:
             job = min(self.waiting, key=lambda one: self._rank(one, now))

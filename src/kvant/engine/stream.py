@@ -53,7 +53,9 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         self._cancel = cancel
         self._on_step = on_step
         self._unread: deque[Step] = deque()
+        self._rests = [""] * choices  # texts that were held back when a request was cancelled
         self._over = False  # does nothing come any more?
+        self._told: list[Callable[[], object]] = []  # once it is over
         self._error: BaseException | None = None
         self._changed = Condition()
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -89,6 +91,14 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         """Does nothing come any more? There may still be steps to read."""
         return self._over
 
+    def add_done_callback(self, tell: Callable[[], object]) -> None:
+        """Call this once nothing comes any more, in the engine's thread, or now if it is so."""
+        with self._changed:
+            if not self._over:
+                self._told.append(tell)
+                return
+        tell()
+
     @property
     def usage(self) -> Usage:
         return Usage(self._prompt, sum(map(len, self._said)))
@@ -104,7 +114,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
                 raise TimeoutError(f"no result after {timeout} seconds")
         if self._error is not None:
             raise self._error
-        return [self._result(steps) for steps in self._said]
+        return [self._result(*one) for one in zip(self._said, self._rests, strict=True)]
 
     # ---- what the engine calls, in its thread
 
@@ -117,13 +127,20 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         if self._on_step is not None:
             self._on_step(step)
 
+    def hold(self, choice: int, text: str) -> None:
+        """What was held back of a continuation that is cancelled."""
+        self._rests[choice] = text
+
     def end(self, error: BaseException | None = None) -> None:
         """Nothing comes any more; continuations without an end of their own were cancelled."""
         if isinstance(error, StopIteration | StopAsyncIteration):  # would be taken for the end
             error = RuntimeError(repr(error))
         with self._changed:
             self._over, self._error = True, error
+            told, self._told = self._told, []
             self._wake()
+        for tell in told:
+            tell()
 
     # ---- within
 
@@ -144,8 +161,8 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
             with suppress(RuntimeError):  # of a loop that is closed
                 loop.call_soon_threadsafe(_tell, woken)
 
-    def _result(self, steps: list[Step]) -> Result:
-        text = "".join(step.text for step in steps)
+    def _result(self, steps: list[Step], rest: str) -> Result:
+        text = "".join(step.text for step in steps) + rest
         reason = (steps[-1].finish_reason if steps else None) or "cancelled"
         tokens, logprobs = tuple(s.token for s in steps), tuple(s.logprob for s in steps)
         return Result(text, tokens, logprobs, reason, Usage(self._prompt, len(steps)))

@@ -103,9 +103,13 @@ class Distributions:
         tokens, logprobs = self._at(torch.searchsorted(sums, aims, right=True))
         return tokens[:, 0], logprobs[:, 0]
 
-    def likeliest(self, count: int) -> tuple[Tensor, Tensor]:
-        """The tokens [rows, count] that are, and their log-probabilities."""
-        return self._at(self.logprobs.topk(min(count, self.logprobs.shape[-1])).indices)
+    def likeliest(self, count: int) -> list[tuple[tuple[int, float], ...]]:
+        """For each row the tokens that are, with their log-probabilities; none that cannot be."""
+        tops = self._at(self.logprobs.topk(min(count, self.logprobs.shape[-1])).indices)
+        return [
+            tuple(pair for pair in zip(ids, values, strict=True) if pair[1] > NEVER)
+            for ids, values in zip(*(top.tolist() for top in tops), strict=True)
+        ]
 
     def _at(self, places: Tensor) -> tuple[Tensor, Tensor]:
         tokens = places if self.tokens is None else self.tokens.gather(1, places)
@@ -217,19 +221,26 @@ def drawn(
         if sampling.repetition_penalty != 1.0:
             texts = [before[row] for row in rows]
             some = _penalized(some, texts, sampling.repetition_penalty)
-        if sampling.temperature == 0:
-            tokens, logprobs = _likeliest(some)
-        else:
-            chances = [samplers[row].chance(len(before[row])) for row in rows]
-            tokens, logprobs = distributions(some, sampling).drawn(chances)
-        for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            found[row] = Drawn(token, logprob)
-        if count := max((likeliest[row] for row in rows), default=0) if likeliest else 0:
-            tops = distributions(some, sampling).likeliest(count)
-            for row, ids, values in zip(rows, *(top.tolist() for top in tops), strict=True):
-                told = [pair for pair in zip(ids, values, strict=True) if pair[1] > NEVER]
-                found[row] = found[row]._replace(likeliest=tuple(told[: likeliest[row]]))
+        chances = [samplers[row].chance(len(before[row])) for row in rows]
+        count = max((likeliest[row] for row in rows), default=0) if likeliest else 0
+        for row, one in zip(rows, _drawn_alike(some, sampling, chances, count), strict=True):
+            told = one.likeliest[: likeliest[row]] if likeliest else ()
+            found[row] = one._replace(likeliest=told)
     return found
+
+
+def _drawn_alike(
+    logits: Tensor, sampling: Sampling, chances: Sequence[float], count: int
+) -> list[Drawn]:
+    """A token for each row by one rule, with `count` of the likeliest beside it."""
+    if sampling.temperature == 0:
+        tokens, logprobs = _likeliest(logits)
+        told = distributions(logits, sampling) if count else None
+    else:
+        told = distributions(logits, sampling)
+        tokens, logprobs = told.drawn(chances)
+    pairs = [()] * len(chances) if told is None or not count else told.likeliest(count)
+    return list(map(Drawn, tokens.tolist(), logprobs.tolist(), pairs))
 
 
 def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,59 @@
+"""A limit of bytes, against what the process really takes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="no mark to set back"
+)
+
+SCRIPT = """
+import ctypes, json
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import kvant
+from generation.speakers import Numbers
+from kvant.bench.clock import mark, resident
+
+torch.set_num_threads(1)
+PROMPT, NEW = 300, 4
+config = LlamaConfig(
+    vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=4,
+    num_attention_heads=8, num_key_value_heads=8, head_dim=128,
+)
+model = LlamaForCausalLM(config).eval()
+four = 4 * kvant.plan(model, "raw", context=PROMPT + NEW).nbytes
+
+def serve(count, new):
+    with kvant.Engine(model, Numbers(), "raw", max_bytes=four) as engine:
+        streams = [
+            engine.submit([3 + i] * PROMPT, max_new_tokens=new, ignore_end=True)
+            for i in range(count)
+        ]
+        said = sum(len(stream.result().tokens) for stream in streams)
+        return said, engine.stats()
+
+serve(1, 1)  # what first calls take for good
+ctypes.CDLL(None).malloc_trim(0)
+before = mark()
+said, told = serve(40, NEW)
+peak = resident("VmHWM") - before
+print(json.dumps({"four": four, "peak": peak, "said": said, "finished": told["finished"]}))
+"""
+FORWARD = 24 << 20  # activations of a chunk of 512 tokens, and what the allocator keeps of them
+
+
+def test_forty_requests_take_what_four_need() -> None:
+    tests = Path(__file__).resolve().parent.parent
+    run = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(run, capture_output=True, text=True, check=True, cwd=tests)
+    told = json.loads(done.stdout)
+    assert (told["said"], told["finished"]) == (160, 40)
+    assert 0.5 * told["four"] < told["peak"] <= told["four"] + FORWARD, told

@@ -3,6 +3,9 @@
 Those that decode lie under one cache (`kvant.merge`); others have one of their own, over the same
 pools. Who comes or goes costs a merge or a selection of integers, and no copy of pages. A model
 whose attention cannot read sequences of different lengths decodes them one after the other.
+
+On a GPU a forward of the batch is replayed from a graph. There is one for some numbers of
+sequences; a batch of another number is filled up with idle ones, of a few tokens that mean nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from torch import Tensor
 
 from kvant.cache import merge
 from kvant.cache.files import save
+from kvant.engine.room import IDLE
 from kvant.errors import UnsupportedView
 from kvant.generation import HostDecoder
-from kvant.hf import HostCache, loaded
+from kvant.hf import HostCache, Replayer, loaded
 from kvant.recipes import CacheSpec
 
 log = logging.getLogger("kvant")
@@ -47,6 +51,9 @@ class Batch:
         self._empty.widen(1)  # the token of a forward that died behind all layers is taken back
         self._seats: list[Seat] = []  # the sequences of the batch, in the order of its cache
         self._cache: HostCache | None = None  # the cache of the batch
+        self._replayers: dict[int, Replayer] = {}  # by the number of sequences
+        self._idle: list[Seat] = []  # those of the batch that nobody asked for
+        self._blank: Seat | None = None  # what they begin with
 
     @property
     def spec(self) -> CacheSpec:
@@ -124,6 +131,8 @@ class Batch:
     def clear(self) -> None:
         """No sequence is left: free all memory."""
         self._seats, self._cache = [], None
+        self._idle, self._blank = [], None
+        self._replayers.clear()
         self._empty.clear()
 
     def check(self) -> None:
@@ -145,19 +154,51 @@ class Batch:
 
     def _together(self, seats: Sequence[Seat]) -> Tensor:
         """One forward for all of them."""
-        cache = self._gathered(seats)
-        ids = torch.tensor([[seat.tokens[-1]] for seat in self._seats])
-        positions = torch.tensor([[len(seat.tokens) - 1] for seat in self._seats])
-        with _or_back(cache):
-            logits = self.decoder.rows(ids, positions, cache)
+        self._fill_up(graph_size(len(seats)) - len(seats) if self._replays else 0)
+        cache = self._gathered([*seats, *self._idle])
+        for seat in self._idle:
+            seat.tokens.append(0)
+        try:
+            logits = self._forward(self._seats, cache)
+        except BaseException:
+            self._fill_up(0)
+            raise
         order = [self._seats.index(seat) for seat in seats]
-        return logits if order == list(range(len(order))) else logits[order]
+        return logits if order == list(range(len(logits))) else logits[order]
 
     def _alone(self, seat: Seat) -> Tensor:
         self._own([seat])
         assert seat.cache is not None
-        with _or_back(seat.cache):
-            return self.decoder.logits(seat.tokens[-1:], seat.cache)
+        return self._forward([seat], seat.cache)
+
+    def _forward(self, seats: Sequence[Seat], cache: HostCache) -> Tensor:
+        """The logits behind the newest tokens of these, of which the cache has all others."""
+        replayer = self._replayers.get(len(seats)) or self.decoder.replayer()
+        if replayer is not None:
+            self._replayers[len(seats)] = replayer
+        tokens = [seat.tokens[-1] for seat in seats]
+        positions = [len(seat.tokens) - 1 for seat in seats]
+        with _or_back(cache):
+            return self.decoder.rows(tokens, positions, cache, replayer)
+
+    @property
+    def _replays(self) -> bool:
+        """Are there graphs, as far as we know?"""
+        refused = any(one.refusal is not None for one in self._replayers.values())
+        return self.decoder.captures and not refused
+
+    def _fill_up(self, count: int) -> None:
+        """Let there be so many idle sequences; those that became long begin anew."""
+        stay = [seat for seat in self._idle if len(seat.tokens) < IDLE][:count]
+        if gone := [seat for seat in self._idle if seat not in stay]:
+            self._keep([seat for seat in self._seats if seat not in gone])
+        if count and self._blank is None:
+            self._blank = Seat([0])
+            self.read(self._blank, 1)
+        self._idle = stay
+        while len(self._idle) < count:
+            assert self._blank is not None
+            self._idle.append(self.fork(self._blank))
 
     def _gathered(self, seats: Sequence[Seat]) -> HostCache:
         """The cache of exactly these."""
@@ -193,6 +234,16 @@ class Batch:
         self.ragged = False
         self._own(self._seats)
         log.info("%s: one sequence at a time: %s", type(self.decoder.model).__name__, str(why))
+
+
+def graph_size(sequences: int) -> int:
+    """The next number of sequences for which there is a graph: 1, 2, 4, 8, 16, 32, 48 and so on."""
+    return 1 << (sequences - 1).bit_length() if sequences <= 16 else -(-sequences // 16) * 16
+
+
+def most_idle(sequences: int) -> int:
+    """How many idle ones there may be beside at most so many, with the one that they begin with."""
+    return 1 + max((graph_size(n) - n for n in range(1, sequences + 1)), default=0)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from kvant import weights
-from kvant.engine.batch import Batch, Seat
+from kvant.engine.batch import Batch, Seat, most_idle
 from kvant.engine.figures import Figures
 from kvant.engine.pace import Pace
 from kvant.engine.room import Footprint
@@ -128,8 +128,9 @@ class Engine:
         chunk = CHUNK if decoder.continues else max(longest, default=1 << 20)
         self._pace = Pace(seconds, chunk, continues=decoder.continues)
         spare = 0 if model.device.type == "cpu" else 8
+        idle = most_idle(max_sequences) if decoder.captures else 0
         self._schedule = Schedule(
-            Footprint.of(needed, chunk, spare=spare),
+            Footprint.of(needed, chunk, spare=spare, idle=idle),
             self._pace,
             parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes,
             max_sequences,

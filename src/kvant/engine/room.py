@@ -15,6 +15,7 @@ from kvant.cache.changes import Pools, most_pages
 from kvant.extent import Ints, Kind
 from kvant.planner import Plan
 
+IDLE = 64  # tokens that a sequence has at most which nobody asked for
 STATES = 3  # a state, the one to go back to if the next forward dies, and one that is being joined
 
 
@@ -25,14 +26,16 @@ class Footprint:
     kinds: tuple[Kind, ...]
     sizes: Ints  # bytes of each slot
     chunk: int  # tokens that are read at once
+    idle: int = 0  # sequences that nobody asked for
 
     @classmethod
-    def of(cls, plan: Plan, chunk: int, *, spare: int = 0) -> Footprint:
+    def of(cls, plan: Plan, chunk: int, *, spare: int = 0, idle: int = 0) -> Footprint:
         """`spare` of a slot are taken ahead as memory grows, as on a GPU: 1 / spare of it."""
         sizes = [size for both in plan.page_nbytes.values() for size in both]
         if spare:
             sizes = [size + -(-size // spare) for size in sizes]
-        return cls(tuple(plan.page_nbytes), np.array([*sizes, STATES * plan.state_nbytes]), chunk)
+        sizes.append(STATES * plan.state_nbytes)
+        return cls(tuple(plan.page_nbytes), np.array(sizes), chunk, idle)
 
     def slots(self, length: int) -> Ints:
         """The most that one takes on its way to a length."""
@@ -55,7 +58,7 @@ class Footprint:
         for kind in self.kinds:
             passing = 0 if kind.window is None else self.chunk // kind.page + 2
             found += [passing + Pools.of(kind).open.step - 1] * 2
-        return np.array([*found, 0])
+        return np.array([*found, 0]) + self.idle * self.slots(IDLE)
 
 
 _pages = lru_cache(1 << 16)(most_pages)  # asked for every sequence and token where bytes are short

@@ -162,29 +162,47 @@ class HostDecoder:
         if memory is not None and first:
             if len(ids) > 1 and not self.continues:
                 return torch.cat([self.logits([token], memory) for token in ids])[-last:]
-            if len(ids) == 1 and (replayed := self._replayed(ids[0], memory)) is not None:
-                return replayed
+            if len(ids) == 1:
+                cache = cast(HostCache, memory)
+                return self.rows(ids, [first], cache, self._replayer_of(cache))
         positions = torch.arange(first, first + len(ids), device=device)[None]
         out = self._forward(torch.tensor([ids], device=device), positions, memory, last)
         return out[0, -last:].float()
 
     @torch.no_grad()
-    def rows(self, ids: Tensor, positions: Tensor, memory: HostCache) -> Tensor:
-        """[sequences, vocabulary] in float32 behind one token of each, at its position."""
-        device = self.model.device
-        out = self._forward(ids.to(device), positions.to(device), memory)
-        return out[:, -1].float()
+    def rows(
+        self,
+        tokens: list[int],
+        positions: list[int],
+        memory: HostCache,
+        replayer: Replayer | None = None,
+    ) -> Tensor:
+        """[sequences, vocabulary] in float32 behind one token of each, at its position.
 
-    def _replayed(self, token: int, memory: Memory) -> Tensor | None:
-        """The logits after a token that a graph takes; None where there is none."""
+        It comes from a graph where there is a replayer, and where that can.
+        """
+        if replayer is not None and (out := replayer.logits(memory, tokens)) is not None:
+            return out[:, -1].to(torch.float32, copy=True)
+        both = torch.tensor([tokens, positions], device=self.model.device)
+        ids, places = both[:, :, None]
+        return self._forward(ids, places, memory)[:, -1].float()
+
+    @property
+    def captures(self) -> bool:
+        """Is there a device that replays forwards?"""
+        return self._capture is not None
+
+    def replayer(self) -> Replayer | None:
+        """A new one, for so many sequences as it sees first."""
         if self._capture is None:
             return None
-        cache = cast(HostCache, memory)
-        if cache not in self._replayers:
-            capture = capturing(self._capture, self.model.generation_config.compile_config)
-            self._replayers[cache] = Replayer(self.model, self._forward, capture)
-        out = self._replayers[cache].logits(cache, [token])
-        return None if out is None else out[0, -1:].to(torch.float32, copy=True)
+        capture = capturing(self._capture, self.model.generation_config.compile_config)
+        return Replayer(self.model, self._forward, capture)
+
+    def _replayer_of(self, cache: HostCache) -> Replayer | None:
+        if cache not in self._replayers and (new := self.replayer()) is not None:
+            self._replayers[cache] = new
+        return self._replayers.get(cache)
 
     def _forward(self, ids: Tensor, positions: Tensor, memory: Any, last: int = 1) -> Tensor:
         """Logits [1, last or more, vocabulary]."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -227,7 +227,11 @@ class Passing(Exception):
 
 
 class Replayer:
-    """One model on one cache; `call` is a forward of the model."""
+    """One model on one memory; `call` is a forward of the model.
+
+    It goes on from cache to cache, as sequences come and go, while there are as many of them and
+    their pages lie in the same memory.
+    """
 
     def __init__(self, model: PreTrainedModel, call: Call, capture: Capture) -> None:
         self.model = model
@@ -241,7 +245,8 @@ class Replayer:
         self._steps: list[Step] = []
         self._forward: Forward | None = None  # for these steps; the second time it is a replay
         self._ran = self._captured = False
-        self._changes = (-1, -1)  # of the cache, when it was left
+        self._left: ref[HostCache] | None = None  # the newest cache,
+        self._changes = (-1, -1)  # and its changes when it was left
 
     def logits(self, cache: HostCache, tokens: list[int]) -> Tensor | None:
         """After one more token of each sequence, until the next one.
@@ -266,7 +271,8 @@ class Replayer:
 
     def _logits(self, cache: HostCache, tokens: list[int]) -> Tensor:
         layers, states = _attending(cache), cache.states
-        alike = cache.context.changes == self._changes
+        same = self._left is not None and self._left() is cache
+        alike = same and cache.context.changes == self._changes
         changes = states.expect()
         if alike and all(change.calm for change in changes):
             for place in self._places:
@@ -278,7 +284,7 @@ class Replayer:
         states.arrive(self._steps[0].backend)
         for layer in layers:
             layer.arrive()
-        self._changes = cache.context.changes
+        self._left, self._changes = ref(cache), cache.context.changes
         cache.context.replays.tokens += self._captured
         cache.context.replays.refusal = None
         return out

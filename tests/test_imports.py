@@ -19,7 +19,7 @@ RANKS = (
     "attention/ spec/ functional",
     "cache/ models/ demo/",
     "hf/ planner checkpoints",
-    "probing/",
+    "probing/ prefixes/",
     "generation/",
     "engine/",
     "bench/ eval/",

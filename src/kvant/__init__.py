@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvant.engine import Engine, Result, Stream, Usage, generate_many
     from kvant.generation import Session, Step, generate
     from kvant.hf import HostCache, cache_for, detach
+    from kvant.prefixes import Prefixes
     from kvant.probing import Probe, attach, probe
 
 __version__ = "0.1.0"
@@ -56,6 +57,7 @@ __all__ = [
     "Mask",
     "Packing",
     "Plan",
+    "Prefixes",
     "Probe",
     "PromptError",
     "RecurrentSpec",
@@ -92,6 +94,7 @@ __all__ = [
 
 
 LATER = dict.fromkeys(("cache_for", "detach"), "kvant.hf")
+LATER["Prefixes"] = "kvant.prefixes"
 LATER |= dict.fromkeys(("Probe", "attach", "probe"), "kvant.probing")
 LATER |= dict.fromkeys(("Session", "Step", "generate"), "kvant.generation")
 LATER |= dict.fromkeys(("Engine", "Result", "Stream", "Usage", "generate_many"), "kvant.engine")

@@ -20,7 +20,7 @@ from torch import Tensor
 from kvant.attention import check_backend
 from kvant.attention.writing import reopen
 from kvant.cache import snapshot
-from kvant.cache.changes import joined, reachable, rewound, selected
+from kvant.cache.changes import exact, joined, reachable, rewound, selected
 from kvant.cache.contents import Group, Layers, brought, leaves_of, recode_into, restore_into
 from kvant.cache.layer import Attention, kind_of
 from kvant.cache.ledger import Book, Ledger, Retired
@@ -234,6 +234,18 @@ class Cache(Refusals):
                 return to
             to = reach
         return max(to, 0)
+
+    def resumable(self, to: int) -> int:
+        """The longest length <= `to` to go back to and be as if no more had ever come.
+
+        Sealed pages whose rows would be dense there are not opened for it.
+        """
+        at = self.reachable(to)
+        if self._exact(at):
+            return at
+        page = max(extent.kind.page for extent in self._ledger.book.extents)
+        at = self.reachable(at - at % page)
+        return at if self._exact(at) else 0
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`; every layer, or an error and none."""
@@ -572,6 +584,10 @@ class Cache(Refusals):
         """The lengths of sequences once the longest has `to` tokens."""
         lengths: Ints = np.maximum(extent.lengths - (extent.columns - to), -extent.padding)
         return lengths
+
+    def _exact(self, to: int) -> bool:
+        extents = self._ledger.book.extents
+        return all(exact(extent, self._back(extent, to)) for extent in extents)
 
     def _reach(self, name: str, to: int) -> int:
         """The longest length <= `to` that one layer can go back to."""

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvant.generation.conversation import Prompt, tokens_of_prompt
+from kvant.generation.conversation import Prompt, marks_of_prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, Memory
 from kvant.generation.drafts import Drafter
 from kvant.generation.loop import Step
 from kvant.generation.reader import Progress
 from kvant.generation.sampling import Sampling
 from kvant.generation.session import Session
+from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 
 __all__ = ["HostDecoder", "Sampling", "Session", "Step", "generate"]
@@ -43,6 +44,7 @@ def generate(
     draft: Any | Drafter | None = None,
     max_drafts: int = 8,
     backend: str | None = None,
+    prefixes: Prefixes | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Step]:
     """Stream the continuation of a prompt, a `Step` for each token.
@@ -53,7 +55,8 @@ def generate(
     anew), long (keep only what passes `threshold` tokens) or adaptive (stay under `budget` bytes,
     "64MiB" too). `draft` guesses tokens that are verified together: "ngram", or a smaller model
     with the same tokenizer. `backend` reads every layer ("reference", "native", "triton"), else
-    the first that can. What is wrong with the arguments is said here, before the first step.
+    the first that can. With `prefixes`, which other calls may share, nothing is read twice. What is
+    wrong with the arguments is said here, before the first step.
     """
     session = Session(
         model,
@@ -68,9 +71,12 @@ def generate(
         draft=draft,
         max_drafts=max_drafts,
         backend=backend,
+        prefixes=prefixes,
     )
+    tokens = tokens_of_prompt(tokenizer, prompt)
+    marks = [] if prefixes is None else marks_of_prompt(tokenizer, prompt, tokens)
     return session.send(
-        tokens_of_prompt(tokenizer, prompt),
+        tokens,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -81,4 +87,5 @@ def generate(
         stop=stop,
         ignore_end=ignore_end,
         progress=progress,
+        marks=marks,
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvant.errors import CacheError, CacheFileError, PromptError
+from kvant.generation.reader import shared_prefix
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,9 @@ class Dialogue(Protocol):
     def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
         """All tokens before the reply to `message`, behind `turns` that took `tokens`."""
 
+    def marks(self, turns: Sequence[Turn], message: str, prompt: Sequence[int]) -> list[int]:
+        """The lengths of that prompt at which another conversation may begin to differ."""
+
 
 class Continuation:
     """One text: a message stands right behind what was said before it."""
@@ -73,6 +77,9 @@ class Continuation:
             return [*tokens, *self.tokenizer.encode(message, add_special_tokens=False)]
         return list(self.tokenizer.encode((self.system or "") + message))
 
+    def marks(self, turns: Sequence[Turn], message: str, prompt: Sequence[int]) -> list[int]:
+        return [turns[-1].end] if turns else []
+
 
 class Template:
     """Messages with roles, laid out as the model learned them."""
@@ -85,6 +92,9 @@ class Template:
 
     def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
         return templated(self.tokenizer, self._messages(turns, message))
+
+    def marks(self, turns: Sequence[Turn], message: str, prompt: Sequence[int]) -> list[int]:
+        return marks_of(self.tokenizer, self._messages(turns, message), prompt)
 
     def _messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
         said = [] if self.system is None else [("system", self.system)]
@@ -104,6 +114,21 @@ def templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def marks_of(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], prompt: Sequence[int]
+) -> list[int]:
+    """The lengths of a prompt behind what the system says, and before the last message."""
+    first = next((i for i, one in enumerate(messages) if one.get("role") != "system"), 0)
+    found = set()
+    for head in (messages[:first], messages[:-1]):
+        if head:
+            with suppress(Exception):  # a template may want more messages than these
+                text = tokenizer.apply_chat_template(list(head), tokenize=False)
+                ids = tokenizer.encode(text, add_special_tokens=False)
+                found.add(shared_prefix(ids, prompt))
+    return sorted(found)
 
 
 def dialogue_of(tokenizer: Any, system: str | None = None, template: bool = True) -> Dialogue:
@@ -132,6 +157,14 @@ def tokens_of_prompt(tokenizer: Any, prompt: Prompt) -> str | list[int]:
     if any(isinstance(part, str) or (len(parts) > 1 and _many(part)) for part in parts):
         raise PromptError(ONE)
     return _ids(prompt)
+
+
+def marks_of_prompt(tokenizer: Any, prompt: Prompt, tokens: str | Sequence[int]) -> list[int]:
+    """Where other prompts may begin to differ from one of messages; of others nobody knows."""
+    parts: Any = prompt if isinstance(prompt, list | tuple) else []
+    if not parts or isinstance(tokens, str) or not all(isinstance(one, Mapping) for one in parts):
+        return []
+    return marks_of(tokenizer, parts, tokens)
 
 
 def _many(part: Any) -> bool:

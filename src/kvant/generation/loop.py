@@ -218,14 +218,20 @@ class Run:
         return 0 if self.reply is None else self.reply.said
 
     def steps(
-        self, prompt: Sequence[int], progress: Progress | None = None
+        self,
+        prompt: Sequence[int],
+        progress: Progress | None = None,
+        marks: Sequence[int] = (),
     ) -> Generator[Step, None, None]:
-        """Continue `prompt`; what the memory shares with it is not read again."""
+        """Continue `prompt`; what the memory shares with it is not read again.
+
+        At `marks`, lengths, other prompts may begin to differ from this one.
+        """
         self.limits.check_prompt(prompt)
         self.reply = reply = Reply(self.tokenizer, self.limits, list(prompt))
         sampler, drafts = Sampler(self.sampling), list[Draft]()
         try:
-            rows = self.reader.prompt(reply.tokens, progress)[None]
+            rows = self.reader.prompt(reply.tokens, progress, marks)[None]
             while True:
                 for logits, draft in zip(rows, [*drafts, None], strict=True):
                     step = self._step(sampler, logits, draft, reply)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -16,6 +17,38 @@ from kvant.generation.decoder import Decoder, Memory
 from kvant.generation.strategy import ALWAYS, Strategy
 
 Progress = Callable[[int, int], None]  # tokens of a prompt that are read, and all of them
+
+
+class Shared(Protocol):
+    """What readers of one model have in common."""
+
+    @property
+    def chunk(self) -> int | None:
+        """Tokens at whose multiples prompts are to be cut; None: anywhere."""
+
+    def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
+        """The memory to read tokens with, and how many of those in it were read as prompts."""
+
+    def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
+        """The lengths at which to `keep` what is read, in order."""
+
+    def keep(self, tokens: Sequence[int], memory: Any, prompt: int) -> None:
+        """Let others go on from this memory of these tokens."""
+
+
+class Alone:
+    """Nothing is in common."""
+
+    chunk = None
+
+    def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
+        return memory, prompt
+
+    def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
+        return []
+
+    def keep(self, tokens: Sequence[int], memory: Any, prompt: int) -> None:
+        """Nobody asks for it."""
 
 
 class Reader:
@@ -27,9 +60,12 @@ class Reader:
         memory: Memory,
         strategy: Strategy = ALWAYS,
         chunk: int = 512,
+        prefixes: Shared | None = None,
     ) -> None:
         if chunk < 1:
             raise ValueError(f"prefill_chunk={chunk}: 1 or more is needed")
+        self.prefixes = Alone() if prefixes is None else prefixes
+        chunk = self.prefixes.chunk or chunk
         if not decoder.continues:
             chunk = sys.maxsize
         self.decoder = decoder
@@ -40,20 +76,35 @@ class Reader:
         self.asked = 0  # tokens of all prompts,
         self.reused = 0  # and those of them that the memory held
         self._tokens: list[int] = []  # what the memory holds, or more where a forward died
+        self._prompt = 0  # of those, so many were read in chunks: what was decoded is behind them
 
     @property
     def tokens(self) -> list[int]:
         """Those that the memory holds."""
         return self._tokens[: self.memory.length]
 
-    def prompt(self, tokens: Sequence[int], progress: Progress | None = None) -> Tensor:
-        """The logits [vocabulary] after a prompt, read in chunks."""
+    def prompt(
+        self,
+        tokens: Sequence[int],
+        progress: Progress | None = None,
+        marks: Sequence[int] = (),
+    ) -> Tensor:
+        """The logits [vocabulary] after a prompt, read in chunks; at `marks` others may differ."""
         self.asked += len(tokens)
         self.align(tokens)
         if not self.strategy.remembers(len(tokens)):
             return self.decoder.logits(list(tokens), None)[-1]
-        self.reused += self.memory.length
-        return self._read(tokens, progress)[-1]
+        self.memory, self._prompt = self.prefixes.begin(tokens, self.memory, self._prompt)
+        begin = self.memory.length
+        self._tokens = list(tokens[:begin])
+        self.reused += begin
+        stops = self.prefixes.stops(tokens, begin, marks)
+        return self._read(tokens, progress, stops)[-1]
+
+    def keep(self) -> None:
+        """Let others go on from here who begin with the same tokens."""
+        self.align(self.tokens, last=0)  # where a forward died, that is undone first
+        self.prefixes.keep(self.tokens, self.memory, self._prompt)
 
     def next(self, tokens: Sequence[int], last: int = 1) -> Tensor:
         """The logits [last, vocabulary] after each of the newest tokens.
@@ -81,31 +132,48 @@ class Reader:
         shared = max(0, min(shared_prefix(self.tokens, tokens), len(tokens) - last))
         self.memory.rewind(self.memory.reachable(shared))
         del self._tokens[self.memory.length :]
+        self._prompt = min(self._prompt, len(self._tokens))
 
     def fork(self) -> Reader:
         """A second reader of the same tokens, independent of this one from now on."""
         self.align(self.tokens, last=0)  # where a forward died, that is undone first
-        twin = Reader(self.decoder, self.memory.fork(), self.strategy, self.chunk)
+        memory = self.memory.fork()
+        twin = Reader(self.decoder, memory, self.strategy, self.chunk, self.prefixes)
         twin.adopt(self.tokens)
+        twin._prompt = self._prompt
         twin.asked, twin.reused = self.asked, self.reused
         return twin
 
     def reset(self) -> None:
         """Forget all, also where a memory cannot go back."""
         self.memory.reset()
-        self._tokens = []
+        self._tokens, self._prompt = [], 0
 
     def adopt(self, tokens: Sequence[int]) -> None:
         """Know what a memory holds that others have filled."""
         self._tokens = list(tokens)
 
-    def _read(self, tokens: Sequence[int], progress: Progress | None = None) -> Tensor:
-        """Everything that is unread, chunk by chunk; the logits after the last token."""
+    def _read(
+        self,
+        tokens: Sequence[int],
+        progress: Progress | None = None,
+        stops: Sequence[int] = (),
+    ) -> Tensor:
+        """Everything that is unread, chunk by chunk; the logits after the last token.
+
+        Chunks end at multiples of their size, at `stops`, where what is read is kept, and where it
+        ends.
+        """
         logits = None
         while (begin := self.memory.length) < len(tokens):
             chunk = self.chunk if begin else self._first
-            stop = min(begin + chunk, len(tokens))
+            ends = ((begin // chunk + 1) * chunk, len(tokens), *stops)
+            stop = min(end for end in ends if end > begin)
             logits = self._forward(tokens, begin, stop, last=1)
+            if self._prompt == begin:
+                self._prompt = stop
+            if stop in stops:
+                self.keep()
             if progress is not None:
                 progress(stop, len(tokens))
         assert logits is not None

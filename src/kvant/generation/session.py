@@ -17,12 +17,14 @@ from typing import Any
 from kvant.cache import files
 from kvant.errors import RewindError
 from kvant.generation.conversation import Transcript, Turn, dialogue_of, refusing, tokens_of
-from kvant.generation.decoder import Memory, decoder_of
+from kvant.generation.decoder import Decoder, HostDecoder, Memory, decoder_of
 from kvant.generation.drafts import Drafter, drafter_of
 from kvant.generation.loop import Limits, Run, Step, Steps
 from kvant.generation.reader import Progress, Reader, shared_prefix
 from kvant.generation.sampling import Sampling
 from kvant.generation.strategy import strategy_of
+from kvant.hf import HostCache
+from kvant.prefixes import Prefixes, Shelf
 from kvant.recipes import AnySpec
 
 
@@ -45,10 +47,12 @@ class Session:
         draft: Any | Drafter | None = None,
         max_drafts: int = 8,
         backend: str | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """`template=False` lets messages continue one text, whatever template there is.
 
-        The other options are those of `kvant.generate`.
+        The other options are those of `kvant.generate`. With `prefixes` the memory may be another
+        one after each message: one that holds more of it.
         """
         if tokenizer is None:
             raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
@@ -62,7 +66,10 @@ class Session:
                 "one cache over many turns"
             )
         chosen = strategy_of(strategy, threshold, budget)
-        self.reader = Reader(decoder, memory, chosen, prefill_chunk)
+        if prefixes is not None and draft is not None:
+            memory.widen(max_drafts + 1)  # as it will be: prefixes are of one spec
+        self._shelf = None if prefixes is None else _shelf(prefixes, decoder, memory)
+        self.reader = Reader(decoder, memory, chosen, prefill_chunk, self._shelf)
         self.tokenizer = tokenizer
         self.dialogue = dialogue_of(tokenizer, system, template)
         self.drafter = drafter_of(draft)
@@ -106,10 +113,13 @@ class Session:
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
         progress: Progress | None = None,
+        marks: Sequence[int] = (),
     ) -> Steps:
         """Stream the reply to a message, or to tokens that stand behind all others as they are.
 
-        What is wrong with the arguments is said here, before the first step, and changes nothing.
+        `marks` are lengths at which other prompts may begin to differ, for prefixes: of messages
+        they are known. What is wrong with the arguments is said here, before the first step, and
+        changes nothing.
         The reply is computed as its steps are taken; one that nobody took a step of is computed to
         its end by the next call of any other method, and its steps can still be taken then.
         """
@@ -123,13 +133,15 @@ class Session:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         if isinstance(message, str):
             prompt = self.dialogue.prompt(self._turns, self._tokens, message)
+            if self._shelf is not None:
+                marks = marks or self.dialogue.marks(self._turns, message, prompt)
         elif self.dialogue.template:
             raise ValueError("tokens as a message: a chat template takes text (or template=False)")
         else:
             prompt, message = [*self._tokens, *(int(token) for token in message)], ""
         limits.check_prompt(prompt)
         run = Run(self.reader, sampling, limits, self.tokenizer, self.drafter)
-        self._unread = stream = Steps(self._reply(run, prompt, message, progress))
+        self._unread = stream = Steps(self._reply(run, prompt, message, progress, marks))
         self._begun = weakref.ref(stream)
         return stream
 
@@ -198,6 +210,7 @@ class Session:
             "hit_rate": reused / asked if asked else 0.0,
             "drafts": self._drafts,
             "drafts_accepted": self._drafts_accepted,
+            "prefix_lost": None if self._shelf is None else self._shelf.told(self.tokenizer),
         }
 
     def _become(self, path: str | os.PathLike[str], saved: files.Saved) -> None:
@@ -233,10 +246,15 @@ class Session:
         )
 
     def _reply(
-        self, run: Run, prompt: list[int], message: str, progress: Progress | None
+        self,
+        run: Run,
+        prompt: list[int],
+        message: str,
+        progress: Progress | None,
+        marks: Sequence[int],
     ) -> Generator[Step, None, None]:
         self._unread = None
-        steps, said = run.steps(prompt, progress), ""
+        steps, said = run.steps(prompt, progress, marks), ""
         try:
             for step in steps:
                 said += step.text
@@ -254,6 +272,7 @@ class Session:
             tokens = tuple(run.tokens[shared:])
             self._turns.append(Turn(message, said + run.rest(), shared, tokens, len(prompt)))
             self._tokens = run.tokens
+        self.reader.keep()  # of a prompt that was not read whole, what there is of it
         self.reader.align(self._tokens)  # undoes a forward that died
         self.memory.checkpoint()
 
@@ -264,3 +283,10 @@ class Session:
         begun = None if self._begun is None else self._begun()
         if begun is not None:
             begun.close()
+
+
+def _shelf(prefixes: Prefixes, decoder: Decoder, memory: Memory) -> Shelf:
+    """Prefixes of this model, stored as this memory stores them."""
+    if not isinstance(decoder, HostDecoder) or not isinstance(memory, HostCache):
+        raise TypeError("prefixes are of models of transformers: nobody knows another's weights")
+    return prefixes.shelf(decoder.model, memory)

@@ -6,7 +6,7 @@ from kvant.hf.build import PairedCache, cache_for, loaded
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues, crosses
 from kvant.hf.inside import check_continues, continuing, host_model, identity, reader, unwrapped
-from kvant.hf.replaying import Capture, Replayer, captured, capturing
+from kvant.hf.replaying import Capture, Replayer, captured, capturing, plain_values
 
 explain.register(HostCache, HostCache.explain)
 explain.register(PairedCache, PairedCache.explain)
@@ -29,6 +29,7 @@ __all__ = [
     "host_model",
     "identity",
     "loaded",
+    "plain_values",
     "reader",
     "unwrapped",
 ]

@@ -200,10 +200,13 @@ def unfit(model: PreTrainedModel) -> str | None:
 def baked(model: PreTrainedModel) -> list[object]:
     """Where its tensors lie, and the plain values that its modules hold, as of adapters."""
     found: list[object] = [x.data_ptr() for x in chain(model.parameters(), model.buffers())]
-    for module in model.modules():
-        own = ((name, value) for name, value in vars(module).items() if name not in COMMON)
-        found.extend((name, _plain(value)) for name, value in own)
-    return found
+    return [*found, *plain_values(model)]
+
+
+def plain_values(model: nn.Module) -> list[tuple[str, object]]:
+    """Those that its modules hold, by name."""
+    every = (item for module in model.modules() for item in vars(module).items())
+    return [(name, _plain(value)) for name, value in every if name not in COMMON]
 
 
 def _plain(value: Any) -> object:
@@ -212,8 +215,10 @@ def _plain(value: Any) -> object:
         return value
     if isinstance(value, Mapping):
         return tuple((key, item) for key, item in value.items() if isinstance(item, PLAIN))
-    if isinstance(value, list | tuple | set):
+    if isinstance(value, list | tuple):
         return tuple(item for item in value if isinstance(item, PLAIN))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted((item for item in value if isinstance(item, PLAIN)), key=repr))
     return None
 
 

@@ -143,6 +143,10 @@ class Verbs:
             return self.length if to >= self.length else 0
         return self.states.reachable(to)
 
+    def resumable(self, to: int) -> int:
+        """The longest length <= `to` to go back to and be as if no more had ever come."""
+        return self.reachable(to) if self._foreign() else self.states.resumable(to)
+
     def rewind(self, to: int) -> None:
         """Go back to length `to`; every layer, or an error and none."""
         self._expire()

@@ -1,0 +1,153 @@
+"""Never a hit across models, adapters, formats, settings, salts or media."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvant
+from hf.zoo import build
+from kvant.generation import HostDecoder
+from kvant.prefixes import Prefixes, fingerprint
+from kvant.prefixes.keys import digest, key, root
+from kvant.weights import is_packed
+from prefixes.test_prefixes import said, text
+
+PROMPT = text(200, seed=0)
+
+
+def hit(prefixes: Prefixes, model: Any, spec: str = "raw") -> int:
+    before = prefixes.stats()["tokens_hit"]
+    assert said(model, PROMPT, spec, prefixes=prefixes) == said(model, PROMPT, spec)
+    return int(prefixes.stats()["tokens_hit"] - before)
+
+
+def test_the_same_hits() -> None:
+    prefixes = Prefixes()
+    assert hit(prefixes, build("llama")) == 0
+    assert hit(prefixes, build("llama")) >= 192, "an equal model that was loaded again"
+
+
+def test_other_weights_under_the_same_name() -> None:
+    """SGLang #24758: names tell nothing; one value of all is enough."""
+    prefixes, model = Prefixes(), build("llama")
+    assert hit(prefixes, model) == 0
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 3] += 0.5
+    assert hit(prefixes, model) == 0
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[3, 3] -= 0.5
+    weight = model.model.layers[1].self_attn.q_proj.weight
+    weight.data = weight.data * 1.5
+    assert hit(prefixes, model) == 0
+
+
+def test_another_adapter() -> None:
+    """vLLM #44701: adapters of one shape, one of which is named as the other was."""
+    peft = pytest.importorskip("peft")
+    prefixes = Prefixes()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(build("llama"), config)
+        inner = model.get_base_model()
+        assert hit(prefixes, inner) == 0
+        assert hit(prefixes, inner) >= 192
+        inner.model.layers[0].self_attn.q_proj.scale_layer(3.0)
+        assert hit(prefixes, inner) == 0, "an adapter of another strength"
+
+
+@pytest.mark.parametrize(
+    "spec", ["affine8", "raw,page=128", "raw,slack=20", "affine8,prefill=stored", "affine8,tail=5"]
+)
+def test_another_spec(spec: str) -> None:
+    prefixes, model = Prefixes(), build("llama")
+    assert hit(prefixes, model) == hit(prefixes, model, spec) == 0
+
+
+def test_another_rope() -> None:
+    model, told = build("llama"), set()
+    spec = HostDecoder(model).memory("raw").spec
+    told.add(root(model, spec))
+    model.config.rope_parameters["rope_theta"] *= 2
+    told.add(root(model, spec))
+    model.model.rotary_emb.inv_freq *= 0.5
+    told.add(root(model, spec))
+    assert len(told) == 3
+
+
+def test_another_salt() -> None:
+    """vLLM #53347: salts are no part of the text, and none is another with something behind it."""
+    model = build("llama")
+    memory = HostDecoder(model).memory("raw")
+    roots = {
+        Prefixes(salt=own).shelf(model, memory, salt)._tree.top.key
+        for own, salt in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("", "1 a"))
+    }
+    assert len(roots) == 6
+    one, other = Prefixes(salt="a"), Prefixes(salt="b")
+    assert hit(one, model) == hit(other, model) == 0
+
+
+def test_another_image() -> None:
+    before, page = digest(b"root"), text(64, seed=0)
+    names = {
+        key(before, page),
+        key(before, page, [(3, b"cat")]),
+        key(before, page, [(3, b"dog")]),
+        key(before, page, [(4, b"cat")]),
+        key(before, page, [(3, b"cat"), (9, b"dog")]),
+        key(digest(b"other"), page),
+        key(before, [*page[:-1], 999]),
+    }
+    assert len(names) == 7
+
+
+def test_parts_have_their_lengths() -> None:
+    assert digest(b"ab", b"c") != digest(b"a", b"bc") != digest(b"abc")
+
+
+def test_a_collision_of_keys_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """openvino.genai #3722: tokens are compared, whatever their key says."""
+    monkeypatch.setattr("kvant.prefixes.tree.key", lambda before, tokens, media=(): before + b"x")
+    prefixes, model = Prefixes(), build("llama")
+    assert hit(prefixes, model) == 0
+    other = text(200, seed=5)
+    before = prefixes.stats()["tokens_hit"]
+    assert said(model, other, prefixes=prefixes) == said(model, other)
+    assert prefixes.stats()["tokens_hit"] == before
+
+
+def test_packed_weights_are_the_same_weights() -> None:
+    model = build("llama").to(torch.bfloat16)
+    before = fingerprint(model)
+    kvant.pack(model)
+    assert is_packed(model) and fingerprint(model) == before
+    kvant.unpack(model)
+    kvant.attach(model, "raw")
+    assert fingerprint(model) == before
+    kvant.detach(model)
+
+
+def test_names_do_not_depend_on_the_process() -> None:
+    """LMCache #1380: what a store holds is found again."""
+    script = "from hf.zoo import build; from kvant.prefixes import fingerprint; "
+    script += "print(fingerprint(build('llama')).hex())"
+    told = {
+        subprocess.run(
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            check=True,
+            cwd=Path(__file__).resolve().parent.parent,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert told == {fingerprint(build("llama")).hex()}

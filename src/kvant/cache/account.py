@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvant.cache.cache import Cache
+from kvant.extent import Bools, Kind
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,26 @@ class Account:
     idle: int  # of these, what nobody else holds
     own: tuple[int, ...]  # for each of them, what none of the others holds
     used: tuple[bool, ...]  # and has somebody else any of its pages, too?
+    held: dict[Kind, tuple[Bools, Bools]]  # open and sealed slots: does any of them hold it?
+
+    @property
+    def pages(self) -> dict[Kind, tuple[int, int]]:
+        """Open and sealed pages that any of them holds."""
+        return {kind: (int(o.sum()), int(s.sum())) for kind, (o, s) in self.held.items()}
+
+    def shared(self, cache: Cache, sequence: int, length: int) -> dict[Kind, tuple[int, int]]:
+        """How many whole pages of the first tokens of a sequence are among them, for as long as it
+        goes on: not those of a window, which pass."""
+        found: dict[Kind, tuple[int, int]] = {}
+        for kind, extent in zip(cache._ledger.kinds, cache._ledger.book.extents, strict=True):
+            if kind.window is None and kind in self.held:
+                seen = min(length, int(extent.rows[sequence]))
+                count = kind.paging.due(seen) if kind.seals else seen // kind.page
+                table = extent.sealed if kind.seals else extent.open
+                both = self.held[kind]
+                number = int(both[kind.seals][table[sequence, :count]].sum())
+                found[kind] = (0, number) if kind.seals else (number, 0)
+        return found
 
 
 def account(caches: Sequence[Cache]) -> Account:
@@ -26,7 +47,8 @@ def account(caches: Sequence[Cache]) -> Account:
     nbytes = idle = sum(own)
     used = [False] * len(caches)
     if not caches:
-        return Account(0, 0, (), ())
+        return Account(0, 0, (), (), {})
+    every: dict[Kind, tuple[Bools, Bools]] = {}
     ledger = caches[0]._ledger
     with ledger.counting():
         for kind, pools in enumerate(ledger.pools):
@@ -36,19 +58,22 @@ def account(caches: Sequence[Cache]) -> Account:
                 sum(storage.open_nbytes for storage in storages),
                 sum(storage.sealed_nbytes for storage in storages),
             )
+            any_of = []
             for pool, size in zip((pools.open, pools.sealed), sizes, strict=True):
                 pool.collect()
-                held = [np.unique(cache._ledger.slots(pool)) for cache in caches]
+                slots_of = [np.unique(cache._ledger.slots(pool)) for cache in caches]
                 counts = np.zeros(pool.size, np.int64)  # by how many of these
-                for slots in held:
+                for slots in slots_of:
                     counts[slots] += 1
                 others = pool.counts > counts
-                nbytes += size * int((counts > 0).sum())
+                any_of.append(counts > 0)
+                nbytes += size * int(any_of[-1].sum())
                 idle += size * int(((counts > 0) & ~others).sum())
-                for number, slots in enumerate(held):
+                for number, slots in enumerate(slots_of):
                     own[number] += size * int((counts[slots] == 1).sum())
                     used[number] |= bool(others[slots].any())
-    return Account(nbytes, idle, tuple(own), tuple(used))
+            every[ledger.kinds[kind]] = any_of[0], any_of[1]
+    return Account(nbytes, idle, tuple(own), tuple(used), every)
 
 
 def _states(cache: Cache) -> int:

@@ -15,16 +15,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvant.cache import merge
+from kvant.cache.account import Account
 from kvant.cache.files import save
 from kvant.engine.room import IDLE
 from kvant.errors import UnsupportedView
+from kvant.extent import Kind
 from kvant.generation import HostDecoder
 from kvant.hf import HostCache, Replayer, loaded
+from kvant.prefixes import Prefixes, Shelf
 from kvant.recipes import CacheSpec
 
 log = logging.getLogger("kvant")
@@ -35,6 +39,7 @@ class Seat:
     """A sequence: its tokens, and the cache that holds them, until it is one of the batch."""
 
     tokens: list[int]  # grows outside, a token before each decode
+    prompt: int = 0  # of them, so many were read in chunks
     cache: HostCache | None = field(default=None, repr=False)
     file: Path | None = None  # where its pages are while they are put aside
 
@@ -49,6 +54,7 @@ class Batch:
         self._empty = empty  # never has tokens: all others share its pools
         self._empty.backend = backend
         self._empty.widen(1)  # the token of a forward that died behind all layers is taken back
+        self._shelf: Shelf | None = None
         self._seats: list[Seat] = []  # the sequences of the batch, in the order of its cache
         self._cache: HostCache | None = None  # the cache of the batch
         self._replayers: dict[int, Replayer] = {}  # by the number of sequences
@@ -58,6 +64,53 @@ class Batch:
     @property
     def spec(self) -> CacheSpec:
         return self._empty.spec
+
+    def share(self, prefixes: Prefixes) -> None:
+        """From now on, begin with what there is of a prompt, and keep what is asked for."""
+        self._shelf = prefixes.shelf(self.decoder.model, self._empty)
+        if (home := self._shelf.home) is not None:
+            home = home.fork()
+            home.backend = self._empty.backend
+            self._empty = home
+
+    def begin(self, seat: Seat, marks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """How many tokens of a prompt there are, and where chunks behind them are to end."""
+        if self._shelf is None:
+            return 0, ()
+        cache, seat.prompt = self._shelf.begin(seat.tokens, self._empty.fork(), 0)
+        if cache.length:
+            seat.cache = cache
+            self._share(cache)
+        return cache.length, tuple(self._shelf.stops(seat.tokens, cache.length, marks))
+
+    def count(self, asked: int, held: int) -> None:
+        """A prompt of so many tokens is served, of which so many were there."""
+        if self._shelf is not None:
+            self._shelf.count(asked, held)
+
+    def keep(self, seat: Seat) -> None:
+        """Let others go on from what a sequence has, if it has anything."""
+        cache, place = self._place(seat)
+        if self._shelf is not None and cache is not None:
+            alone = cache if seat.cache is not None else cache.extract(place)
+            self._shelf.keep(seat.tokens[: alone.length], alone, seat.prompt)
+
+    def evict(self, nbytes: int, *, used: bool = False) -> bool:
+        """Let go of prefixes of so many bytes, or of all that nobody uses; did anything go?"""
+        return self._shelf is not None and self._shelf.evict(nbytes, used=used)
+
+    def kept(self) -> Account | None:
+        """What prefixes take; None: nothing is kept."""
+        return None if self._shelf is None else self._shelf.account()
+
+    def shared(self, seat: Seat, length: int, kept: Account) -> dict[Kind, tuple[int, int]]:
+        """Pages of the first tokens of a sequence that prefixes hold, too."""
+        cache, place = self._place(seat)
+        return {} if cache is None else kept.shared(cache.states, place, length)
+
+    def lost(self, tokenizer: Any) -> str | None:
+        """Where the last prompt that was begun left what is kept, in words."""
+        return None if self._shelf is None else self._shelf.told(tokenizer)
 
     def stats(self, seats: Sequence[Seat]) -> dict[str, int]:
         """Bytes of the pages, and of what recurrent layers keep of these sequences."""
@@ -72,6 +125,8 @@ class Batch:
         held = cache.length
         logits = self.decoder.logits(seat.tokens[held : held + count], cache)[-1]
         seat.cache = cache
+        if seat.prompt == held:
+            seat.prompt += count
         self._share(cache)
         return logits
 
@@ -99,7 +154,7 @@ class Batch:
     def fork(self, seat: Seat) -> Seat:
         """Another sequence behind the same tokens, which shares their pages."""
         assert seat.cache is not None
-        return Seat(list(seat.tokens), seat.cache.fork())
+        return Seat(list(seat.tokens), seat.prompt, seat.cache.fork())
 
     def drop(self, seat: Seat) -> None:
         """Let a sequence go."""
@@ -129,11 +184,13 @@ class Batch:
             self._share(seat.cache)
 
     def clear(self) -> None:
-        """No sequence is left: free all memory."""
+        """No sequence is left: free all memory, but what prefixes hold."""
         self._seats, self._cache = [], None
         self._idle, self._blank = [], None
         self._replayers.clear()
         self._empty.clear()
+        if self._shelf is not None:
+            self._shelf.renew()
 
     def check(self) -> None:
         """Are all slots free, or counted as often as they are held?"""
@@ -145,6 +202,12 @@ class Batch:
     def _shares(self) -> bool:
         """Are there pools to share? Before the first rows nobody knows how large pages are."""
         return any(leaf.storage is not None for _, leaf in self._empty.states.contents.attention())
+
+    def _place(self, seat: Seat) -> tuple[HostCache | None, int]:
+        """The cache that has a sequence, and where in it."""
+        if seat in self._seats:
+            return self._cache, self._seats.index(seat)
+        return seat.cache, 0
 
     def _share(self, cache: HostCache) -> None:
         """Let others have the pools of this one, if it is the first."""

@@ -28,15 +28,26 @@ from kvant.engine.batch import Batch, Seat, most_idle
 from kvant.engine.figures import Figures
 from kvant.engine.pace import Pace
 from kvant.engine.room import Footprint
-from kvant.engine.schedule import Action, Decode, Job, PutAside, Read, Schedule, TakeBack
+from kvant.engine.schedule import (
+    Action,
+    Begin,
+    Decode,
+    Evict,
+    Job,
+    PutAside,
+    Read,
+    Schedule,
+    TakeBack,
+)
 from kvant.engine.stream import Stream
 from kvant.errors import CacheError, EngineError
-from kvant.generation.conversation import Prompt, tokens_of_prompt
+from kvant.generation.conversation import Prompt, marks_of_prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, decoder_of
 from kvant.generation.loop import Limits, Reply, Step
 from kvant.generation.sampling import Drawn, Sampler, Sampling, drawn
 from kvant.hf import attach, attachments, detach
 from kvant.planner import plan
+from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 from kvant.sizes import parse_size
 
@@ -66,7 +77,9 @@ class Request:
     limits: Limits
     logprobs: int
     stream: Stream
+    marks: list[int]  # lengths of the prompt at which others may begin to differ
     since: float  # when the last token came, in seconds; before the first, when it was asked
+    served: bool = False  # has reading its prompt begun?
     choices: list[Choice] = field(default_factory=list)  # those that go on
 
     @property
@@ -96,12 +109,14 @@ class Engine:
         chunk_seconds: float | None = None,
         backend: str | None = None,
         pack: bool = True,
+        prefixes: Prefixes | None = None,
     ) -> None:
         """`max_bytes` ("2GiB" too) bounds all caches, `max_sequences` those served at a time.
 
         `overcommit` promises so many times the bytes: what turns out to be too much waits in files.
         A chunk of a prompt may keep others from their next token for `chunk_seconds`. `pack` packs
-        16-bit weights on a CPU, for as long as the engine serves.
+        16-bit weights on a CPU, for as long as the engine serves. What is kept of `prefixes` counts
+        within `max_bytes`, and goes where a request needs the room.
         """
         if tokenizer is None:
             raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
@@ -126,7 +141,8 @@ class Engine:
         longest = [n for n in (max_context or decoder.context, memory.capacity) if n is not None]
         self.limits = Limits(max_context=min(longest, default=None), vocabulary=decoder.vocabulary)
         chunk = CHUNK if decoder.continues else max(longest, default=1 << 20)
-        self._pace = Pace(seconds, chunk, continues=decoder.continues)
+        fixed = prefixes is not None and prefixes.exact
+        self._pace = Pace(seconds, chunk, continues=decoder.continues, fixed=fixed)
         spare = 0 if model.device.type == "cpu" else 8
         idle = most_idle(max_sequences) if decoder.captures else 0
         self._schedule = Schedule(
@@ -143,6 +159,9 @@ class Engine:
         self._folder: Path | None = None  # of what is put aside
         self._open = True
         self._door = Lock()  # held by who asks, and by the thread as it ends
+        if prefixes is not None:
+            self._batch.share(prefixes)
+            self._weigh()
         with ExitStack() as undo:
             if not attachments(model):
                 attach(model, self._batch.spec, backend=backend)
@@ -217,7 +236,8 @@ class Engine:
         self._schedule.check(job)
         stream = Stream(len(tokens), n, lambda: self._inbox.put(lambda: self._cancel(job)), on_step)
         samplers = [Sampler(sampling.apart(index)) for index in range(n)]
-        request = Request(job, Seat(tokens), samplers, limits, logprobs, stream, since=now)
+        marks = marks_of_prompt(self.tokenizer, prompt, tokens)
+        request = Request(job, Seat(tokens), samplers, limits, logprobs, stream, marks, since=now)
         with self._door:
             if not self._open:
                 raise CacheError("an engine that was closed serves no more: make another one")
@@ -287,13 +307,66 @@ class Engine:
             self._decode(action)
         elif isinstance(action, PutAside | TakeBack):
             self._move(action)
+        elif isinstance(action, Begin):
+            self._begin(action.job)
+        elif isinstance(action, Evict):
+            self._evict(action.nbytes)
         else:
             self._batch.clear()
             self._schedule.done(action)
 
+    def _begin(self, job: Job) -> None:
+        """Go on from what there is of a prompt."""
+        request = self._requests[job]
+        try:
+            held, stops = self._batch.begin(request.seat, request.marks)
+            lost = self._batch.lost(self.tokenizer)
+        except Exception as error:
+            self._finish(request, error)
+            return
+        request.stream.found(held, lost)
+        self._schedule.begun(job, held, stops)
+        self._weigh()
+
+    def _keep(self, seat: Seat) -> None:
+        """Let others go on from a sequence, if there is room for it."""
+        if not self._schedule.keeps(len(seat.tokens)):
+            return
+        try:
+            self._batch.keep(seat)
+        except Exception as error:  # whoever asked has all tokens
+            _clear(error)
+            log.warning("a prefix was not kept: %r", error)
+        self._weigh()
+
+    def _evict(self, nbytes: int) -> None:
+        """Let go of prefixes; where nobody is served, also of what those have who wait."""
+        went = self._batch.evict(nbytes)
+        if not went and not self._schedule.running:
+            for request in self._requests.values():
+                if request.job.looked is not None and not request.job.aside:
+                    self._batch.drop(request.seat)
+                    self._schedule.forgot(request.job)
+            went = self._batch.evict(nbytes, used=True)
+        self._weigh()
+        self._schedule.evicted(went=went)
+
+    def _weigh(self) -> None:
+        """Tell the schedule what prefixes hold, and who has pages of them."""
+        if (kept := self._batch.kept()) is None:
+            return
+        pages = self._schedule.footprint.pages
+        for request in self._requests.values():
+            job, seats = request.job, request.seats
+            job.shared = pages(self._batch.shared(seats[0], job.prompt, kept))
+        self._schedule.keep(pages(kept.pages, len(kept.own)))
+
     def _read(self, action: Read) -> None:
         """A chunk of a prompt; behind the last one, the first token of every continuation."""
         request, begin = self._requests[action.job], time.perf_counter()
+        if not request.served:
+            request.served = True
+            self._batch.count(action.job.prompt, action.job.read)
         last = action.job.read + action.count == action.job.prompt
         try:
             logits = self._batch.read(request.seat, action.count)
@@ -304,6 +377,8 @@ class Engine:
             return
         self._pace.took(action.count, action.job.read, time.perf_counter() - begin)
         self._schedule.done(action)
+        if action.job.read in action.job.stops:
+            self._keep(request.seat)
         if last:
             rows = logits.expand(len(request.choices), -1)
             self._say([(request, choice) for choice in request.choices], rows)
@@ -347,8 +422,9 @@ class Engine:
                 continue
             if step.finish_reason is not None:
                 request.choices.remove(choice)
-                self._batch.drop(choice.seat)
                 self._schedule.ended(request.job)
+                self._keep(choice.seat)
+                self._batch.drop(choice.seat)
                 if not request.choices:
                     self._figures.finished += 1
                     self._finish(request)
@@ -397,11 +473,13 @@ class Engine:
         if error is not None:
             self._figures.failed += 1
             _clear(error)
+        self._schedule.remove(request.job)
         for seat in request.seats:
+            if error is None:
+                self._keep(seat)
             self._batch.drop(seat)
         request.end(error)
         request.choices = []
-        self._schedule.remove(request.job)
         self._requests.pop(request.job, None)
 
 

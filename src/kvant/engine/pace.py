@@ -11,9 +11,15 @@ PAGE = 64  # chunks end at multiples of it, whatever they took
 class Pace:
     """Seconds = a + tokens * (b + c * tokens before), by the chunks that were timed."""
 
-    def __init__(self, budget: float, chunk: int, *, continues: bool = True) -> None:
-        """`budget` is in seconds; where a model does not go on from tokens, prompts are whole."""
+    def __init__(
+        self, budget: float, chunk: int, *, continues: bool = True, fixed: bool = False
+    ) -> None:
+        """`budget` is in seconds; where a model does not go on from tokens, prompts are whole.
+
+        `fixed`: chunks end at multiples of `chunk`, whatever they take.
+        """
         self.budget = budget
+        self.fixed = fixed
         self.largest = chunk
         self.continues = continues
         self._normal = np.zeros((3, 3))
@@ -23,6 +29,8 @@ class Pace:
         """How many tokens to read next; `waited`: others get no token meanwhile."""
         if not self.continues:
             return prompt - read
+        if self.fixed:
+            return min((read // self.largest + 1) * self.largest, prompt) - read
         count = self.largest
         while waited and count > PAGE and self.seconds(count, read) > self.budget:
             count -= PAGE

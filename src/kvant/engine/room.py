@@ -6,6 +6,7 @@ most counts: many short sequences leave open pages behind that a long one has no
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -50,6 +51,11 @@ class Footprint:
             found.append(length // kind.page if stays and not kind.seals else 0)
             found.append(kind.paging.due(length) if stays else 0)
         return np.array([*found, 0])
+
+    def pages(self, pages: Mapping[Kind, tuple[int, int]], caches: int = 0) -> Ints:
+        """Slots of these open and sealed pages by kind, and of the states of so many caches."""
+        found = [count for kind in self.kinds for count in pages.get(kind, (0, 0))]
+        return np.array([*found, -(-caches // STATES)])
 
     @property
     def beside(self) -> Ints:

@@ -5,6 +5,10 @@ out after that. Its prompt is read in chunks, and between two chunks everybody w
 token. Who waits gains on priorities with time, and nobody overtakes the first who does not fit: so
 nobody starves.
 
+Prefixes that are kept take room, too, and are let go where a request needs it and nobody uses them.
+Whoever is first in line sees what there is of its prompt: that is not read again, and its pages
+count once.
+
 With `overcommit` more is promised than there is. Where it comes to that, the newest of those with
 the lowest priority is put aside, pages and all, and is taken back once there is room for all of it.
 """
@@ -35,6 +39,9 @@ class Job:
     arrived: int = 0  # in milliseconds
     read: int = 0  # tokens of the prompt
     said: int = 0  # by each sequence that still goes on
+    looked: int | None = None  # after which news of prefixes was its prompt looked for?
+    stops: tuple[int, ...] = ()  # lengths of its prompt at which a chunk is to end
+    shared: Ints | None = None  # slots of it that prefixes hold, too
     ended: int = 0  # sequences that do not
     aside: bool = False
 
@@ -49,6 +56,20 @@ class Job:
     def aged(self, now: int) -> int:
         """Its priority, and what it gained by waiting."""
         return self.priority + (now - self.arrived) // AGE
+
+
+@dataclass(frozen=True)
+class Begin:
+    """See what there is of the prompt of a request."""
+
+    job: Job
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Let go of prefixes that take so many bytes, or of all that nobody uses."""
+
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +106,7 @@ class Renew:
     """No sequence is left: let go of all memory."""
 
 
-Action = Read | Decode | PutAside | TakeBack | Renew
+Action = Begin | Evict | Read | Decode | PutAside | TakeBack | Renew
 
 
 @dataclass
@@ -97,10 +118,12 @@ class Schedule:
     max_bytes: int | None = None
     max_sequences: int = 16
     overcommit: float = 1.0
+    kept: Ints | None = None  # slots that prefixes hold; None: there are no prefixes
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     _oldest: bool = True  # was the last chunk one of the oldest?
     _decoded: bool = True
+    _news: int = 0  # how often prefixes became more
     _stuck: bool = False  # did the first who waits not fit, and has nobody come or gone since?
 
     def __post_init__(self) -> None:
@@ -139,11 +162,11 @@ class Schedule:
             return admitted
         action = self._chosen()
         if action is None:
-            return Renew() if self.room.used else None
+            return Renew() if self._renews else None
         if self.overcommit > 1:
             used = self._used_after(action)
             if not self.room.fits(used):
-                return PutAside(self._victim(now))
+                return self._evict(used) or PutAside(self._victim(now))
             self.room.use(used)
         return action
 
@@ -164,9 +187,33 @@ class Schedule:
             self.waiting.append(action.job)
         elif isinstance(action, TakeBack):
             action.job.aside = False
-        else:
+        elif isinstance(action, Renew):
             self.room.renew()
             self._stuck = False
+
+    def begun(self, job: Job, held: int, stops: tuple[int, ...]) -> None:
+        """So many tokens of its prompt are there; where chunks are to end behind them."""
+        job.read, job.stops, job.looked = held, stops, self._news
+
+    def forgot(self, job: Job) -> None:
+        """A job that waits has nothing of its prompt any more."""
+        job.read, job.stops, job.looked, job.shared = 0, (), None, None
+
+    def evicted(self, *, went: bool) -> None:
+        """Prefixes went; or there were none that could, and who waits has to."""
+        self._stuck = not went
+
+    def keep(self, slots: Ints) -> None:
+        """Prefixes hold so many."""
+        self._news += self.kept is None or bool((slots > self.kept).any())
+        self.kept = slots
+        self._stuck = False
+        self.room.use(self._used())
+
+    def keeps(self, length: int) -> bool:
+        """Is there room for a prefix of such a length, as if it shared nothing?"""
+        more = self.footprint.slots(length)
+        return self.kept is not None and self.room.fits(self._used() + more)
 
     def ended(self, job: Job) -> None:
         """One of its sequences says no more."""
@@ -189,12 +236,23 @@ class Schedule:
 
     # ---- within
 
+    def _used(self) -> Ints:
+        """Slots that are taken, or may come to be."""
+        return self._promised() if self.overcommit == 1 else self._held()
+
     def _admit(self, now: int) -> Action | None:
         """Let those in that fit, in order; what has to be done before anything else is."""
         while self.waiting and not self._stuck:
             job = min(self.waiting, key=lambda one: self._rank(one, now))
-            if self.sequences + job.sequences > self.max_sequences or not self._fits(job):
-                if not self.running and self.room.used:
+            if self.sequences + job.sequences > self.max_sequences:
+                self._stuck = True
+                break
+            if self.kept is not None and job.looked != self._news and not job.aside:
+                return Begin(job)
+            if not self._fits(job):
+                if evict := self._evict(self._promised() + self._most(job) - self._shared(job)):
+                    return evict
+                if not self.running and self._renews:
                     return Renew()
                 self._stuck = True
                 break
@@ -207,13 +265,33 @@ class Schedule:
                 return TakeBack(job)
         return None
 
+    def _evict(self, slots: Ints) -> Evict | None:
+        """What has to go for these to fit, if there are prefixes that could."""
+        if self.kept is None or self.max_bytes is None or not self.kept.any():
+            return None
+        return Evict(max(self.room.nbytes(slots) - self.max_bytes, 1))
+
+    @property
+    def _renews(self) -> bool:
+        """Is there memory that nobody uses, prefixes neither?"""
+        return self.room.used and (self.kept is None or not self.kept.any())
+
+    @property
+    def _kept(self) -> Ints:
+        return self.room.nothing if self.kept is None else self.kept
+
     def _promised(self) -> Ints:
         """Slots that those who are served may come to need."""
-        return sum((self._most(job) for job in self.running), self.room.nothing)
+        own = (self._most(job) - self._shared(job) for job in self.running)
+        return sum(own, self._kept)
+
+    def _shared(self, job: Job) -> Ints:
+        return self.room.nothing if job.shared is None else job.shared
 
     def _held(self) -> Ints:
         """Slots that they have now."""
-        return sum((self._now(job) for job in self.running), self.room.nothing)
+        own = (self._now(job) - self._shared(job) for job in self.running)
+        return sum(own, self._kept)
 
     def _rank(self, job: Job, now: int) -> tuple[bool, int, int, int]:
         """Who was put aside comes first, then by priority, by what a tenant has, by arrival."""
@@ -224,13 +302,14 @@ class Schedule:
         """Is there room for all that it may need, beside what the others may need?"""
         if self.max_bytes is None:
             return True
-        most = self._promised() + self._most(job)
+        most = self._promised() + self._most(job) - self._shared(job)
         if self.overcommit == 1:
             return self.room.fits(most)
         if job.aside:  # what comes back lies beside its place in the pools for a moment
             twice = self._now(job) if self.room.used else self.room.nothing
             return self.room.fits(most, beside=twice)
-        first = self.footprint.slots(min(job.prompt, self.pace.largest))
+        first = self.footprint.slots(min(job.prompt, job.read + self.pace.largest))
+        first = first - self._shared(job)
         fits = self.room.fits(self._held() + first)
         return fits and self.room.alone(most) <= self.overcommit * self.max_bytes
 
@@ -240,7 +319,8 @@ class Schedule:
         if reading and (self._decoded or not decoding):
             job = self._reader(reading)
             count = self.pace.chunk(job.read, job.prompt, waited=bool(decoding))
-            return Read(job, count)
+            stop = min([stop for stop in job.stops if stop > job.read], default=job.prompt)
+            return Read(job, min(count, stop - job.read))
         return Decode(decoding) if decoding else None
 
     def _reader(self, reading: list[Job]) -> Job:

@@ -21,6 +21,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0  # of all continuations
+    cached_tokens: int = 0  # of the prompt, that were not read again
+    prefix_lost: str | None = None  # where the prompt left what is kept, in words
 
     @property
     def total_tokens(self) -> int:
@@ -49,6 +51,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self._prompt = prompt_tokens
+        self._found: tuple[int, str | None] = (0, None)
         self._said: list[list[Step]] = [[] for _ in range(choices)]
         self._cancel = cancel
         self._on_step = on_step
@@ -101,7 +104,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._prompt, sum(map(len, self._said)))
+        return Usage(self._prompt, sum(map(len, self._said)), *self._found)
 
     def result(self, timeout: float | None = None) -> Result:
         """The first continuation, once all of it is there."""
@@ -126,6 +129,10 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
             self._wake()
         if self._on_step is not None:
             self._on_step(step)
+
+    def found(self, tokens: int, lost: str | None) -> None:
+        """So many tokens of the prompt were there; where it left what is kept."""
+        self._found = tokens, lost
 
     def hold(self, choice: int, text: str) -> None:
         """What was held back of a continuation that is cancelled."""
@@ -165,7 +172,8 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         text = "".join(step.text for step in steps) + rest
         reason = (steps[-1].finish_reason if steps else None) or "cancelled"
         tokens, logprobs = tuple(s.token for s in steps), tuple(s.logprob for s in steps)
-        return Result(text, tokens, logprobs, reason, Usage(self._prompt, len(steps)))
+        usage = Usage(self._prompt, len(steps), *self._found)
+        return Result(text, tokens, logprobs, reason, usage)
 
 
 def _tell(woken: asyncio.Future[None]) -> None:

@@ -29,6 +29,9 @@ class Shared(Protocol):
     def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
         """The memory to read tokens with, and how many of those in it were read as prompts."""
 
+    def count(self, asked: int, held: int) -> None:
+        """Of a prompt of so many tokens, so many were there."""
+
     def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
         """The lengths at which to `keep` what is read, in order."""
 
@@ -43,6 +46,9 @@ class Alone:
 
     def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
         return memory, prompt
+
+    def count(self, asked: int, held: int) -> None:
+        """Nobody asks for it."""
 
     def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
         return []
@@ -98,6 +104,7 @@ class Reader:
         begin = self.memory.length
         self._tokens = list(tokens[:begin])
         self.reused += begin
+        self.prefixes.count(len(tokens), begin)
         stops = self.prefixes.stops(tokens, begin, marks)
         return self._read(tokens, progress, stops)[-1]
 

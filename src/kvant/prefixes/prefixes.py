@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from kvant.cache import Cache
-from kvant.cache.account import account
+from kvant.cache.account import Account, account
 from kvant.hf import HostCache
 from kvant.prefixes.keys import PAGE, root
 from kvant.prefixes.tree import EVERY, LONG, NEWEST, Kept, Lost, Match, Tree
@@ -108,16 +108,40 @@ class Prefixes:
     def _match(self, tree: Tree, tokens: Sequence[int], held: int) -> Match:
         with self._lock:
             match = tree.match(tokens, len(tokens) - 1, CHUNK if self.exact else 1)
-            served = max(match.length, held)
-            self._counts["hits" if served else "misses"] += 1
-            self._counts["tokens_asked"] += len(tokens)
-            self._counts["tokens_hit"] += served
             if match.kept is not None and match.length > held:
                 match.kept.used, match.kept.uses = time.monotonic(), match.kept.uses + 1
             return match
 
+    def _count(self, asked: int, held: int) -> None:
+        with self._lock:
+            self._counts["hits" if held else "misses"] += 1
+            self._counts["tokens_asked"] += asked
+            self._counts["tokens_hit"] += held
+
     def _home(self, tree: Tree) -> HostCache | None:
         return self._homes.get(tree.home)
+
+    def _beside(self, tree: Tree) -> list[tuple[Tree, Kept]]:
+        """All that is kept in the pools of a tree."""
+        return next((some for some in self._by_home() if some[0][0].home == tree.home), [])
+
+    def _account(self, tree: Tree) -> Account:
+        with self._lock:
+            return account(states(self._beside(tree)))
+
+    def _evict(self, tree: Tree, nbytes: int, *, used: bool) -> bool:
+        with self._lock:
+            before, went = self._account(tree).nbytes, False
+            while self._evict_one(tree.home, in_use=used):
+                went = True
+                if before - self._account(tree).nbytes >= nbytes:
+                    break
+            return went
+
+    def _renew(self, tree: Tree) -> None:
+        with self._lock:
+            if not self._beside(tree):
+                self._homes.pop(tree.home, None)
 
     def _keep(self, tree: Tree, tokens: Sequence[int], cache: HostCache, prompt: int) -> None:
         with self._lock:
@@ -141,13 +165,20 @@ class Prefixes:
             found.setdefault(tree.home, []).extend((tree, kept) for kept in tree)
         return [some for some in found.values() if some]
 
-    def _evict_one(self) -> bool:
-        """Let go of what is worth least for its bytes, if there is any; first what nobody uses."""
+    def _evict_one(self, home: bytes | None = None, *, in_use: bool = True) -> bool:
+        """Let go of what is worth least for its bytes, if there is any; first what nobody uses.
+
+        Only in the pools of `home`, and only what nobody uses, where that is said.
+        """
         now, worst = time.monotonic(), None
         for some in self._by_home():
+            if home not in (None, some[0][0].home):
+                continue
             told = account(states(some))
             for (tree, kept), own, used in zip(some, told.own, told.used, strict=True):
                 worth = used, _worth(kept, now) / max(own, 1)
+                if used and not in_use:
+                    continue
                 if worst is None or worth < worst[0]:
                     worst = worth, tree, kept
         if worst is None:
@@ -197,9 +228,33 @@ class Shelf:
         return found, prompt
 
     @property
+    def home(self) -> HostCache | None:
+        """An empty cache over the pools in which prefixes lie, once there are any."""
+        return self.owner._home(self._tree)
+
+    def account(self) -> Account:
+        """What all that is kept in these pools takes."""
+        return self.owner._account(self._tree)
+
+    def evict(self, nbytes: int, *, used: bool = False) -> bool:
+        """Free so many bytes in these pools, or all; did anything go?
+
+        What somebody uses stays, unless it is `used`.
+        """
+        return self.owner._evict(self._tree, nbytes, used=used)
+
+    def renew(self) -> None:
+        """Let the next pools be others, if nothing is kept in these."""
+        self.owner._renew(self._tree)
+
+    @property
     def chunk(self) -> int | None:
         """Tokens at whose multiples prompts are to be cut; None: anywhere."""
         return CHUNK if self.owner.exact else None
+
+    def count(self, asked: int, held: int) -> None:
+        """Of a prompt of so many tokens, so many were there."""
+        self.owner._count(asked, held)
 
     def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
         """The lengths at which to `keep` a prompt of these tokens as it is read, in order.

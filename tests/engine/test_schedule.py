@@ -13,7 +13,9 @@ from kvant.engine.room import Footprint
 from kvant.engine.schedule import (
     AGE,
     Action,
+    Begin,
     Decode,
+    Evict,
     Job,
     PutAside,
     Read,
@@ -47,6 +49,13 @@ class Life:
     cancel: float | None = None
 
 
+@dataclass(eq=False)
+class Kept:
+    """A prefix, of pages of its own."""
+
+    pages: int
+
+
 @dataclass
 class World:
     """A clock, and a machine whose costs are what `milliseconds` says."""
@@ -60,6 +69,11 @@ class World:
     peak: int = 0  # pages that were held at a time since the pools began
     most: int = 0  # bytes
     waits: list[float] = field(default_factory=list)  # beyond what a token may wait
+    kept: list[Kept] = field(default_factory=list)  # prefixes
+    hits: dict[Job, tuple[Kept, int]] = field(default_factory=dict)  # whose pages, and how many
+    chance: random.Random = field(default_factory=lambda: random.Random(0))
+    hit: int = 0  # pages
+    gone: int = 0  # prefixes
 
     def pages(self) -> int:
         """That lie in memory: what was the prompt is shared, if it may be."""
@@ -69,7 +83,8 @@ class World:
                 shared = job.prompt // PAGE if self.schedule.overcommit == 1 else 0
                 shared = shared if job.decodes else 0
                 total += sum(-(-n // PAGE) - shared for n in life.lengths) + shared
-        return total
+                total -= self.hits[job][1] if job in self.hits else 0
+        return total + sum(kept.pages for kept in self.kept)
 
     def do(self, action: Action) -> None:
         cost = 0.0
@@ -90,6 +105,10 @@ class World:
         elif isinstance(action, PutAside | TakeBack):
             cost, self.moves = MOVE, self.moves + 1
             self.schedule.done(action)
+        elif isinstance(action, Begin):
+            self.look(action.job)
+        elif isinstance(action, Evict):
+            self.evict(action.nbytes)
         else:
             assert self.pages() == 0
             self.schedule.done(action)
@@ -97,7 +116,7 @@ class World:
         self.clock += cost
         self.peak = max(self.peak, self.pages())
         states = sum(len(x.lengths) for j, x in self.lives.items() if j in self.schedule.running)
-        self.most = max(self.most, 1000 * self.peak + 10 * states)
+        self.most = max(self.most, 1000 * self.peak + 10 * (states + len(self.kept)))
         self.said(action, cost)
 
     def said(self, action: Action, cost: float) -> None:
@@ -119,6 +138,56 @@ class World:
             if not life.ends:
                 self.finished += 1
                 del self.lives[life.job]
+                self.keep(life.job)
+
+    def keep(self, job: Job) -> None:
+        """What a request had goes to the prefixes, if there is room: pages that none has yet."""
+        _, shared = self.hits.pop(job, (None, 0))
+        length = job.read + job.said
+        if length and self.schedule.kept is not None and self.schedule.keeps(length):
+            self.kept.append(Kept(-(-length // PAGE) - shared))
+        self.weigh()
+
+    def look(self, job: Job) -> None:
+        """A request begins with pages of some prefix, or with none."""
+        self.hits.pop(job, None)
+        held = 0
+        if self.kept and self.chance.random() < 0.7:
+            kept = self.chance.choice(self.kept)
+            held = min(kept.pages, (job.prompt - 1) // PAGE)
+            if held:
+                self.hits[job] = kept, held
+        self.hit += held
+        self.schedule.begun(job, held * PAGE, (PAGE * held + PAGE,) if held % 2 else ())
+        self.weigh()
+
+    def evict(self, nbytes: int) -> None:
+        """The oldest that nobody uses."""
+        went = self.drop(nbytes)
+        if not went and not self.schedule.running:
+            for job in [one for one in self.hits if one in self.schedule.waiting]:
+                del self.hits[job]
+            for job in self.schedule.waiting:
+                self.schedule.forgot(job)
+            went = self.drop(nbytes)
+        self.weigh()
+        self.schedule.evicted(went=went)
+
+    def drop(self, nbytes: int) -> bool:
+        used, freed, went = {id(kept) for kept, _ in self.hits.values()}, 0, False
+        for kept in [one for one in self.kept if id(one) not in used]:
+            if freed < nbytes:
+                self.kept.remove(kept)
+                freed, went, self.gone = freed + 1000 * kept.pages, True, self.gone + 1
+        return went
+
+    def weigh(self) -> None:
+        if self.schedule.kept is not None:
+            for job in (*self.schedule.running, *self.schedule.waiting):
+                _, shared = self.hits.get(job, (None, 0))
+                job.shared = np.array([shared, 0, 0])
+            pages = sum(kept.pages for kept in self.kept)
+            self.schedule.keep(np.array([pages, 0, len(self.kept)]))
 
     def run(self, arriving: list[Life]) -> None:
         arriving = sorted(arriving, key=lambda life: life.job.arrived)
@@ -131,6 +200,7 @@ class World:
                 self.schedule.remove(life.job)
                 del self.lives[life.job]
                 self.finished += 1
+                self.keep(life.job)
             action = self.schedule.next(int(self.clock))
             for life in self.lives.values():
                 if life.admitted is None and life.job in self.schedule.running:
@@ -197,6 +267,24 @@ def test_all_are_served_within_the_bytes_and_nobody_waits_too_long(
         for early in here.order[place + 1 : place + 50]:
             gained = max(0, late.job.priority - early.job.priority) + 1
             assert late.job.arrived <= early.job.arrived + AGE * gained
+
+
+@pytest.mark.parametrize(
+    ("count", "overcommit"),
+    [
+        (500, 1.0),
+        (500, 3.0),
+        pytest.param(10_000, 1.0, marks=pytest.mark.laws),
+        pytest.param(10_000, 3.0, marks=pytest.mark.laws),
+    ],
+)
+def test_prefixes_take_only_what_nobody_needs(count: int, overcommit: float) -> None:
+    limit = 200 * 1000
+    here = world(limit, overcommit)
+    here.schedule.keep(here.schedule.room.nothing)
+    here.run(requests(count, seed=7))
+    assert here.finished == count and here.most <= limit
+    assert here.hit > count and here.gone > count // 4
 
 
 def test_a_low_priority_is_served_though_high_ones_never_end() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import kvant
+from generation.speakers import Numbers
 from hf.zoo import build
 from kvant.generation import HostDecoder
 from kvant.prefixes import Prefixes, fingerprint
@@ -83,16 +84,60 @@ def test_another_rope() -> None:
 
 
 def test_another_salt() -> None:
-    """vLLM #53347: salts are no part of the text, and none is another with something behind it."""
+    """vLLM #53347: a salt is no part of the text, and none is another with something behind it."""
     model = build("llama")
-    memory = HostDecoder(model).memory("raw")
-    roots = {
-        Prefixes(salt=own).shelf(model, memory, salt)._tree.top.key
-        for own, salt in (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("", "1 a"))
-    }
-    assert len(roots) == 6
+    spec = HostDecoder(model).memory("raw").spec
+    salts = (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("", "ab"))
+    assert len({root(model, spec, *more) for more in salts}) == 6
     one, other = Prefixes(salt="a"), Prefixes(salt="b")
     assert hit(one, model) == hit(other, model) == 0
+
+
+def test_weights_that_are_written_to_past_all_versions() -> None:
+    prefixes, model = Prefixes(), build("llama")
+    assert hit(prefixes, model) == 0
+    for weight in model.parameters():
+        weight.data.mul_(1.5)
+    assert hit(prefixes, model) == 0
+
+
+def test_a_weight_that_lies_where_another_one_did() -> None:
+    model, layer = build("llama"), None
+    layer = model.model.layers[0].mlp.up_proj
+    seen = set()
+    for number in range(20):
+        shape, layer.weight = layer.weight.shape, None
+        torch.manual_seed(number)
+        layer.weight = torch.nn.Parameter(torch.randn(shape))
+        seen.add(fingerprint(model))
+    assert len(seen) == 20
+
+
+def test_weights_that_change_in_the_middle_of_a_session() -> None:
+    prefixes, model = Prefixes(), build("llama")
+    session = kvant.Session(model, Numbers(), "raw", prefixes=prefixes, template=False)
+    asked = {"max_new_tokens": 6, "ignore_end": True}
+    list(session.send(PROMPT, **asked))
+    session.reset()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1.0)
+    assert [step.token for step in session.send(PROMPT, **asked)] == said(model, PROMPT)
+    assert session.stats()["hit_rate"] == 0
+    assert hit(prefixes, model) >= 192, "what the session read is kept for the weights of now"
+
+
+def test_nothing_is_kept_of_a_model_that_may_do_anything() -> None:
+    prefixes, model = Prefixes(), build("llama")
+    assert hit(prefixes, model) == 0
+    session = kvant.Session(model, Numbers(), "raw", prefixes=prefixes, template=False)
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, out: out)
+    assert hit(prefixes, model) == 0
+    list(session.send(PROMPT, max_new_tokens=1, ignore_end=True))
+    assert "model.layers.1 has hooks" in session.stats()["prefix_lost"]
+    hook.remove()
+    assert hit(prefixes, model) >= 192
+    model.train()
+    assert hit(prefixes, model) == 0
 
 
 def test_another_image() -> None:

@@ -16,6 +16,7 @@ from kvant.generation import HostDecoder
 from kvant.generation.reader import Reader
 from kvant.hf import HostCache
 from kvant.prefixes import Prefixes
+from kvant.prefixes.keys import key
 
 VOCABULARY = 128
 FOREIGN = ("deepseek_v32", "mllama")  # some of whose layers transformers keeps
@@ -215,8 +216,80 @@ def test_where_a_prefix_was_lost_is_told_in_words() -> None:
     assert kvant.Session(model, Numbers(), "raw").stats()["prefix_lost"] is None
 
 
+def test_rows_that_were_opened_again_are_nobody_elses() -> None:
+    """A session that goes back deeper than `slack` reads a page again where others may use it."""
+    model, prefixes, spec = build("llama"), Prefixes(), "affine4,tail=0,prefill=stored"
+    session = kvant.Session(model, Numbers(), spec, prefixes=prefixes, template=False)
+    list(session.send(text(150, seed=0), max_new_tokens=100, ignore_end=True))
+    session.rewind(190)
+    session.send(text(100, seed=1), max_new_tokens=3, ignore_end=True).finish()
+    assert session.stats()["rewinds_decoded"] == 0
+    with_session = session.tokens[:250]
+    assert said(model, with_session, spec, prefixes=prefixes) == said(model, with_session, spec)
+
+
+@pytest.mark.parametrize("least", range(3))
+def test_an_interrupt_while_something_is_kept_leaves_a_tree(
+    least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prefixes, calls = build("llama"), Prefixes(), []
+    said(model, text(100, seed=0), prefixes=prefixes)
+
+    def interrupted(*given: Any) -> bytes:
+        calls.append(1)
+        if len(calls) == 4 + least:
+            raise KeyboardInterrupt
+        return key(*given)
+
+    monkeypatch.setattr("kvant.prefixes.tree.key", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        said(model, text(64, seed=0) + text(200, seed=1), prefixes=prefixes)
+    monkeypatch.undo()
+    prompt = text(64, seed=0) + text(90, seed=2)
+    assert said(model, prompt, prefixes=prefixes) == said(model, prompt)
+    leave_nothing(prefixes)
+
+
+def test_a_prompt_that_does_not_fit_drives_nobody_out() -> None:
+    model = build("llama")
+    page = kvant.plan(model, "raw", context=64).nbytes
+    prefixes = Prefixes(4 * page)
+    said(model, text(60, seed=0), prefixes=prefixes)
+    said(model, text(400, seed=1), prefixes=prefixes)
+    assert prefixes.stats()["prefixes"] == 1 and prefixes.stats()["evicted"] == 0
+
+
+def test_a_fork_has_a_prefix_of_its_own_to_lose() -> None:
+    model, prefixes = build("llama"), Prefixes()
+    said(model, text(200, seed=0), prefixes=prefixes)
+    session = kvant.Session(model, Numbers(), "raw", prefixes=prefixes, template=False)
+    list(session.send(text(100, seed=0), max_new_tokens=1, ignore_end=True))
+    twin = session.fork()
+    twin.reset()
+    list(twin.send(text(80, seed=0) + [5] * 60, max_new_tokens=1, ignore_end=True))
+    assert session.stats()["prefix_lost"] is None and twin.stats()["prefix_lost"] is not None
+
+
+def test_a_conversation_in_a_file_goes_on_with_prefixes(tmp_path: Any) -> None:
+    model, prefixes, path = build("llama"), Prefixes(), tmp_path / "talk.kv"
+    session = kvant.Session(model, Numbers(), "raw", prefixes=prefixes, template=False)
+    list(session.send(text(100, seed=0), max_new_tokens=3, ignore_end=True))
+    session.save(path)
+    session.resume(path)
+    list(session.send(text(100, seed=1), max_new_tokens=3, ignore_end=True))
+    prefixes_of_all = session.tokens
+    before = prefixes.stats()["tokens_hit"]
+    said(model, prefixes_of_all, prefixes=prefixes)
+    assert prefixes.stats()["tokens_hit"] - before >= 192
+
+
 def test_models_that_nobody_knows_have_no_prefixes() -> None:
     with pytest.raises(TypeError, match="models of transformers"):
         kvant.Session(lambda ids, cache: None, Numbers(), kvant.Cache(1), prefixes=Prefixes())
+    with pytest.raises(TypeError, match="bring their own"):
+        cache = kvant.cache_for(build("llama"), "raw")
+        kvant.Session(build("llama"), Numbers(), cache, prefixes=Prefixes())
+    with pytest.raises(ValueError, match="a budget beside prefixes"):
+        kvant.Session(build("llama"), Numbers(), strategy="adaptive", budget=1, prefixes=Prefixes())
     with pytest.raises(ValueError, match="max_bytes=-1"):
         Prefixes(-1)

@@ -17,7 +17,8 @@ class Account:
 
     nbytes: int  # that any of them holds,
     idle: int  # of these, what nobody else holds
-    own: tuple[int, ...]  # for each of them, what none of the others holds
+    own: tuple[int, ...]  # for each of them, what none of the others holds,
+    share: tuple[float, ...]  # and what it holds, a page of n of them as an n-th of it
     used: tuple[bool, ...]  # and has somebody else any of its pages, too?
     held: dict[Kind, tuple[Bools, Bools]]  # open and sealed slots: does any of them hold it?
 
@@ -45,9 +46,10 @@ def account(caches: Sequence[Cache]) -> Account:
     """Of caches over the same pools: those that came of one by fork, extract or merge."""
     own = [_states(cache) for cache in caches]
     nbytes = idle = sum(own)
+    share = [float(nbytes) for nbytes in own]
     used = [False] * len(caches)
     if not caches:
-        return Account(0, 0, (), (), {})
+        return Account(0, 0, (), (), (), {})
     every: dict[Kind, tuple[Bools, Bools]] = {}
     ledger = caches[0]._ledger
     with ledger.counting():
@@ -71,9 +73,10 @@ def account(caches: Sequence[Cache]) -> Account:
                 idle += size * int(((counts > 0) & ~others).sum())
                 for number, slots in enumerate(slots_of):
                     own[number] += size * int((counts[slots] == 1).sum())
+                    share[number] += size * float((1 / counts[slots]).sum())
                     used[number] |= bool(others[slots].any())
             every[ledger.kinds[kind]] = any_of[0], any_of[1]
-    return Account(nbytes, idle, tuple(own), tuple(used), every)
+    return Account(nbytes, idle, tuple(own), tuple(share), tuple(used), every)
 
 
 def _states(cache: Cache) -> int:

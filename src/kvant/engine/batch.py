@@ -189,8 +189,6 @@ class Batch:
         self._idle, self._blank = [], None
         self._replayers.clear()
         self._empty.clear()
-        if self._shelf is not None:
-            self._shelf.renew()
 
     def check(self) -> None:
         """Are all slots free, or counted as often as they are held?"""

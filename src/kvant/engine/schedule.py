@@ -124,6 +124,7 @@ class Schedule:
     _oldest: bool = True  # was the last chunk one of the oldest?
     _decoded: bool = True
     _news: int = 0  # how often prefixes became more
+    _evictable: bool = True  # may there be prefixes that nobody uses?
     _stuck: bool = False  # did the first who waits not fit, and has nobody come or gone since?
 
     def __post_init__(self) -> None:
@@ -183,7 +184,7 @@ class Schedule:
         elif isinstance(action, PutAside):
             action.job.aside = True
             self.running.remove(action.job)
-            self._stuck = False
+            self._stuck, self._evictable = False, True
             self.waiting.append(action.job)
         elif isinstance(action, TakeBack):
             action.job.aside = False
@@ -200,14 +201,14 @@ class Schedule:
         job.read, job.stops, job.looked, job.shared = 0, (), None, None
 
     def evicted(self, *, went: bool) -> None:
-        """Prefixes went; or there were none that could, and who waits has to."""
-        self._stuck = not went
+        """Prefixes went; or there were none that could."""
+        self._evictable = went
 
     def keep(self, slots: Ints) -> None:
         """Prefixes hold so many."""
         self._news += self.kept is None or bool((slots > self.kept).any())
         self.kept = slots
-        self._stuck = False
+        self._stuck, self._evictable = False, True
         self.room.use(self._used())
 
     def keeps(self, length: int) -> bool:
@@ -218,13 +219,13 @@ class Schedule:
     def ended(self, job: Job) -> None:
         """One of its sequences says no more."""
         job.ended += 1
-        self._stuck = False
+        self._stuck, self._evictable = False, True
         if not job.sequences:
             self.remove(job)
 
     def remove(self, job: Job) -> None:
         """Forget a request, wherever it is."""
-        self._stuck = False
+        self._stuck, self._evictable = False, True
         for place in (self.waiting, self.running):
             if job in place:
                 place.remove(job)
@@ -267,7 +268,9 @@ class Schedule:
 
     def _evict(self, slots: Ints) -> Evict | None:
         """What has to go for these to fit, if there are prefixes that could."""
-        if self.kept is None or self.max_bytes is None or not self.kept.any():
+        if self.kept is None or self.max_bytes is None:
+            return None
+        if not (self._evictable and self.kept.any()):
             return None
         return Evict(max(self.room.nbytes(slots) - self.max_bytes, 1))
 

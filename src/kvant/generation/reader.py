@@ -26,6 +26,12 @@ class Shared(Protocol):
     def chunk(self) -> int | None:
         """Tokens at whose multiples prompts are to be cut; None: anywhere."""
 
+    def fork(self) -> Shared:
+        """The same for another reader."""
+
+    def reachable(self, memory: Any, to: int) -> int:
+        """To where a memory may go back."""
+
     def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
         """The memory to read tokens with, and how many of those in it were read as prompts."""
 
@@ -38,11 +44,20 @@ class Shared(Protocol):
     def keep(self, tokens: Sequence[int], memory: Any, prompt: int) -> None:
         """Let others go on from this memory of these tokens."""
 
+    def told(self, tokenizer: Any) -> str | None:
+        """Where the last prompt left what there is, in words."""
+
 
 class Alone:
     """Nothing is in common."""
 
     chunk = None
+
+    def fork(self) -> Alone:
+        return self
+
+    def reachable(self, memory: Any, to: int) -> int:
+        return int(memory.reachable(to))
 
     def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
         return memory, prompt
@@ -55,6 +70,9 @@ class Alone:
 
     def keep(self, tokens: Sequence[int], memory: Any, prompt: int) -> None:
         """Nobody asks for it."""
+
+    def told(self, tokenizer: Any) -> str | None:
+        return None
 
 
 class Reader:
@@ -78,7 +96,8 @@ class Reader:
         self.memory = memory
         self.strategy = strategy
         self.chunk = chunk  # tokens at once: bounds the memory that reading a prompt takes
-        self._first = strategy.first(chunk) if decoder.continues else chunk
+        one = decoder.continues and self.prefixes.chunk is None
+        self._first = strategy.first(chunk) if one else chunk
         self.asked = 0  # tokens of all prompts,
         self.reused = 0  # and those of them that the memory held
         self._tokens: list[int] = []  # what the memory holds, or more where a forward died
@@ -106,7 +125,7 @@ class Reader:
         self.reused += begin
         self.prefixes.count(len(tokens), begin)
         stops = self.prefixes.stops(tokens, begin, marks)
-        return self._read(tokens, progress, stops)[-1]
+        return self._read(tokens, progress, stops, prompt=True)[-1]
 
     def keep(self) -> None:
         """Let others go on from here who begin with the same tokens."""
@@ -137,15 +156,17 @@ class Reader:
     def align(self, tokens: Sequence[int], last: int = 1) -> None:
         """Go back to what the memory shares with `tokens`, without the newest `last` of them."""
         shared = max(0, min(shared_prefix(self.tokens, tokens), len(tokens) - last))
-        self.memory.rewind(self.memory.reachable(shared))
+        self.memory.rewind(self.prefixes.reachable(self.memory, shared))
         del self._tokens[self.memory.length :]
         self._prompt = min(self._prompt, len(self._tokens))
+        if self.prefixes.chunk is not None:  # what is read from here on is cut otherwise
+            self._prompt -= self._prompt % self.prefixes.chunk
 
     def fork(self) -> Reader:
         """A second reader of the same tokens, independent of this one from now on."""
         self.align(self.tokens, last=0)  # where a forward died, that is undone first
         memory = self.memory.fork()
-        twin = Reader(self.decoder, memory, self.strategy, self.chunk, self.prefixes)
+        twin = Reader(self.decoder, memory, self.strategy, self.chunk, self.prefixes.fork())
         twin.adopt(self.tokens)
         twin._prompt = self._prompt
         twin.asked, twin.reused = self.asked, self.reused
@@ -165,6 +186,8 @@ class Reader:
         tokens: Sequence[int],
         progress: Progress | None = None,
         stops: Sequence[int] = (),
+        *,
+        prompt: bool = False,
     ) -> Tensor:
         """Everything that is unread, chunk by chunk; the logits after the last token.
 
@@ -177,7 +200,7 @@ class Reader:
             ends = ((begin // chunk + 1) * chunk, len(tokens), *stops)
             stop = min(end for end in ends if end > begin)
             logits = self._forward(tokens, begin, stop, last=1)
-            if self._prompt == begin:
+            if prompt and self._prompt == begin:
                 self._prompt = stop
             if stop in stops:
                 self.keep()

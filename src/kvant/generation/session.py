@@ -66,10 +66,16 @@ class Session:
                 "one cache over many turns"
             )
         chosen = strategy_of(strategy, threshold, budget)
-        if prefixes is not None and draft is not None:
-            memory.widen(max_drafts + 1)  # as it will be: prefixes are of one spec
-        self._shelf = None if prefixes is None else _shelf(prefixes, decoder, memory)
-        self.reader = Reader(decoder, memory, chosen, prefill_chunk, self._shelf)
+        self._prefixes = prefixes
+        if prefixes is not None:
+            if isinstance(kv_cache, HostCache):
+                raise TypeError("a cache beside prefixes: they bring their own; give a spec")
+            if budget is not None:
+                raise ValueError("a budget beside prefixes: what is kept is of one spec")
+            if draft is not None:
+                memory.widen(max_drafts + 1)  # as it will be
+        shelf = self._shelf(decoder, memory)
+        self.reader = Reader(decoder, memory, chosen, prefill_chunk, shelf)
         self.tokenizer = tokenizer
         self.dialogue = dialogue_of(tokenizer, system, template)
         self.drafter = drafter_of(draft)
@@ -133,7 +139,7 @@ class Session:
         sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
         if isinstance(message, str):
             prompt = self.dialogue.prompt(self._turns, self._tokens, message)
-            if self._shelf is not None:
+            if self._prefixes is not None:
                 marks = marks or self.dialogue.marks(self._turns, message, prompt)
         elif self.dialogue.template:
             raise ValueError("tokens as a message: a chat template takes text (or template=False)")
@@ -210,7 +216,7 @@ class Session:
             "hit_rate": reused / asked if asked else 0.0,
             "drafts": self._drafts,
             "drafts_accepted": self._drafts_accepted,
-            "prefix_lost": None if self._shelf is None else self._shelf.told(self.tokenizer),
+            "prefix_lost": self.reader.prefixes.told(self.tokenizer),
         }
 
     def _become(self, path: str | os.PathLike[str], saved: files.Saved) -> None:
@@ -221,7 +227,8 @@ class Session:
             memory.backend = old.memory.backend
             memory.restore(saved.snapshot)
             tokens = said.tokens(memory.length, old.decoder.vocabulary)
-        self.reader = Reader(old.decoder, memory, old.strategy, old.chunk)
+            shelf = self._shelf(old.decoder, memory)
+        self.reader = Reader(old.decoder, memory, old.strategy, old.chunk, shelf)
         self.reader.adopt(tokens[: memory.length])
         self.dialogue = dialogue_of(self.tokenizer, said.system, said.template)
         self._tokens, self._turns = tokens, list(said.turns)
@@ -284,9 +291,10 @@ class Session:
         if begun is not None:
             begun.close()
 
-
-def _shelf(prefixes: Prefixes, decoder: Decoder, memory: Memory) -> Shelf:
-    """Prefixes of this model, stored as this memory stores them."""
-    if not isinstance(decoder, HostDecoder) or not isinstance(memory, HostCache):
-        raise TypeError("prefixes are of models of transformers: nobody knows another's weights")
-    return prefixes.shelf(decoder.model, memory)
+    def _shelf(self, decoder: Decoder, memory: Memory) -> Shelf | None:
+        """Prefixes of this model, stored as this memory stores them."""
+        if self._prefixes is None:
+            return None
+        if not isinstance(decoder, HostDecoder) or not isinstance(memory, HostCache):
+            raise TypeError("prefixes are of models of transformers: others have no weights")
+        return self._prefixes.shelf(decoder.model, memory)

@@ -13,11 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
 from os import cpu_count
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from kvant.hf import plain_values
@@ -27,6 +27,7 @@ from kvant.weights import PackedWeight
 
 PAGE = 64  # tokens under one key
 EDITION = b"kvant prefix 1"
+LOOKED_AT = 16  # values of a weight, by which a change is noticed that nothing else tells
 Media = Sequence[tuple[int, bytes]]  # where in a page one begins, and its digest
 
 
@@ -39,9 +40,12 @@ def digest(*parts: bytes) -> bytes:
     return found.digest()
 
 
-def root(model: PreTrainedModel, spec: CacheSpec, salt: str = "") -> bytes:
-    """The key before the first page: who computes rows, how they are stored, and for whom."""
-    return digest(EDITION, fingerprint(model), dumps(spec).encode(), salt.encode())
+def root(model: PreTrainedModel, spec: CacheSpec, *more: str) -> bytes:
+    """The key before the first page: who computes rows, in what, and how they are stored."""
+    kind = model.device.type
+    told = f"{model.device} {torch.is_autocast_enabled(kind)} {torch.get_autocast_dtype(kind)}"
+    words = (part.encode() for part in (told, dumps(spec), *more))
+    return digest(EDITION, fingerprint(model), *words)
 
 
 def key(before: bytes, tokens: Sequence[int], media: Media = ()) -> bytes:
@@ -50,44 +54,69 @@ def key(before: bytes, tokens: Sequence[int], media: Media = ()) -> bytes:
     return digest(before, np.asarray(tokens, "<i8").tobytes(), *parts)
 
 
-_KNOWN: WeakKeyDictionary[PreTrainedModel, tuple[object, bytes]] = WeakKeyDictionary()
+def nameless(model: PreTrainedModel) -> str | None:
+    """Why nobody can tell what a model computes."""
+    for name, module in model.named_modules():
+        who = name or "the model"
+        if module.training:
+            return f"{who} is in training mode"
+        if module._forward_hooks or module._forward_pre_hooks:
+            return f"{who} has hooks, which may do anything to its rows"
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return "some of its weights are not here"
+    return None
+
+
+_KNOWN: Any = WeakIdKeyDictionary()  # tensor -> its state, and the digest of its bytes
 
 
 def fingerprint(model: PreTrainedModel) -> bytes:
     """Of all bytes of a model's weights, adapters and buffers, and of its configuration.
 
-    It is computed anew where a tensor is another one or was written to.
+    Bytes are hashed anew where a tensor is another one or was written to: by its version, its
+    address, and a few of its values. A write past all of these (into `.data`, of few values) is not
+    noticed.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
     values = [pair for pair in plain_values(model) if pair[1] is not None]
     plain = json.dumps([_settings(model.config), values], default=repr).encode()
-    now = (plain, [_state(tensor) for _, tensor in tensors])
-    known = _KNOWN.get(model)
-    if known is not None and known[0] == now and None not in now[1]:
-        return known[1]
-    with ThreadPoolExecutor(cpu_count()) as threads:  # hashing lets other threads run
-        parts = list(threads.map(_of_tensor, *zip(*tensors, strict=True))) if tensors else []
-    found = digest(plain, *parts)
-    _KNOWN[model] = now, found
-    return found
+    parts = [plain]
+    tensors = [*model.named_parameters(), *model.named_buffers(), *_loose(model)]
+    states = [_state(tensor) for _, tensor in tensors]
+    new = [
+        (tensor, state)
+        for (_, tensor), state in zip(tensors, states, strict=True)
+        if tensor not in _KNOWN or _KNOWN[tensor][0] != state
+    ]
+    if new:
+        with ThreadPoolExecutor(cpu_count()) as threads:  # hashing lets other threads run
+            for (tensor, state), found in zip(new, threads.map(_of_tensor, new), strict=True):
+                _KNOWN[tensor] = state, found
+    for name, tensor in tensors:
+        parts += [f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), _KNOWN[tensor][1]]
+    return digest(*parts)
 
 
-def _state(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Other once it is another tensor or has other values; None where nobody can tell."""
+def _loose(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors that modules hold as plain attributes."""
+    every = ((name, value) for module in model.modules() for name, value in vars(module).items())
+    return [(name, value) for name, value in every if isinstance(value, Tensor)]
+
+
+def _state(tensor: Tensor) -> object:
+    """Other once it has other values; equal to nothing where nobody can tell."""
     if isinstance(tensor, PackedWeight):  # whoever writes to it packs it anew
-        return id(tensor), id(tensor.packed), 0
+        return id(tensor.packed)
     if tensor.is_inference():
-        return None
-    return id(tensor), tensor.data_ptr(), tensor._version
+        return object()
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    some = flat[:: max(1, len(flat) // LOOKED_AT)][:LOOKED_AT].tolist()
+    return tensor.data_ptr(), tensor._version, str(some)
 
 
 @torch.no_grad()
-def _of_tensor(name: str, tensor: Tensor) -> bytes:
-    what = f"{name} {list(tensor.shape)} {tensor.dtype}".encode()
-    if tensor.is_meta:
-        return digest(what, b"meta")
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return digest(what, blake2b(flat.numpy().data, digest_size=32).digest())
+def _of_tensor(new: tuple[Tensor, object]) -> bytes:
+    flat = new[0].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return blake2b(flat.numpy().data, digest_size=32).digest()
 
 
 LEFT_OUT = ("attn_implementation", "transformers_version", "name_or_path", "architectures")

@@ -1,29 +1,36 @@
 """Prefixes: what was read once is there for whoever begins with the same tokens.
 
 One owner for any number of models, specs, sessions and engines. It holds caches over shared pools
-within a limit of bytes; what is in use beside it costs it nothing. A `Shelf` is what a reader of
-one model and one spec sees of it.
+within a limit of bytes. A `Shelf` is what a reader of one model and one spec sees of it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from threading import RLock
 from typing import Any
+from weakref import ref
 
 from transformers import PreTrainedModel
 
 from kvant.cache import Cache
 from kvant.cache.account import Account, account
-from kvant.hf import HostCache
-from kvant.prefixes.keys import PAGE, root
+from kvant.errors import CacheError
+from kvant.hf import HostCache, continues
+from kvant.prefixes.keys import PAGE, nameless, root
 from kvant.prefixes.tree import EVERY, LONG, NEWEST, Kept, Lost, Match, Tree
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, attention_in
 from kvant.sizes import parse_size
 
+log = logging.getLogger("kvant")
+
 CHUNK = 512  # tokens that are read at once, and at whose multiples prefixes end that are exact
+SPARED = 0.9  # of the limit: so much is left once something had to go
+PATIENCE = 1.0  # seconds that a reply waits to be kept
 
 
 class Prefixes:
@@ -45,40 +52,32 @@ class Prefixes:
         self.salt = salt
         self.exact = exact
         self._lock = RLock()
+        self._inside = False  # does this thread change something?
         self._trees: dict[bytes, Tree] = {}
         self._homes: dict[bytes, HostCache] = {}  # empty: they lend their pools
+        self._most = 0  # bytes that there may be by now
         self._counts: Counter[str] = Counter()
 
-    def shelf(self, model: PreTrainedModel, cache: HostCache, salt: str = "") -> Shelf:
+    def shelf(self, model: PreTrainedModel, cache: HostCache) -> Shelf:
         """What a reader of this model sees whose caches are like this one."""
-        spec = cache.spec
-        if self.exact and (layer := _dense_prompts(spec)) is not None:
+        if self.exact and (layer := _dense_prompts(cache.spec)) is not None:
             raise ValueError(
                 f"exact prefixes with prefill={layer.prefill}: chunks of a prompt see their own "
                 "rows dense, so that what is stored depends on where they end; give the spec "
                 "prefill=stored"
             )
-        name = root(model, spec, "")
-        own = root(model, spec, f"{len(self.salt)} {self.salt} {salt}")
-        with self._lock:
-            if own not in self._trees:
-                self._trees[own] = Tree(own, name, pages_suffice=_pages_suffice(spec))
-            tree = self._trees[own]
-        return Shelf(self, tree, spec)
+        return Shelf(self, model, cache)
 
     def clear(self) -> None:
         """Let go of all of them."""
-        with self._lock:
-            for tree in self._trees.values():
-                tree.clear()
-            self._homes.clear()
+        with self._changing():
+            self._trees, self._homes, self._most = {}, {}, 0
 
     def evict(self, nbytes: int) -> int:
-        """Free at least so many bytes, if there are as many; how many that was."""
-        with self._lock:
+        """Let go of at least so many bytes, if there are as many; how many that was."""
+        with self._changing():
             before = self.nbytes
-            while before - self.nbytes < nbytes and self._evict_one():
-                pass
+            self._shrink(before - nbytes)
             return before - self.nbytes
 
     @property
@@ -88,7 +87,7 @@ class Prefixes:
             return sum(account(states(some)).nbytes for some in self._by_home())
 
     def stats(self) -> dict[str, Any]:
-        """What is kept, what it takes, and how much of what was asked for it served."""
+        """What is kept, what it takes, and how much of what was asked was there."""
         with self._lock:
             accounts = [account(states(some)) for some in self._by_home()]
             asked, hit = self._counts["tokens_asked"], self._counts["tokens_hit"]
@@ -105,9 +104,12 @@ class Prefixes:
 
     # ---- what shelves ask
 
-    def _match(self, tree: Tree, tokens: Sequence[int], held: int) -> Match:
+    def _match(self, name: bytes, tokens: Sequence[int], held: int) -> Match:
         with self._lock:
-            match = tree.match(tokens, len(tokens) - 1, CHUNK if self.exact else 1)
+            if name not in self._trees:
+                return Match(None, 0, 0, None)
+            every = CHUNK if self.exact else 1
+            match = self._trees[name].match(tokens, len(tokens) - 1, every)
             if match.kept is not None and match.length > held:
                 match.kept.used, match.kept.uses = time.monotonic(), match.kept.uses + 1
             return match
@@ -118,75 +120,117 @@ class Prefixes:
             self._counts["tokens_asked"] += asked
             self._counts["tokens_hit"] += held
 
-    def _home(self, tree: Tree) -> HostCache | None:
-        return self._homes.get(tree.home)
+    def _keep(
+        self, names: tuple[bytes, bytes], tokens: Sequence[int], cache: HostCache, prompt: int
+    ) -> None:
+        """Unless it does not fit, or a collection of garbage ended a reply in the middle of this.
 
-    def _beside(self, tree: Tree) -> list[tuple[Tree, Kept]]:
-        """All that is kept in the pools of a tree."""
-        return next((some for some in self._by_home() if some[0][0].home == tree.home), [])
+        Who collects garbage may hold the pools: so it does not wait for who waits for them.
+        """
+        if not self._lock.acquire(timeout=PATIENCE):
+            return
+        try:
+            if not self._inside:
+                with self._changing():
+                    self._add(names, tokens, cache, prompt)
+        finally:
+            self._lock.release()
 
-    def _account(self, tree: Tree) -> Account:
+    def _account(self, home: bytes) -> Account:
         with self._lock:
-            return account(states(self._beside(tree)))
+            return account(states(self._beside(home)))
 
-    def _evict(self, tree: Tree, nbytes: int, *, used: bool) -> bool:
-        with self._lock:
-            before, went = self._account(tree).nbytes, False
-            while self._evict_one(tree.home, in_use=used):
-                went = True
-                if before - self._account(tree).nbytes >= nbytes:
-                    break
-            return went
-
-    def _renew(self, tree: Tree) -> None:
-        with self._lock:
-            if not self._beside(tree):
-                self._homes.pop(tree.home, None)
-
-    def _keep(self, tree: Tree, tokens: Sequence[int], cache: HostCache, prompt: int) -> None:
-        with self._lock:
-            if tree.home not in self._homes:
-                self._homes[tree.home] = home = cache.fork()
-                home.reset()
-            # What is merged shares the pages, and has no checkpoints of recurrent layers.
-            kept = tree.keep(tokens, self._homes[tree.home].merged([cache]), prompt)
-            if kept is not None:
-                kept.used = time.monotonic()
-            if self.max_bytes is not None:
-                while self.nbytes > self.max_bytes and self._evict_one():
-                    pass
+    def _evict(self, home: bytes, nbytes: int, *, used: bool) -> bool:
+        with self._changing():
+            before = self._counts["evicted"]
+            self._shrink(self._account(home).nbytes - nbytes, home, used=used)
+            return self._counts["evicted"] > before
 
     # ---- within
 
-    def _by_home(self) -> Iterable[list[tuple[Tree, Kept]]]:
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        with self._lock:
+            before, self._inside = self._inside, True
+            try:
+                yield
+            finally:
+                self._inside = before
+
+    def _add(
+        self, names: tuple[bytes, bytes], tokens: Sequence[int], cache: HostCache, prompt: int
+    ) -> None:
+        name, home = names
+        lends = self._homes.get(home)
+        if lends is None:
+            lends = cache.fork()
+            lends.reset()
+        # What is merged shares the pages, and has no checkpoints of recurrent layers.
+        merged = lends.merged([cache])
+        merged.context.notes.clear()  # what it read is somebody else's
+        alone = account([merged.states]).nbytes
+        if self.max_bytes is not None and alone > self.max_bytes:
+            return
+        self._homes[home] = lends
+        if name not in self._trees:
+            self._trees[name] = Tree(name, home, pages_suffice=_pages_suffice(cache.spec))
+        kept = self._trees[name].keep(tokens, merged, prompt)
+        if kept is not None:
+            kept.used = time.monotonic()
+        self._most += alone
+        if self.max_bytes is not None and self._most > self.max_bytes:
+            self._most = self.nbytes
+            if self._most > self.max_bytes:
+                self._shrink(int(SPARED * self.max_bytes))
+                self._most = self.nbytes
+
+    def _by_home(self) -> list[list[tuple[Tree, Kept]]]:
         """All that is kept, by the pools in which it lies."""
         found: dict[bytes, list[tuple[Tree, Kept]]] = {}
         for tree in self._trees.values():
             found.setdefault(tree.home, []).extend((tree, kept) for kept in tree)
         return [some for some in found.values() if some]
 
-    def _evict_one(self, home: bytes | None = None, *, in_use: bool = True) -> bool:
-        """Let go of what is worth least for its bytes, if there is any; first what nobody uses.
+    def _beside(self, home: bytes) -> list[tuple[Tree, Kept]]:
+        """All that is kept in some pools."""
+        return next((some for some in self._by_home() if some[0][0].home == home), [])
 
-        Only in the pools of `home`, and only what nobody uses, where that is said.
+    def _shrink(self, nbytes: int, home: bytes | None = None, *, used: bool = True) -> None:
+        """Let go of what is worth least for its bytes, until so many are left.
+
+        First of what nobody uses, and only of that where `used` says so; in the pools of `home`, or
+        in all.
         """
-        now, worst = time.monotonic(), None
-        for some in self._by_home():
-            if home not in (None, some[0][0].home):
-                continue
-            told = account(states(some))
-            for (tree, kept), own, used in zip(some, told.own, told.used, strict=True):
-                worth = used, _worth(kept, now) / max(own, 1)
-                if used and not in_use:
-                    continue
-                if worst is None or worth < worst[0]:
-                    worst = worth, tree, kept
-        if worst is None:
-            return False
-        _, tree, kept = worst
-        tree.drop(kept)
-        self._counts["evicted"] += 1
-        return True
+        while True:
+            groups = [x for x in self._by_home() if home in (None, x[0][0].home)]
+            accounts = [account(states(some)) for some in groups]
+            over, now = sum(one.nbytes for one in accounts) - nbytes, time.monotonic()
+            worth = sorted(
+                (
+                    (in_use, _worth(kept, now) / max(share, 1.0), own, tree, kept)
+                    for some, told in zip(groups, accounts, strict=True)
+                    for (tree, kept), own, share, in_use in zip(
+                        some, told.own, told.share, told.used, strict=True
+                    )
+                    if used or not in_use
+                ),
+                key=lambda one: one[:2],
+            )
+            if over <= 0 or not worth:
+                break
+            for _, _, own, tree, kept in worth:
+                tree.drop(kept)
+                self._counts["evicted"] += 1
+                over -= own
+                if over <= 0:
+                    break
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Forget trees and pools in which nothing is kept."""
+        self._trees = {name: tree for name, tree in self._trees.items() if any(True for _ in tree)}
+        homes = {tree.home for tree in self._trees.values()}
+        self._homes = {name: home for name, home in self._homes.items() if name in homes}
 
 
 def states(some: Iterable[tuple[Tree, Kept]]) -> list[Cache]:
@@ -197,21 +241,40 @@ def states(some: Iterable[tuple[Tree, Kept]]) -> list[Cache]:
 class Shelf:
     """Prefixes of one model by one spec, for one reader."""
 
-    def __init__(self, owner: Prefixes, tree: Tree, spec: CacheSpec) -> None:
+    def __init__(self, owner: Prefixes, model: PreTrainedModel, cache: HostCache) -> None:
         self.owner = owner
         self.lost: Lost | None = None  # where the last prompt left what is kept
-        self._tree = tree
-        self._spec = spec
+        self.refusal: str | None = None  # why nothing is kept of it, or was found
+        self._model = ref(model)
+        self._spec = cache.spec
+        self._pages_suffice = _pages_suffice(cache.spec)
         self._junction = 0  # up to which the last prompt shared pages that served it nothing
+        self._settings = _settings(model, cache) if owner.exact else ""
+        if any(layer.foreign for layer in cache.described):
+            self.refusal = "transformers keeps some of its layers"
+        elif not continues(model):
+            self.refusal = "it does not go on from several tokens at once"
+        self._never = self.refusal is not None
+        self._names = b"", b""  # of the tree and of its pools, when the last prompt began
+        self._named()
+
+    def fork(self) -> Shelf:
+        """The same for another reader."""
+        twin = Shelf.__new__(Shelf)
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     def begin(self, tokens: Sequence[int], memory: HostCache, prompt: int) -> tuple[HostCache, int]:
         """The memory to read these tokens with: the one given, or one that holds more of them.
 
         `prompt` of the tokens that it holds were read as prompts; so many are of what is returned.
         """
-        exact = self.owner.exact
-        held = 0 if exact else memory.length
-        match = self.owner._match(self._tree, tokens, held)
+        before, exact = self._names, self.owner.exact
+        self.lost, self._junction = None, 0
+        if not self._named():
+            return memory, prompt
+        held = 0 if exact or self._names != before else memory.length
+        match = self.owner._match(self._names[0], tokens, held)
         self.lost = match.lost
         self._junction = match.shared if match.shared > max(match.length, held) else 0
         if match.kept is not None and match.length > held:
@@ -221,40 +284,24 @@ class Shelf:
         elif held:
             return memory, prompt
         else:
-            home = self.owner._home(self._tree)
+            home = self.home
             found, prompt = memory if home is None else home.fork(), 0
             found.reset()
         found.backend = memory.backend
         return found, prompt
 
-    @property
-    def home(self) -> HostCache | None:
-        """An empty cache over the pools in which prefixes lie, once there are any."""
-        return self.owner._home(self._tree)
+    def count(self, asked: int, held: int) -> None:
+        """Of a prompt of so many tokens, so many were there."""
+        self.owner._count(asked, held)
 
-    def account(self) -> Account:
-        """What all that is kept in these pools takes."""
-        return self.owner._account(self._tree)
-
-    def evict(self, nbytes: int, *, used: bool = False) -> bool:
-        """Free so many bytes in these pools, or all; did anything go?
-
-        What somebody uses stays, unless it is `used`.
-        """
-        return self.owner._evict(self._tree, nbytes, used=used)
-
-    def renew(self) -> None:
-        """Let the next pools be others, if nothing is kept in these."""
-        self.owner._renew(self._tree)
+    def reachable(self, memory: HostCache, to: int) -> int:
+        """To where a memory may go back: others are to find in it what they would compute."""
+        return memory.resumable(to)
 
     @property
     def chunk(self) -> int | None:
         """Tokens at whose multiples prompts are to be cut; None: anywhere."""
         return CHUNK if self.owner.exact else None
-
-    def count(self, asked: int, held: int) -> None:
-        """Of a prompt of so many tokens, so many were there."""
-        self.owner._count(asked, held)
 
     def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
         """The lengths at which to `keep` a prompt of these tokens as it is read, in order.
@@ -262,7 +309,7 @@ class Shelf:
         `marks` are those at which others may begin to differ. Where pages are all that going on
         needs, no length is special.
         """
-        if self._tree.pages_suffice:
+        if self._pages_suffice or self.refusal is not None:
             return []
         count = len(tokens)
         found = {self._junction, (count - 1) // PAGE * PAGE, *marks}
@@ -272,18 +319,62 @@ class Shelf:
             found = {stop // self.chunk * self.chunk for stop in found}
         return sorted(stop for stop in found if begin < stop < count)
 
+    def keep(self, tokens: Sequence[int], memory: HostCache, prompt: int) -> None:
+        """Keep the memory of these tokens, if it is one that prefixes are of.
+
+        Whoever was answered has the answer: where there is no memory to keep it, it is not kept.
+        """
+        if self.refusal is not None or not tokens or memory.length != len(tokens):
+            return
+        try:
+            before = self._names
+            if memory.spec == self._spec and self._named() and self._names == before:
+                self.owner._keep(self._names, tokens, memory, prompt)
+        except (CacheError, MemoryError, RuntimeError, ValueError) as error:
+            log.warning("a prefix of %d tokens was not kept: %r", len(tokens), error)
+
     def told(self, tokenizer: Any) -> str | None:
-        """Where the last prompt left what is kept, in words."""
+        """Where the last prompt left what is kept, or why nothing is, in words."""
+        if self.refusal is not None:
+            return f"nothing is kept of this model: {self.refusal}"
         if self.lost is None:
             return None
         was, now = (tokenizer.decode(list(ids)) for ids in (self.lost.was, self.lost.now))
         return f"prefix lost at token {self.lost.at:,}: {was!r} was there, {now!r} was asked for"
 
-    def keep(self, tokens: Sequence[int], memory: HostCache, prompt: int) -> None:
-        """Keep the memory of these tokens, if there is one of the kind that is kept here."""
-        alike = memory.spec == self._spec and not any(x.foreign for x in memory.described)
-        if tokens and alike and memory.length == len(tokens):
-            self.owner._keep(self._tree, tokens, memory, prompt)
+    # ---- what an engine asks besides
+
+    @property
+    def home(self) -> HostCache | None:
+        """An empty cache over the pools in which prefixes lie, once there are any."""
+        return self.owner._homes.get(self._names[1])
+
+    def account(self) -> Account:
+        """What all that is kept in these pools takes."""
+        return self.owner._account(self._names[1])
+
+    def evict(self, nbytes: int, *, used: bool = False) -> bool:
+        """Free so many bytes in these pools, or all; did anything go?
+
+        What somebody uses stays, unless it is `used`.
+        """
+        return self.owner._evict(self._names[1], nbytes, used=used)
+
+    def _named(self) -> bool:
+        """Name the model as it is now; False where it has no name."""
+        model = self._model()
+        if self._never or model is None:
+            return False
+        self.refusal = nameless(model)
+        if self.refusal is None:
+            own = self.owner.salt, self._settings
+            self._names = root(model, self._spec, *own), root(model, self._spec, "pools")
+        return self.refusal is None
+
+
+def _settings(model: PreTrainedModel, cache: HostCache) -> str:
+    """What rounds otherwise, beside what computes other rows."""
+    return f"{cache.backend} {model.config._attn_implementation}"
 
 
 def _worth(kept: Kept, now: float) -> float:

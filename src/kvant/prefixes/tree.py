@@ -107,23 +107,34 @@ class Tree:
         None where the key of a page is that of other tokens.
         """
         whole = len(tokens) // PAGE * PAGE
-        node, gone = self.top, list[Kept]()
-        new = Kept(node, tuple(tokens[whole:]), cache, prompt)
-        for begin in range(0, whole, PAGE):
-            gone += [kept for kept in node.kept if self._stands_for(new, kept, tokens)]
-            page = tuple(tokens[begin : begin + PAGE])
-            name = key(node.key, page)
-            if name not in node.after:
-                node.after[name] = Node(name, page, begin + PAGE, node)
-            node = node.after[name]
-            if node.tokens != page:
+        pages = [tuple(tokens[at : at + PAGE]) for at in range(0, whole, PAGE)]
+        names = [self.top.key]
+        for page in pages:
+            names.append(key(names[-1], page))
+        path = [self.top]
+        while len(path) < len(names) and (old := path[-1].after.get(names[len(path)])) is not None:
+            if old.tokens != pages[len(path) - 1]:
                 return None
-        gone += [kept for kept in node.kept if self._stands_for(new, kept, tokens)]
-        new.node = node
-        new.uses = sum(kept.uses for kept in gone)
-        node.kept.append(new)
-        for kept in gone:
-            self.drop(kept)
+            path.append(old)
+        new = Kept(path[-1], tuple(tokens[whole:]), cache, prompt)
+        gone = [one for node in path for one in node.kept if self._stands_for(new, one, tokens)]
+        new.uses = sum(one.uses for one in gone)
+        # New nodes hang on each other, and all on the tree by one assignment: no interrupt leaves
+        # a node that nothing is behind.
+        last = path[-1]
+        for number in range(len(path), len(names)):
+            node = Node(names[number], pages[number - 1], number * PAGE, new.node)
+            if new.node is not last:
+                new.node.after[node.key] = node
+            new.node = node
+        new.node.kept.append(new)
+        if new.node is not last:
+            top = new.node
+            while top.before is not last and top.before is not None:
+                top = top.before
+            last.after[top.key] = top
+        for one in gone:
+            self.drop(one)
         return new
 
     def drop(self, kept: Kept) -> None:
@@ -153,9 +164,9 @@ class Tree:
         if last and node.after:
             rest = tokens[node.length : node.length + PAGE]
             child = max(node.after.values(), key=lambda one: _common(one.tokens, rest))
-            while not child.kept:
+            while not child.kept and child.after:
                 child = next(reversed(child.after.values()))
-            yield child.kept[-1]
+            yield from child.kept[-1:]
 
     def _stands_for(self, new: Kept, kept: Kept, tokens: Sequence[int]) -> bool:
         """Does a new one of these tokens serve all that an older one does?"""

@@ -36,6 +36,7 @@ COMMANDS = {
         *("--sequences", "2", "--context", "4", "--tokens", "12"),
         *("--layers", "1"),
     ),
+    "bench prefixes": ("--shared", "64", "--own", "2", "--repeats", "1", "--layers", "1"),
     "bench prefill": (
         *("--formats", "affine8", "--prompt", "80"),
         *("--chunks", "80", "--repeats", "1"),

@@ -20,7 +20,7 @@ from kvant.cli.plan import plan
 from kvant.cli.run import run
 from kvant.exit_codes import command
 
-NAMES = ("append", "attend", "batch", "decode", "engine", "prefill")
+NAMES = ("append", "attend", "batch", "decode", "engine", "prefill", "prefixes")
 
 
 class Benches(TyperGroup):

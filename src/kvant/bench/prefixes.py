@@ -1,0 +1,119 @@
+"""How soon the first token comes of a prompt that begins as another one did.
+
+A model of a known shape with random weights reads prompts of random tokens, of which all but the
+last few are the same: stock `generate` and `kvant.generate` without prefixes read all of it,
+`kvant.generate` and the engine with prefixes what is new. `steps` counts decode steps of
+`kvant.generate` at that length, measured behind the same prompts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from itertools import pairwise
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from kvant.bench.cache_race import SHAPES, Task, build
+from kvant.bench.device import CPU
+from kvant.bench.engine import Silent
+from kvant.bench.report import Json, progress, run, show
+from kvant.engine import Engine
+from kvant.generation import generate
+from kvant.prefixes import Prefixes
+
+STEPS = 8  # decode steps behind each prompt
+
+
+def main(
+    shared: Annotated[int, typer.Option(min=64, help="tokens that prompts have in common")] = 8192,
+    own: Annotated[int, typer.Option(min=1, help="tokens of each prompt behind them")] = 16,
+    kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
+    repeats: Annotated[int, typer.Option(min=1, help="prompts that hit")] = 5,
+    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "0.6b",
+    layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    json: Json = False,
+) -> None:
+    """The time to the first token, of prompts that were read before and of others."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    task = Task(layers, repeats, shape)
+    progress("building the model")
+    model = build(task.sizes)
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = task.sizes["vocab_size"]
+    common = torch.randint(vocabulary, (shared,), generator=generator).tolist()
+    ends = torch.randint(vocabulary, (2 * repeats + 2, own), generator=generator).tolist()
+    prompts = [common + end for end in ends]
+    steps: list[float] = []
+    options: Any = {"kv_cache": kv_cache, "max_new_tokens": STEPS, "ignore_end": True}
+
+    def stock(prompt: list[int]) -> float:
+        begin = time.perf_counter()
+        model.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False, pad_token_id=0)
+        return time.perf_counter() - begin
+
+    def ours(prompt: list[int], prefixes: Prefixes | None = None) -> float:
+        times = [time.perf_counter()]
+        for _ in generate(model, Silent(), prompt, prefixes=prefixes, **options):
+            times.append(time.perf_counter())
+        if prefixes is not None:
+            steps.extend(b - a for a, b in pairwise(times[1:]))
+        return times[1] - times[0]
+
+    prefixes = Prefixes(None)
+    found: dict[str, list[float]] = {}
+
+    def measure(name: str, read: Callable[[list[int]], float], some: list[list[int]]) -> None:
+        for prompt in some:
+            progress(f"{name}: {len(prompt)} tokens")
+            found.setdefault(name, []).append(read(prompt))
+
+    measure("generate of transformers", stock, prompts[:1])
+    measure("kvant.generate", ours, prompts[:1])
+    measure("kvant.generate, first with prefixes", lambda p: ours(p, prefixes), prompts[1:2])
+    steps.clear()
+    measure("kvant.generate, hit", lambda p: ours(p, prefixes), prompts[2 : 2 + repeats])
+    told = prefixes.stats()
+    with Engine(model, Silent(), kv_cache, pack=False, prefixes=prefixes) as engine:
+
+        def served(prompt: list[int]) -> float:
+            begin = time.perf_counter()
+            stream = engine.submit(prompt, max_new_tokens=1, ignore_end=True)
+            next(stream)
+            stream.result()
+            return time.perf_counter() - begin
+
+        served(prompts[-1])  # what an engine does once
+        measure("engine, hit", served, prompts[2 + repeats : 2 + 2 * repeats])
+    progress("")
+    step = statistics.median(steps)
+    rows = [
+        {
+            "way": name,
+            "prompts": len(seconds),
+            "median_ms": 1e3 * statistics.median(seconds),
+            "steps": statistics.median(seconds) / step,
+        }
+        for name, seconds in found.items()
+    ]
+    facts = {
+        "model": f"{shape}, random",
+        "layers": task.sizes["num_hidden_layers"],
+        "shared": shared,
+        "own": own,
+        "cache": kv_cache,
+        "step_ms": 1e3 * step,
+        "tokens_hit": told["tokens_hit"] // repeats,
+        "transformers": version("transformers"),
+    }
+    show("prefixes", rows, facts, quiet=json, device=CPU)
+
+
+if __name__ == "__main__":
+    run(main)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
 from typing import Annotated, Any
@@ -27,6 +28,52 @@ from kvant.generation import generate
 from kvant.prefixes import Prefixes
 
 STEPS = 8  # decode steps behind each prompt
+
+
+def measured(
+    model: Any, prompts: list[list[int]], spec: str
+) -> tuple[dict[str, list[float]], list[float], dict[str, Any]]:
+    """Seconds to the first token by the way, of decode steps, and what prefixes tell of hits."""
+    steps: list[float] = []
+    found: dict[str, list[float]] = {}
+    prefixes, half = Prefixes(None), len(prompts) // 2
+    options: Any = {"kv_cache": spec, "max_new_tokens": STEPS, "ignore_end": True}
+
+    def stock(prompt: list[int]) -> float:
+        begin = time.perf_counter()
+        model.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False, pad_token_id=0)
+        return time.perf_counter() - begin
+
+    def ours(prompt: list[int], prefixes: Prefixes | None = prefixes) -> float:
+        times = [time.perf_counter()]
+        for _ in generate(model, Silent(), prompt, prefixes=prefixes, **options):
+            times.append(time.perf_counter())
+        steps.extend(b - a for a, b in pairwise(times[1:]))
+        return times[1] - times[0]
+
+    def measure(name: str, read: Callable[[list[int]], float], some: list[list[int]]) -> None:
+        for prompt in some:
+            progress(f"{name}: {len(prompt)} tokens")
+            found.setdefault(name, []).append(read(prompt))
+
+    measure("generate of transformers", stock, prompts[:1])
+    measure("kvant.generate", partial(ours, prefixes=None), prompts[:1])
+    measure("kvant.generate, first with prefixes", ours, prompts[:1])
+    steps.clear()
+    measure("kvant.generate, hit", ours, prompts[1:half])
+    told = prefixes.stats()
+    with Engine(model, Silent(), spec, pack=False, prefixes=prefixes) as engine:
+
+        def served(prompt: list[int]) -> float:
+            begin = time.perf_counter()
+            stream = engine.submit(prompt, max_new_tokens=1, ignore_end=True)
+            next(stream)
+            stream.result()
+            return time.perf_counter() - begin
+
+        served(prompts[half])  # what an engine does once
+        measure("engine, hit", served, prompts[half + 1 :])
+    return found, steps, told
 
 
 def main(
@@ -49,48 +96,7 @@ def main(
     vocabulary = task.sizes["vocab_size"]
     common = torch.randint(vocabulary, (shared,), generator=generator).tolist()
     ends = torch.randint(vocabulary, (2 * repeats + 2, own), generator=generator).tolist()
-    prompts = [common + end for end in ends]
-    steps: list[float] = []
-    options: Any = {"kv_cache": kv_cache, "max_new_tokens": STEPS, "ignore_end": True}
-
-    def stock(prompt: list[int]) -> float:
-        begin = time.perf_counter()
-        model.generate(torch.tensor([prompt]), max_new_tokens=1, do_sample=False, pad_token_id=0)
-        return time.perf_counter() - begin
-
-    def ours(prompt: list[int], prefixes: Prefixes | None = None) -> float:
-        times = [time.perf_counter()]
-        for _ in generate(model, Silent(), prompt, prefixes=prefixes, **options):
-            times.append(time.perf_counter())
-        if prefixes is not None:
-            steps.extend(b - a for a, b in pairwise(times[1:]))
-        return times[1] - times[0]
-
-    prefixes = Prefixes(None)
-    found: dict[str, list[float]] = {}
-
-    def measure(name: str, read: Callable[[list[int]], float], some: list[list[int]]) -> None:
-        for prompt in some:
-            progress(f"{name}: {len(prompt)} tokens")
-            found.setdefault(name, []).append(read(prompt))
-
-    measure("generate of transformers", stock, prompts[:1])
-    measure("kvant.generate", ours, prompts[:1])
-    measure("kvant.generate, first with prefixes", lambda p: ours(p, prefixes), prompts[1:2])
-    steps.clear()
-    measure("kvant.generate, hit", lambda p: ours(p, prefixes), prompts[2 : 2 + repeats])
-    told = prefixes.stats()
-    with Engine(model, Silent(), kv_cache, pack=False, prefixes=prefixes) as engine:
-
-        def served(prompt: list[int]) -> float:
-            begin = time.perf_counter()
-            stream = engine.submit(prompt, max_new_tokens=1, ignore_end=True)
-            next(stream)
-            stream.result()
-            return time.perf_counter() - begin
-
-        served(prompts[-1])  # what an engine does once
-        measure("engine, hit", served, prompts[2 + repeats : 2 + 2 * repeats])
+    found, steps, told = measured(model, [common + end for end in ends], kv_cache)
     progress("")
     step = statistics.median(steps)
     rows = [

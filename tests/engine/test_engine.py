@@ -218,6 +218,18 @@ def test_who_asks_is_told_once_that_nothing_comes_any_more(llama: Any) -> None:
     assert told == ["early", "late"]
 
 
+def test_an_error_of_a_callback_is_nobody_elses(llama: Any) -> None:
+    def fail() -> None:
+        raise RuntimeError("too late")
+
+    with engine_for(llama) as engine:
+        stream = engine.submit(prompts(1)[0], max_new_tokens=30, ignore_end=True)
+        stream.add_done_callback(fail)
+        other = engine.submit(prompts(2)[1], max_new_tokens=40, ignore_end=True)
+        assert len(stream.result().tokens) == 30 and len(other.result().tokens) == 40
+        finished(engine)
+
+
 def test_async_streams(llama: Any) -> None:
     asked = prompts(5)
 

@@ -93,6 +93,24 @@ def test_who_was_put_aside_hits_and_is_hit() -> None:
     leave_nothing(prefixes)
 
 
+def test_who_looks_again_and_finds_less_reads_it_all() -> None:
+    """What was found goes while a request waits: nothing of it stays behind in its place."""
+    model, prefixes, shared = build("llama"), Prefixes(), text(128, seed=0)
+    waits = threading.Event()
+    with engine_for(model, max_sequences=1, prefixes=prefixes) as engine:
+        engine.submit(shared + [5], max_new_tokens=2, ignore_end=True).result()
+        busy = engine.submit(
+            [7], max_new_tokens=4, ignore_end=True, on_step=lambda step: waits.wait(60)
+        )
+        stream = engine.submit(shared + text(40, seed=1), max_new_tokens=5, ignore_end=True)
+        prefixes.clear()
+        waits.set()
+        found = list(stream.result().tokens)
+        busy.result()
+    assert found == alone(model, shared + text(40, seed=1), max_new_tokens=5)
+    leave_nothing(prefixes)
+
+
 def test_pages_are_counted_once_when_nobody_is_served() -> None:
     """SGLang #35270: a check of an idle server counted twice, and ended it."""
     model, prefixes = build("llama"), Prefixes()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvant.cache.cache import Cache
+from kvant.cache.changes import Pools
 from kvant.extent import Bools, Kind
 
 
@@ -21,6 +22,7 @@ class Account:
     share: tuple[float, ...]  # and what it holds, a page of n of them as an n-th of it
     used: tuple[bool, ...]  # and has somebody else any of its pages, too?
     held: dict[Kind, tuple[Bools, Bools]]  # open and sealed slots: does any of them hold it?
+    pools: tuple[Pools, ...]  # that the slots are of
 
     @property
     def pages(self) -> dict[Kind, tuple[int, int]]:
@@ -31,6 +33,9 @@ class Account:
         """How many whole pages of the first tokens of a sequence are among them, for as long as it
         goes on: not those of a window, which pass."""
         found: dict[Kind, tuple[int, int]] = {}
+        ledger = cache._ledger
+        if any(a.open is not b.open for a, b in zip(ledger.pools, self.pools, strict=False)):
+            return found
         for kind, extent in zip(cache._ledger.kinds, cache._ledger.book.extents, strict=True):
             if kind.window is None and kind in self.held:
                 seen = min(length, int(extent.rows[sequence]))
@@ -49,7 +54,7 @@ def account(caches: Sequence[Cache]) -> Account:
     share = [float(nbytes) for nbytes in own]
     used = [False] * len(caches)
     if not caches:
-        return Account(0, 0, (), (), (), {})
+        return Account(0, 0, (), (), (), {}, ())
     every: dict[Kind, tuple[Bools, Bools]] = {}
     ledger = caches[0]._ledger
     with ledger.counting():
@@ -76,7 +81,7 @@ def account(caches: Sequence[Cache]) -> Account:
                     share[number] += size * float((1 / counts[slots]).sum())
                     used[number] |= bool(others[slots].any())
             every[ledger.kinds[kind]] = any_of[0], any_of[1]
-    return Account(nbytes, idle, tuple(own), tuple(share), tuple(used), every)
+    return Account(nbytes, idle, tuple(own), tuple(share), tuple(used), every, ledger.pools)
 
 
 def _states(cache: Cache) -> int:

@@ -78,9 +78,10 @@ class Batch:
         if self._shelf is None:
             return 0, ()
         cache, seat.prompt = self._shelf.begin(seat.tokens, self._empty.fork(), 0)
-        if cache.length:
-            seat.cache = cache
-            self._share(cache)
+        seat.cache = None  # it may have looked before, and found more
+        if cache.length:  # in our pools: whoever else shares prefixes may have others
+            seat.cache = self._empty.merged([cache]) if self._shares else cache
+            self._lend(cache)
         return cache.length, tuple(self._shelf.stops(seat.tokens, cache.length, marks))
 
     def count(self, asked: int, held: int) -> None:
@@ -88,12 +89,14 @@ class Batch:
         if self._shelf is not None:
             self._shelf.count(asked, held)
 
-    def keep(self, seat: Seat) -> None:
-        """Let others go on from what a sequence has, if it has anything."""
+    def keep(self, seat: Seat) -> bool:
+        """Let others go on from what a sequence has; False where it has nothing."""
         cache, place = self._place(seat)
-        if self._shelf is not None and cache is not None:
-            alone = cache if seat.cache is not None else cache.extract(place)
-            self._shelf.keep(seat.tokens[: alone.length], alone, seat.prompt)
+        if self._shelf is None or cache is None:
+            return False
+        alone = cache if seat.cache is not None else cache.extract(place)
+        self._shelf.keep(seat.tokens[: alone.length], alone, seat.prompt)
+        return True
 
     def evict(self, nbytes: int, *, used: bool = False) -> bool:
         """Let go of prefixes of so many bytes, or of all that nobody uses; did anything go?"""
@@ -127,7 +130,7 @@ class Batch:
         seat.cache = cache
         if seat.prompt == held:
             seat.prompt += count
-        self._share(cache)
+        self._lend(cache)
         return logits
 
     def decode(self, seats: Sequence[Seat]) -> tuple[Tensor, dict[int, Exception]]:
@@ -159,7 +162,7 @@ class Batch:
     def drop(self, seat: Seat) -> None:
         """Let a sequence go."""
         if seat in self._seats:
-            self._keep([one for one in self._seats if one is not seat])
+            self._stay([one for one in self._seats if one is not seat])
         seat.cache = None
         if seat.file is not None:
             seat.file.unlink(missing_ok=True)
@@ -181,7 +184,7 @@ class Batch:
             seat.file = None
             cache.backend = self._empty.backend
             seat.cache = self._empty.merged([cache]) if self._shares else cache
-            self._share(seat.cache)
+            self._lend(seat.cache)
 
     def clear(self) -> None:
         """No sequence is left: free all memory, but what prefixes hold."""
@@ -207,7 +210,7 @@ class Batch:
             return self._cache, self._seats.index(seat)
         return seat.cache, 0
 
-    def _share(self, cache: HostCache) -> None:
+    def _lend(self, cache: HostCache) -> None:
         """Let others have the pools of this one, if it is the first."""
         if not self._shares:
             self._empty = cache.fork()
@@ -252,10 +255,11 @@ class Batch:
         """Let there be so many idle sequences; those that became long begin anew."""
         stay = [seat for seat in self._idle if len(seat.tokens) < IDLE][:count]
         if gone := [seat for seat in self._idle if seat not in stay]:
-            self._keep([seat for seat in self._seats if seat not in gone])
+            self._stay([seat for seat in self._seats if seat not in gone])
         if count and self._blank is None:
-            self._blank = Seat([0])
-            self.read(self._blank, 1)
+            blank = Seat([0])
+            self.read(blank, 1)
+            self._blank = blank
         self._idle = stay
         while len(self._idle) < count:
             assert self._blank is not None
@@ -280,9 +284,9 @@ class Batch:
         assert self._cache is not None
         for seat in here:
             seat.cache = self._cache.extract(self._seats.index(seat))
-        self._keep([seat for seat in self._seats if seat not in here])
+        self._stay([seat for seat in self._seats if seat not in here])
 
-    def _keep(self, seats: list[Seat]) -> None:
+    def _stay(self, seats: list[Seat]) -> None:
         """The batch goes on with these of its sequences."""
         if seats and self._cache is not None:
             self._cache.batch_select_indices([self._seats.index(seat) for seat in seats])

@@ -279,8 +279,8 @@ class Engine:
         """Tell everybody that nothing comes any more, and let go of all memory."""
         with self._door:
             self._open = False
-            while not self._inbox.empty():
-                self._inbox.get()()
+        while not self._inbox.empty():  # who is told may ask for more, and is refused
+            self._inbox.get()()
         _clear(error)
         for request in self._requests.values():
             request.end(None if error is None else EngineError(f"the engine ended: {error!r}"))
@@ -312,6 +312,7 @@ class Engine:
         elif isinstance(action, Evict):
             self._evict(action.nbytes)
         else:
+            self._forget()
             self._batch.clear()
             self._schedule.done(action)
 
@@ -321,35 +322,43 @@ class Engine:
         try:
             held, stops = self._batch.begin(request.seat, request.marks)
             lost = self._batch.lost(self.tokenizer)
-        except Exception as error:
-            self._finish(request, error)
-            return
+        except Exception as error:  # it can still be read
+            _clear(error)
+            log.warning("prefixes were not looked for: %r", error)
+            self._batch.drop(request.seat)
+            held, stops, lost = 0, (), None
         request.stream.found(held, lost)
         self._schedule.begun(job, held, stops)
         self._weigh()
 
     def _keep(self, seat: Seat) -> None:
         """Let others go on from a sequence, if there is room for it."""
-        if not self._schedule.keeps(len(seat.tokens)):
+        if not self._open or not self._schedule.keeps(len(seat.tokens)):
             return
+        kept = True
         try:
-            self._batch.keep(seat)
+            kept = self._batch.keep(seat)
         except Exception as error:  # whoever asked has all tokens
             _clear(error)
             log.warning("a prefix was not kept: %r", error)
-        self._weigh()
+        if kept:
+            self._weigh()
 
     def _evict(self, nbytes: int) -> None:
         """Let go of prefixes; where nobody is served, also of what those have who wait."""
         went = self._batch.evict(nbytes)
         if not went and not self._schedule.running:
-            for request in self._requests.values():
-                if request.job.looked is not None and not request.job.aside:
-                    self._batch.drop(request.seat)
-                    self._schedule.forgot(request.job)
+            self._forget()
             went = self._batch.evict(nbytes, used=True)
         self._weigh()
-        self._schedule.evicted(went=went)
+        self._schedule.evicted(went=went or not self._schedule.running)
+
+    def _forget(self) -> None:
+        """Let go of what requests found that wait."""
+        for job in self._schedule.waiting:
+            if job.looked is not None and not job.aside:
+                self._batch.drop(self._requests[job].seat)
+                self._schedule.forgot(job)
 
     def _weigh(self) -> None:
         """Tell the schedule what prefixes hold, and who has pages of them."""
@@ -359,6 +368,10 @@ class Engine:
         for request in self._requests.values():
             job, seats = request.job, request.seats
             job.shared = pages(self._batch.shared(seats[0], job.prompt, kept))
+            waits = job.looked is not None and not job.aside and job in self._schedule.waiting
+            if waits and (self._schedule.footprint.shared(job.read) > job.shared).any():
+                self._batch.drop(request.seat)  # prefixes went whose pages it held
+                self._schedule.forgot(job)
         self._schedule.keep(pages(kept.pages, len(kept.own)))
 
     def _read(self, action: Read) -> None:

@@ -17,7 +17,7 @@ from kvant.extent import Ints, Kind
 from kvant.planner import Plan
 
 IDLE = 64  # tokens that a sequence has at most which nobody asked for
-STATES = 3  # a state, the one to go back to if the next forward dies, and one that is being joined
+STATES = 4  # a state, the one to go back to if the next forward dies, and both being copied
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,7 @@ class Schedule:
                 job.said += 1
             self._decoded = True
         elif isinstance(action, PutAside):
-            action.job.aside = True
+            action.job.aside, action.job.shared = True, None  # files share nothing
             self.running.remove(action.job)
             self._stuck, self._evictable = False, True
             self.waiting.append(action.job)

@@ -6,6 +6,7 @@ The engine's thread writes, any thread or event loop reads.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
@@ -13,6 +14,8 @@ from dataclasses import dataclass
 from threading import Condition
 
 from kvant.generation.loop import FinishReason, Step
+
+log = logging.getLogger("kvant")
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,10 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
             told, self._told = self._told, []
             self._wake()
         for tell in told:
-            tell()
+            try:
+                tell()
+            except Exception:  # who is told late is nobody's request
+                log.exception("a callback of a stream that is over")
 
     # ---- within
 

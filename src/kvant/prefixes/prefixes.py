@@ -25,6 +25,7 @@ from kvant.prefixes.keys import PAGE, nameless, root
 from kvant.prefixes.tree import EVERY, LONG, NEWEST, Kept, Lost, Match, Tree
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, attention_in
 from kvant.sizes import parse_size
+from kvant.weights import is_packed
 
 log = logging.getLogger("kvant")
 
@@ -249,7 +250,7 @@ class Shelf:
         self._spec = cache.spec
         self._pages_suffice = _pages_suffice(cache.spec)
         self._junction = 0  # up to which the last prompt shared pages that served it nothing
-        self._settings = _settings(model, cache) if owner.exact else ""
+        self._backend = str(cache.backend)
         if any(layer.foreign for layer in cache.described):
             self.refusal = "transformers keeps some of its layers"
         elif not continues(model):
@@ -367,14 +368,14 @@ class Shelf:
             return False
         self.refusal = nameless(model)
         if self.refusal is None:
-            own = self.owner.salt, self._settings
+            own = self.owner.salt, _settings(model, self._backend) if self.owner.exact else ""
             self._names = root(model, self._spec, *own), root(model, self._spec, "pools")
         return self.refusal is None
 
 
-def _settings(model: PreTrainedModel, cache: HostCache) -> str:
+def _settings(model: PreTrainedModel, backend: str) -> str:
     """What rounds otherwise, beside what computes other rows."""
-    return f"{cache.backend} {model.config._attn_implementation}"
+    return f"{backend} {model.config._attn_implementation} {is_packed(model)}"
 
 
 def _worth(kept: Kept, now: float) -> float:

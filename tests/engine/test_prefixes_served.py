@@ -98,7 +98,7 @@ def test_who_looks_again_and_finds_less_reads_it_all() -> None:
     model, prefixes, shared = build("llama"), Prefixes(), text(128, seed=0)
     waits = threading.Event()
     with engine_for(model, max_sequences=1, prefixes=prefixes) as engine:
-        engine.submit(shared + [5], max_new_tokens=2, ignore_end=True).result()
+        engine.submit([*shared, 5], max_new_tokens=2, ignore_end=True).result()
         busy = engine.submit(
             [7], max_new_tokens=4, ignore_end=True, on_step=lambda step: waits.wait(60)
         )

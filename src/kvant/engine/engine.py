@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from queue import SimpleQueue
@@ -27,6 +27,7 @@ from kvant import weights
 from kvant.engine.batch import Batch, Seat, most_idle
 from kvant.engine.figures import Figures
 from kvant.engine.pace import Pace
+from kvant.engine.request import Choice, Request
 from kvant.engine.room import Footprint
 from kvant.engine.schedule import (
     Action,
@@ -55,42 +56,6 @@ log = logging.getLogger("kvant")
 
 CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
 SECONDS = {"cpu": 0.25, "cuda": 0.03}  # that a chunk may keep others from their next token
-
-
-@dataclass(eq=False)
-class Choice:
-    """One continuation of a prompt."""
-
-    index: int
-    reply: Reply
-    sampler: Sampler
-    seat: Seat
-
-
-@dataclass(eq=False)
-class Request:
-    """What was asked, and who still continues it."""
-
-    job: Job
-    seat: Seat
-    samplers: list[Sampler]  # one for each continuation
-    limits: Limits
-    logprobs: int
-    stream: Stream
-    marks: list[int]  # lengths of the prompt at which others may begin to differ
-    since: float  # when the last token came, in seconds; before the first, when it was asked
-    served: bool = False  # has reading its prompt begun?
-    choices: list[Choice] = field(default_factory=list)  # those that go on
-
-    @property
-    def seats(self) -> list[Seat]:
-        return [choice.seat for choice in self.choices] or [self.seat]
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Tell who asked that nothing comes any more."""
-        for choice in self.choices:
-            self.stream.hold(choice.index, choice.reply.text.rest())
-        self.stream.end(error)
 
 
 class Engine:

@@ -74,10 +74,6 @@ class Tree:
         self.pages_suffice = pages_suffice  # to go on from the end of any of them
         self.top = Node(root, (), 0, None)
 
-    def clear(self) -> None:
-        """Let go of all."""
-        self.top = Node(self.top.key, (), 0, None)
-
     def __iter__(self) -> Iterator[Kept]:
         nodes = [self.top]
         while nodes:

@@ -16,7 +16,7 @@ from generation.speakers import Numbers
 from hf.zoo import build
 from kvant.generation import HostDecoder
 from kvant.prefixes import Prefixes, fingerprint
-from kvant.prefixes.keys import digest, key, root
+from kvant.prefixes.keys import digest, key, root, salted
 from kvant.weights import is_packed
 from prefixes.test_prefixes import said, text
 
@@ -88,7 +88,8 @@ def test_another_salt() -> None:
     model = build("llama")
     spec = HostDecoder(model).memory("raw").spec
     salts = (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("", "ab"))
-    assert len({root(model, spec, *more) for more in salts}) == 6
+    top = root(model, spec)
+    assert len({top} | {salted(top, *words) for words in salts}) == 7
     one, other = Prefixes(salt="a"), Prefixes(salt="b")
     assert hit(one, model) == hit(other, model) == 0
 

@@ -40,12 +40,16 @@ def digest(*parts: bytes) -> bytes:
     return found.digest()
 
 
-def root(model: PreTrainedModel, spec: CacheSpec, *more: str) -> bytes:
+def root(model: PreTrainedModel, spec: CacheSpec) -> bytes:
     """The key before the first page: who computes rows, in what, and how they are stored."""
     kind = model.device.type
     told = f"{model.device} {torch.is_autocast_enabled(kind)} {torch.get_autocast_dtype(kind)}"
-    words = (part.encode() for part in (told, dumps(spec), *more))
-    return digest(EDITION, fingerprint(model), *words)
+    return digest(EDITION, fingerprint(model), told.encode(), dumps(spec).encode())
+
+
+def salted(root: bytes, *words: str) -> bytes:
+    """The same for those alone who know these words."""
+    return digest(root, *(word.encode() for word in words))
 
 
 def key(before: bytes, tokens: Sequence[int], media: Media = ()) -> bytes:

@@ -21,7 +21,7 @@ from kvant.cache import Cache
 from kvant.cache.account import Account, account
 from kvant.errors import CacheError
 from kvant.hf import HostCache, continues
-from kvant.prefixes.keys import PAGE, nameless, root
+from kvant.prefixes.keys import PAGE, nameless, root, salted
 from kvant.prefixes.tree import EVERY, LONG, NEWEST, Kept, Lost, Match, Tree
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, attention_in
 from kvant.sizes import parse_size
@@ -368,8 +368,9 @@ class Shelf:
             return False
         self.refusal = nameless(model)
         if self.refusal is None:
+            home = root(model, self._spec)
             own = self.owner.salt, _settings(model, self._backend) if self.owner.exact else ""
-            self._names = root(model, self._spec, *own), root(model, self._spec, "pools")
+            self._names = salted(home, *own), home
         return self.refusal is None
 
 

@@ -17,7 +17,7 @@ RANKS = (
     "weights native/",
     "codecs/",
     "attention/ spec/ functional",
-    "cache/ models/ demo/",
+    "cache/ models/ demo/ stores/",
     "hf/ planner checkpoints",
     "probing/ prefixes/",
     "generation/",

@@ -37,6 +37,14 @@ class CacheFileError(CacheError, ValueError):
     """A file that is not a kvant cache, is damaged, or is of another version."""
 
 
+class StoreError(CacheError):
+    """A store that cannot be had, or has no room."""
+
+
+class BlobError(CacheError, ValueError):
+    """Bytes of a store that are not what was written, or not by somebody who may."""
+
+
 class UnsupportedView(CacheError):
     """A view that the backend asked for by name does not read."""
 

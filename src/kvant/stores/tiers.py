@@ -1,0 +1,209 @@
+"""Several stores as one, of which nothing can go wrong: they are read in order, and written behind.
+
+Any failure is a miss: an error, a time that is up, bytes that are damaged, which are dropped. It is
+counted, and nobody is told but `stats`. A store that failed five times in a row rests for half a
+minute. What is written waits in a queue that is bounded by bytes; what does not fit is not written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from threading import Condition, Thread, get_native_id
+from typing import Any, TypeVar
+
+from kvant.errors import BlobError, CacheError
+from kvant.stores.blob import Blob, opened, packed
+from kvant.stores.contract import Bytes, Store
+
+log = logging.getLogger("kvant")
+
+T = TypeVar("T")
+IN_A_ROW = 5  # failures, after which a store rests
+REST = 30.0  # seconds
+WAITING = 256 << 20  # bytes of what is to be written, at most
+NICE = 19  # of the thread that writes: it takes the time that nobody else wants
+
+
+class Guarded:
+    """A store that never raises."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.counts: Counter[str] = Counter()
+        self._in_a_row = 0
+        self._rests_until = 0.0
+
+    @property
+    def rests(self) -> bool:
+        return time.monotonic() < self._rests_until
+
+    def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
+        return self._tried(lambda: self.store.has(pages)) or [frozenset()] * len(pages)
+
+    def get(self, page: str, part: str) -> Bytes | None:
+        return self._tried(lambda: self.store.get(page, part))
+
+    def put(self, page: str, part: str, blob: Bytes) -> None:
+        def write() -> bool:
+            self.store.put(page, part, blob)
+            return True
+
+        self.counts["written"] += self._tried(write) is not None
+
+    def drop(self, page: str, part: str) -> None:
+        self._tried(lambda: self.store.drop(page, part))
+
+    def _tried(self, call: Callable[[], T]) -> T | None:
+        """What a call gives; None where it fails."""
+        if self.rests:
+            self.counts["skipped"] += 1
+            return None
+        try:
+            found = call()
+        except Exception as error:
+            self.counts["errors"] += 1
+            self._in_a_row += 1
+            if self._in_a_row >= IN_A_ROW:
+                self._in_a_row, self._rests_until = 0, time.monotonic() + REST
+                self.counts["rests"] += 1
+                log.warning("%s rests for %.0f seconds: %r", self.store.url, REST, error)
+            else:
+                log.info("%s: %r", self.store.url, error)
+            return None
+        self._in_a_row = 0
+        return found
+
+    def stats(self) -> dict[str, Any]:
+        names = ("hits", "misses", "written", "damaged", "errors", "skipped", "rests")
+        told = {name: self.counts[name] for name in names}
+        return {"url": self.store.url, **told, "resting": self.rests}
+
+
+class Tiers:
+    """Stores, the nearest first; whoever reads from a far one writes to those before it."""
+
+    def __init__(
+        self, stores: Sequence[Store], secret: bytes | None = None, waiting: int = WAITING
+    ) -> None:
+        """With a `secret`, blobs of those who do not know it are as good as damaged."""
+        if not stores:
+            raise CacheError("a list of no stores: one or more are needed")
+        self.stores = tuple(Guarded(store) for store in stores)
+        self.secret = secret
+        self.behind = Behind(waiting)
+
+    def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
+        """The parts that there are of each page."""
+        found = self.stores[0].has(pages)
+        for guarded in self.stores[1:]:
+            found = [one | other for one, other in zip(found, guarded.has(pages), strict=True)]
+        return found
+
+    def get(self, page: str, part: str) -> Blob | None:
+        """A blob whose checksum is right; None where nobody has one."""
+        for place, guarded in enumerate(self.stores):
+            data = guarded.get(page, part)
+            if data is None:
+                guarded.counts["misses"] += 1
+                continue
+            try:
+                blob = opened(data, self.secret)
+                if (blob.page, blob.part) != (page, part):
+                    raise BlobError(f"it is of {blob.page} {blob.part}")
+            except BlobError as error:
+                log.info("%s: %s %s: %s", guarded.store.url, page, part, error)
+                guarded.counts["damaged"] += 1
+                guarded.drop(page, part)
+                continue
+            guarded.counts["hits"] += 1
+            if place:
+                self.behind.add(len(data), partial(self._write, page, part, data, place))
+            return blob
+        return None
+
+    def put(self, blob: Blob) -> None:
+        """Write a blob to all of them, now."""
+        self._write(blob.page, blob.part, packed(blob, self.secret), len(self.stores))
+
+    def drop(self, page: str, part: str) -> None:
+        """Forget a blob."""
+        for guarded in self.stores:
+            guarded.drop(page, part)
+
+    def stats(self) -> dict[str, Any]:
+        return {**self.behind.stats(), "stores": [guarded.stats() for guarded in self.stores]}
+
+    def _write(self, page: str, part: str, data: Bytes, before: int) -> None:
+        for guarded in self.stores[:before]:
+            guarded.put(page, part, data)
+
+
+class Behind:
+    """A thread that does what nobody waits for, in order, while it fits into so many bytes."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._calls: list[tuple[int, Callable[[], None]]] = []
+        self._nbytes = 0  # of what waits, and of what is being done
+        self._dropped = 0
+        self._changed = Condition()
+        self._thread: Thread | None = None
+        self._ended = False
+
+    def add(self, nbytes: int, call: Callable[[], None]) -> bool:
+        """Do this later; False where it does not fit beside what waits, so that it never is."""
+        with self._changed:
+            if self._ended or (self._calls and self._nbytes + nbytes > self.most):
+                self._dropped += 1
+                return False
+            self._calls.append((nbytes, call))
+            self._nbytes += nbytes
+            if self._thread is None:
+                self._thread = Thread(target=self._work, name="kvant-store", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            return True
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until nothing waits any more, so long at most; is that so?"""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._calls, seconds)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Do what waits, and nothing after that."""
+        with self._changed:
+            self._ended = True
+        self.flush(seconds)
+        with self._changed:
+            self._calls.clear()
+            self._changed.notify_all()
+
+    def stats(self) -> dict[str, int]:
+        with self._changed:
+            return {"nbytes_waiting": self._nbytes, "dropped": self._dropped}
+
+    def _work(self) -> None:
+        with suppress(OSError, AttributeError):  # not everywhere may a thread wait for others
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._calls or self._ended)
+                if not self._calls:
+                    return
+                nbytes, call = self._calls[0]
+            try:
+                call()
+            except Exception as error:
+                log.warning("it was not written: %r", error)
+            with self._changed:
+                if self._calls:
+                    del self._calls[0]
+                self._nbytes -= nbytes
+                self._changed.notify_all()
+            del call  # and the pages that it holds

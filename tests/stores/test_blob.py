@@ -1,0 +1,129 @@
+"""Bytes of a store are what was written, or they are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from kvant.errors import BlobError
+from kvant.stores import Blob, opened, packed
+from kvant.stores.blob import HEAD, MAGIC, _aligned, _checksum
+
+SECRETS = (None, b"known to all who share the store", b"k" * 100)
+
+
+def small() -> Blob:
+    rows = torch.arange(24, dtype=torch.float32).view(4, 2, 3)
+    fields = {
+        "0/keys.open": rows.to(torch.bfloat16),
+        "0/keys.codes": torch.arange(7, dtype=torch.uint8),
+        "0/values.open": rows[:0],
+        "0/numbers": torch.tensor([[-3, 3, 0, 0, 0, 0]]),
+    }
+    told = {"model": "llama", "spec": "raw"}
+    return Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2, 3), fields, {"n": 5}, 3, told)
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+@pytest.mark.parametrize("kind", [bytes, bytearray])
+def test_round_trip(secret: bytes | None, kind: Callable[[Any], Any]) -> None:
+    blob = small()
+    again = opened(kind(packed(blob, secret)), secret)
+    assert again.fields.keys() == blob.fields.keys()
+    for name, tensor in blob.fields.items():
+        assert torch.equal(again.fields[name], tensor), name
+        assert again.fields[name].dtype == tensor.dtype
+    for name in ("page", "part", "before", "tokens", "numbers", "prompt", "about"):
+        assert getattr(again, name) == getattr(blob, name)
+
+
+@pytest.mark.parametrize("secret", SECRETS[:2])
+def test_every_byte_that_is_another_one_is_seen(secret: bytes | None) -> None:
+    data = packed(small(), secret)
+    for place in range(len(data)):
+        for flip in (0x01, 0x80, 0xFF):
+            wrong = bytearray(data)
+            wrong[place] ^= flip
+            with pytest.raises(BlobError):
+                opened(wrong, secret)
+
+
+@pytest.mark.parametrize("secret", SECRETS[:2])
+def test_every_beginning_is_refused(secret: bytes | None) -> None:
+    data = packed(small(), secret)
+    for size in range(len(data)):
+        with pytest.raises(BlobError):
+            opened(data[:size], secret)
+    with pytest.raises(BlobError):
+        opened(data + b"\0", secret)
+
+
+def test_who_does_not_know_the_secret_can_neither_read_nor_write() -> None:
+    mine, theirs = packed(small(), b"mine"), packed(small(), b"theirs")
+    plain = packed(small())
+    for data, secret in ((mine, b"theirs"), (theirs, b"mine"), (plain, b"mine"), (mine, None)):
+        with pytest.raises(BlobError):
+            opened(data, secret)
+
+
+def forged(change: Callable[[dict[str, Any]], None]) -> bytes:
+    """A blob whose checksum is right, and whose header says something else."""
+    data = bytes(packed(small()))
+    size = HEAD.unpack_from(data)[1]
+    header = json.loads(data[HEAD.size : HEAD.size + size])
+    payload = data[_aligned(HEAD.size + size) : -4]
+    change(header)
+    raw = json.dumps(header).encode()
+    body = HEAD.pack(MAGIC, len(raw)) + raw
+    body += bytes(_aligned(len(body)) - len(body)) + payload
+    return body + _checksum(memoryview(body), None)
+
+
+def _field(place: int, value: Any) -> Callable[[dict[str, Any]], None]:
+    def change(header: dict[str, Any]) -> None:
+        header["fields"]["0/keys.codes"][place] = value
+
+    return change
+
+
+def _entry(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda header: header.__setitem__(name, value)
+
+
+FORGED = {
+    "another version": _entry("version", 2),
+    "more than there is": _field(1, [1 << 40]),
+    "less than there is": _field(1, [0]),
+    "a shape below zero": _field(1, [-7, -1]),
+    "a shape that is no number": _field(1, ["7"]),
+    "true as a shape": _field(1, [True]),
+    "many dimensions": _field(1, [1] * 9 + [7]),
+    "another place": _field(2, 0),
+    "a dtype that there is not": _field(0, "complex64"),
+    "more than its place": _field(1, [65]),
+    "tokens that are text": _entry("tokens", "abc"),
+    "tokens below zero": _entry("tokens", [-1]),
+    "too many tokens": _entry("tokens", [0] * ((1 << 20) + 1)),
+    "a page that is a list": _entry("page", []),
+    "numbers that are floats": _entry("numbers", {"n": 0.5}),
+    "numbers that are a list": _entry("numbers", [1]),
+    "no fields": lambda header: header.pop("fields"),
+    "fewer fields than bytes": lambda header: header["fields"].pop("0/numbers"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_header_that_lies_is_refused(what: str) -> None:
+    assert opened(forged(lambda header: None)).tokens == (1, 2, 3)
+    with pytest.raises(BlobError):
+        opened(forged(FORGED[what]))
+
+
+def test_a_header_longer_than_all_bytes_is_refused() -> None:
+    body = HEAD.pack(MAGIC, 1 << 62) + bytes(64)
+    with pytest.raises(BlobError, match="a header of"):
+        opened(body + _checksum(memoryview(body), None))

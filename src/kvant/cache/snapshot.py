@@ -21,6 +21,7 @@ from kvant.extent import (
     FIRST_SEALED,
     LENGTH,
     STOP_SEALED,
+    Bools,
     Extent,
     Ints,
     Kind,
@@ -36,16 +37,10 @@ def shared_snapshot(storage: Storage | None, extent: Extent | None) -> Snapshot:
     """The rows and pages of a layer, in the order of their sequences and positions."""
     if storage is None or extent is None or not extent.columns:
         return Snapshot({}, {})
-    tensors: dict[str, Tensor] = {NUMBERS: torch.from_numpy(_canonical(extent))}
-    device, page = storage.geometry.device, extent.kind.page
-    which, number = extent.open_pages()
-    slots = _there(extent.open[which, number], device)
-    count = np.minimum(extent.rows[which] - number * page, page)
-    filled = np.arange(page) < count[:, None]
-    sealed = _there(extent.sealed_slots(), device)
+    tensors: dict[str, Tensor] = {NUMBERS: torch.from_numpy(canonical(extent))}
+    sealed = _there(extent.sealed_slots(), storage.geometry.device)
     for name, stored in storage.sides.items():
-        rows = stored.open[slots].transpose(1, 2)
-        tensors[f"{name}.open"] = rows[torch.from_numpy(filled).to(device)]
+        tensors[f"{name}.open"] = open_rows(stored.open, extent)
         for field, tensor in stored.sealed.items():
             key = f"{name}.{field}"
             tensors[key] = retiled(key, tensor[sealed], stored.tiles, None)
@@ -88,7 +83,18 @@ def restored(
     return numbers, storage
 
 
-def _canonical(extent: Extent) -> Ints:
+def open_rows(stored: Tensor, extent: Extent, wanted: Bools | None = None) -> Tensor:
+    """The rows [n, H, D] of open pages, of all or of those that are wanted."""
+    which, number = extent.open_pages()
+    if wanted is not None:
+        which, number = which[wanted], number[wanted]
+    page = extent.kind.page
+    count = np.minimum(extent.rows[which] - number * page, page)
+    filled = torch.from_numpy(np.arange(page) < count[:, None]).to(stored.device)
+    return stored[_there(extent.open[which, number], stored.device)].transpose(1, 2)[filled]
+
+
+def canonical(extent: Extent) -> Ints:
     """The numbers, without what an empty range happens to begin at."""
     numbers = extent.numbers.copy()
     empty = numbers[:, FIRST_SEALED] >= numbers[:, STOP_SEALED]

@@ -8,6 +8,7 @@ conversation and drafts that were refused are the same to it. Knows neither text
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -32,11 +33,17 @@ class Shared(Protocol):
     def reachable(self, memory: Any, to: int) -> int:
         """To where a memory may go back."""
 
+    def fetch(self, tokens: Sequence[int], memory: Any) -> range:
+        """Bring what there is elsewhere of a prompt that is to begin; the tokens that came."""
+
     def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
         """The memory to read tokens with, and how many of those in it were read as prompts."""
 
     def count(self, asked: int, held: int) -> None:
         """Of a prompt of so many tokens, so many were there."""
+
+    def took(self, count: int, seconds: float) -> None:
+        """So many tokens of a prompt were read in so long."""
 
     def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
         """The lengths at which to `keep` what is read, in order."""
@@ -59,10 +66,16 @@ class Alone:
     def reachable(self, memory: Any, to: int) -> int:
         return int(memory.reachable(to))
 
+    def fetch(self, tokens: Sequence[int], memory: Any) -> range:
+        return range(0)
+
     def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
         return memory, prompt
 
     def count(self, asked: int, held: int) -> None:
+        """Nobody asks for it."""
+
+    def took(self, count: int, seconds: float) -> None:
         """Nobody asks for it."""
 
     def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
@@ -99,7 +112,8 @@ class Reader:
         one = decoder.continues and self.prefixes.chunk is None
         self._first = strategy.first(chunk) if one else chunk
         self.asked = 0  # tokens of all prompts,
-        self.reused = 0  # and those of them that the memory held
+        self.reused = 0  # and those of them that the memory held,
+        self.restored = 0  # and of these, those that came from a store
         self._tokens: list[int] = []  # what the memory holds, or more where a forward died
         self._prompt = 0  # of those, so many were read in chunks: what was decoded is behind them
 
@@ -119,10 +133,12 @@ class Reader:
         self.align(tokens)
         if not self.strategy.remembers(len(tokens)):
             return self.decoder.logits(list(tokens), None)[-1]
+        came = self.prefixes.fetch(tokens, self.memory)
         self.memory, self._prompt = self.prefixes.begin(tokens, self.memory, self._prompt)
         begin = self.memory.length
         self._tokens = list(tokens[:begin])
         self.reused += begin
+        self.restored += len(range(came.start, min(came.stop, begin)))
         self.prefixes.count(len(tokens), begin)
         stops = self.prefixes.stops(tokens, begin, marks)
         return self._read(tokens, progress, stops, prompt=True)[-1]
@@ -169,7 +185,7 @@ class Reader:
         twin = Reader(self.decoder, memory, self.strategy, self.chunk, self.prefixes.fork())
         twin.adopt(self.tokens)
         twin._prompt = self._prompt
-        twin.asked, twin.reused = self.asked, self.reused
+        twin.asked, twin.reused, twin.restored = self.asked, self.reused, self.restored
         return twin
 
     def reset(self) -> None:
@@ -199,7 +215,9 @@ class Reader:
             chunk = self.chunk if begin else self._first
             ends = ((begin // chunk + 1) * chunk, len(tokens), *stops)
             stop = min(end for end in ends if end > begin)
+            since = time.perf_counter()
             logits = self._forward(tokens, begin, stop, last=1)
+            self.prefixes.took(stop - begin, time.perf_counter() - since)
             if prompt and self._prompt == begin:
                 self._prompt = stop
             if stop in stops:

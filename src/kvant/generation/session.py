@@ -213,6 +213,7 @@ class Session:
             "tokens": len(self._tokens),
             "tokens_asked": asked,
             "tokens_reused": reused,
+            "tokens_restored": self.reader.restored,
             "hit_rate": reused / asked if asked else 0.0,
             "drafts": self._drafts,
             "drafts_accepted": self._drafts_accepted,

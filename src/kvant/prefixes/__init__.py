@@ -1,7 +1,8 @@
 """Prefixes of prompts: computed once, for whoever begins with the same tokens."""
 
 from kvant.prefixes.keys import fingerprint
-from kvant.prefixes.prefixes import Prefixes, Shelf
+from kvant.prefixes.prefixes import Prefixes
+from kvant.prefixes.shelf import Shelf
 from kvant.prefixes.tree import Lost
 
 __all__ = ["Lost", "Prefixes", "Shelf", "fingerprint"]

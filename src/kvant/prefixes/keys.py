@@ -58,6 +58,14 @@ def key(before: bytes, tokens: Sequence[int], media: Media = ()) -> bytes:
     return digest(before, np.asarray(tokens, "<i8").tobytes(), *parts)
 
 
+def chain(root: bytes, tokens: Sequence[int]) -> list[bytes]:
+    """The root, and the key of each whole page of tokens behind it."""
+    found = [root]
+    for begin in range(0, len(tokens) // PAGE * PAGE, PAGE):
+        found.append(key(found[-1], tokens[begin : begin + PAGE]))
+    return found
+
+
 def nameless(model: PreTrainedModel) -> str | None:
     """Why nobody can tell what a model computes."""
     for name, module in model.named_modules():

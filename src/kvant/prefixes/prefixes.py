@@ -13,38 +13,47 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import RLock
 from typing import Any
-from weakref import ref
+from weakref import finalize
 
 from transformers import PreTrainedModel
 
 from kvant.cache import Cache
 from kvant.cache.account import Account, account
-from kvant.errors import CacheError
-from kvant.hf import HostCache, continues
-from kvant.prefixes.keys import PAGE, nameless, root, salted
-from kvant.prefixes.tree import EVERY, LONG, NEWEST, Kept, Lost, Match, Tree
-from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, attention_in
+from kvant.hf import HostCache
+from kvant.prefixes.archive import Archive, Write
+from kvant.prefixes.shelf import CHUNK, Names, Shelf, dense_prompts, pages_suffice
+from kvant.prefixes.tree import Kept, Match, Tree
 from kvant.sizes import parse_size
-from kvant.weights import is_packed
+from kvant.stores import Store, Tiers, open_tiers
 
 log = logging.getLogger("kvant")
 
-CHUNK = 512  # tokens that are read at once, and at whose multiples prefixes end that are exact
 SPARED = 0.9  # of the limit: so much is left once something had to go
 PATIENCE = 1.0  # seconds that a reply waits to be kept
+TRIES = 4  # prefixes of a store that are tried for a prompt, the longest first
+
+
+LATELY = 0.5  # the weight of the newest measurement
 
 
 class Prefixes:
     """Caches that may be gone on from, within a limit of bytes; for any number of threads."""
 
     def __init__(
-        self, max_bytes: int | str | None = "1GiB", *, salt: str = "", exact: bool = False
+        self,
+        max_bytes: int | str | None = "1GiB",
+        *,
+        salt: str = "",
+        exact: bool = False,
+        store: str | Store | Sequence[str | Store] | Tiers | None = None,
     ) -> None:
         """`max_bytes` bounds all pages and states that are kept; None: only memory does.
 
-        Who has another `salt` gets none of these. With `exact` a hit gives the bits of a prompt
-        that was read from its beginning: it needs `prefill=stored` where a format is not raw, ends
-        at multiples of 512 tokens, and is never of tokens that were decoded.
+        What is kept is also written to a `store`, and comes back from there: a folder, a URL, or a
+        list of them, the nearest first. Who has another `salt` gets none of these. With `exact` a
+        hit gives the bits of a prompt that was read from its beginning: it needs `prefill=stored`
+        where a format is not raw, ends at multiples of 512 tokens, and is never of tokens that were
+        decoded.
         """
         limit = parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes
         if limit is not None and limit < 0:
@@ -52,16 +61,21 @@ class Prefixes:
         self.max_bytes = limit
         self.salt = salt
         self.exact = exact
+        self.archive: Archive | None = None
+        if store is not None:
+            self.archive = Archive(store if isinstance(store, Tiers) else open_tiers(store))
+            finalize(self, self.archive.close)
         self._lock = RLock()
         self._inside = False  # does this thread change something?
         self._trees: dict[bytes, Tree] = {}
         self._homes: dict[bytes, HostCache] = {}  # empty: they lend their pools
         self._most = 0  # bytes that there may be by now
+        self._paces: dict[bytes, float] = {}  # by pools: seconds in which a token is read
         self._counts: Counter[str] = Counter()
 
     def shelf(self, model: PreTrainedModel, cache: HostCache) -> Shelf:
         """What a reader of this model sees whose caches are like this one."""
-        if self.exact and (layer := _dense_prompts(cache.spec)) is not None:
+        if self.exact and (layer := dense_prompts(cache.spec)) is not None:
             raise ValueError(
                 f"exact prefixes with prefill={layer.prefill}: chunks of a prompt see their own "
                 "rows dense, so that what is stored depends on where they end; give the spec "
@@ -69,8 +83,25 @@ class Prefixes:
             )
         return Shelf(self, model, cache)
 
+    def __enter__(self) -> Prefixes:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of all of them, once they are in the store; nothing is written after that."""
+        if self.archive is not None:
+            self.archive.close()
+        self.clear()
+
+    def flush(self) -> None:
+        """Wait until all that is kept is in the store, where there is one."""
+        if self.archive is not None:
+            self.archive.tiers.behind.flush()
+
     def clear(self) -> None:
-        """Let go of all of them."""
+        """Let go of all of them; what is in a store stays there."""
         with self._changing():
             self._trees, self._homes, self._most = {}, {}, 0
 
@@ -101,6 +132,7 @@ class Prefixes:
                 "tokens_asked": asked,
                 "tokens_hit": hit,
                 "hit_rate": hit / asked if asked else 0.0,
+                **({} if self.archive is None else {"store": self.archive.stats()}),
             }
 
     # ---- what shelves ask
@@ -121,9 +153,18 @@ class Prefixes:
             self._counts["tokens_asked"] += asked
             self._counts["tokens_hit"] += held
 
-    def _keep(
-        self, names: tuple[bytes, bytes], tokens: Sequence[int], cache: HostCache, prompt: int
-    ) -> None:
+    def _held(self, name: bytes, tokens: Sequence[int]) -> int:
+        """How many of the first tokens, not all, there are in memory."""
+        with self._lock:
+            tree = self._trees.get(name)
+            return 0 if tree is None else tree.match(tokens, len(tokens) - 1).length
+
+    def _took(self, home: bytes, seconds: float) -> None:
+        with self._lock:
+            old = self._paces.get(home, seconds)
+            self._paces[home] = LATELY * seconds + (1 - LATELY) * old
+
+    def _keep(self, names: Names, tokens: Sequence[int], cache: HostCache, prompt: int) -> None:
         """Unless it does not fit, or a collection of garbage ended a reply in the middle of this.
 
         Who collects garbage may hold the pools: so it does not wait for who waits for them.
@@ -158,10 +199,8 @@ class Prefixes:
             finally:
                 self._inside = before
 
-    def _add(
-        self, names: tuple[bytes, bytes], tokens: Sequence[int], cache: HostCache, prompt: int
-    ) -> None:
-        name, home = names
+    def _add(self, names: Names, tokens: Sequence[int], cache: HostCache, prompt: int) -> None:
+        name, home = names.tree, names.pools
         lends = self._homes.get(home)
         if lends is None:
             lends = cache.fork()
@@ -170,20 +209,36 @@ class Prefixes:
         merged = lends.merged([cache])
         merged.context.notes.clear()  # what it read is somebody else's
         alone = account([merged.states]).nbytes
+        tree = self._trees.get(name)
+        if tree is None:
+            suffice = pages_suffice(cache.spec)
+            tree = Tree(name, home, pages_suffice=suffice, about=names.about)
         if self.max_bytes is not None and alone > self.max_bytes:
+            self._write(tree, tokens, merged, prompt)
             return
-        self._homes[home] = lends
-        if name not in self._trees:
-            self._trees[name] = Tree(name, home, pages_suffice=_pages_suffice(cache.spec))
-        kept = self._trees[name].keep(tokens, merged, prompt)
+        self._homes[home], self._trees[name] = lends, tree
+        kept = tree.keep(tokens, merged, prompt)
         if kept is not None:
             kept.used = time.monotonic()
+            kept.write = self._write(tree, tokens, merged, prompt)
         self._most += alone
         if self.max_bytes is not None and self._most > self.max_bytes:
             self._most = self.nbytes
             if self._most > self.max_bytes:
-                self._shrink(int(SPARED * self.max_bytes))
+                self._shrink(int(SPARED * self.max_bytes), but=kept)
                 self._most = self.nbytes
+
+    def _write(
+        self, tree: Tree, tokens: Sequence[int], cache: HostCache, prompt: int
+    ) -> Write | None:
+        """Let the store have what it has not."""
+        if self.archive is None:
+            return None
+        return self.archive.write(
+            *(tree.top.key, tokens, cache.states, prompt),
+            about=tree.about,
+            suffice=tree.pages_suffice,
+        )
 
     def _by_home(self) -> list[list[tuple[Tree, Kept]]]:
         """All that is kept, by the pools in which it lies."""
@@ -196,11 +251,18 @@ class Prefixes:
         """All that is kept in some pools."""
         return next((some for some in self._by_home() if some[0][0].home == home), [])
 
-    def _shrink(self, nbytes: int, home: bytes | None = None, *, used: bool = True) -> None:
+    def _shrink(
+        self,
+        nbytes: int,
+        home: bytes | None = None,
+        *,
+        used: bool = True,
+        but: Kept | None = None,
+    ) -> None:
         """Let go of what is worth least for its bytes, until so many are left.
 
         First of what nobody uses, and only of that where `used` says so; in the pools of `home`, or
-        in all.
+        in all. `but` that, which is new, stays.
         """
         while True:
             groups = [x for x in self._by_home() if home in (None, x[0][0].home)]
@@ -213,7 +275,7 @@ class Prefixes:
                     for (tree, kept), own, share, in_use in zip(
                         some, told.own, told.share, told.used, strict=True
                     )
-                    if used or not in_use
+                    if kept is not but and (used or not in_use)
                 ),
                 key=lambda one: one[:2],
             )
@@ -221,6 +283,8 @@ class Prefixes:
                 break
             for _, _, own, tree, kept in worth:
                 tree.drop(kept)
+                if kept.write is not None:
+                    kept.write.cancel()
                 self._counts["evicted"] += 1
                 over -= own
                 if over <= 0:
@@ -239,146 +303,6 @@ def states(some: Iterable[tuple[Tree, Kept]]) -> list[Cache]:
     return [kept.cache.states for _, kept in some]
 
 
-class Shelf:
-    """Prefixes of one model by one spec, for one reader."""
-
-    def __init__(self, owner: Prefixes, model: PreTrainedModel, cache: HostCache) -> None:
-        self.owner = owner
-        self.lost: Lost | None = None  # where the last prompt left what is kept
-        self.refusal: str | None = None  # why nothing is kept of it, or was found
-        self._model = ref(model)
-        self._spec = cache.spec
-        self._pages_suffice = _pages_suffice(cache.spec)
-        self._junction = 0  # up to which the last prompt shared pages that served it nothing
-        self._backend = str(cache.backend)
-        if any(layer.foreign for layer in cache.described):
-            self.refusal = "transformers keeps some of its layers"
-        elif not continues(model):
-            self.refusal = "it does not go on from several tokens at once"
-        self._never = self.refusal is not None
-        self._names = b"", b""  # of the tree and of its pools, when the last prompt began
-        self._named()
-
-    def fork(self) -> Shelf:
-        """The same for another reader."""
-        twin = Shelf.__new__(Shelf)
-        twin.__dict__.update(self.__dict__)
-        return twin
-
-    def begin(self, tokens: Sequence[int], memory: HostCache, prompt: int) -> tuple[HostCache, int]:
-        """The memory to read these tokens with: the one given, or one that holds more of them.
-
-        `prompt` of the tokens that it holds were read as prompts; so many are of what is returned.
-        """
-        before, exact = self._names, self.owner.exact
-        self.lost, self._junction = None, 0
-        if not self._named():
-            return memory, prompt
-        held = 0 if exact or self._names != before else memory.length
-        match = self.owner._match(self._names[0], tokens, held)
-        self.lost = match.lost
-        self._junction = match.shared if match.shared > max(match.length, held) else 0
-        if match.kept is not None and match.length > held:
-            found = match.kept.cache.fork()
-            found.rewind(match.length)
-            prompt = min(match.kept.prompt, match.length)
-        elif held:
-            return memory, prompt
-        else:
-            home = self.home
-            found, prompt = memory if home is None else home.fork(), 0
-            found.reset()
-        found.backend = memory.backend
-        return found, prompt
-
-    def count(self, asked: int, held: int) -> None:
-        """Of a prompt of so many tokens, so many were there."""
-        self.owner._count(asked, held)
-
-    def reachable(self, memory: HostCache, to: int) -> int:
-        """To where a memory may go back: others are to find in it what they would compute."""
-        return memory.resumable(to)
-
-    @property
-    def chunk(self) -> int | None:
-        """Tokens at whose multiples prompts are to be cut; None: anywhere."""
-        return CHUNK if self.owner.exact else None
-
-    def stops(self, tokens: Sequence[int], begin: int, marks: Sequence[int]) -> list[int]:
-        """The lengths at which to `keep` a prompt of these tokens as it is read, in order.
-
-        `marks` are those at which others may begin to differ. Where pages are all that going on
-        needs, no length is special.
-        """
-        if self._pages_suffice or self.refusal is not None:
-            return []
-        count = len(tokens)
-        found = {self._junction, (count - 1) // PAGE * PAGE, *marks}
-        if count - begin > LONG:
-            found |= set(range(EVERY, count, EVERY)[-NEWEST:])
-        if self.chunk is not None:
-            found = {stop // self.chunk * self.chunk for stop in found}
-        return sorted(stop for stop in found if begin < stop < count)
-
-    def keep(self, tokens: Sequence[int], memory: HostCache, prompt: int) -> None:
-        """Keep the memory of these tokens, if it is one that prefixes are of.
-
-        Whoever was answered has the answer: where there is no memory to keep it, it is not kept.
-        """
-        if self.refusal is not None or not tokens or memory.length != len(tokens):
-            return
-        try:
-            before = self._names
-            if memory.spec == self._spec and self._named() and self._names == before:
-                self.owner._keep(self._names, tokens, memory, prompt)
-        except (CacheError, MemoryError, RuntimeError, ValueError) as error:
-            log.warning("a prefix of %d tokens was not kept: %r", len(tokens), error)
-
-    def told(self, tokenizer: Any) -> str | None:
-        """Where the last prompt left what is kept, or why nothing is, in words."""
-        if self.refusal is not None:
-            return f"nothing is kept of this model: {self.refusal}"
-        if self.lost is None:
-            return None
-        was, now = (tokenizer.decode(list(ids)) for ids in (self.lost.was, self.lost.now))
-        return f"prefix lost at token {self.lost.at:,}: {was!r} was there, {now!r} was asked for"
-
-    # ---- what an engine asks besides
-
-    @property
-    def home(self) -> HostCache | None:
-        """An empty cache over the pools in which prefixes lie, once there are any."""
-        return self.owner._homes.get(self._names[1])
-
-    def account(self) -> Account:
-        """What all that is kept in these pools takes."""
-        return self.owner._account(self._names[1])
-
-    def evict(self, nbytes: int, *, used: bool = False) -> bool:
-        """Free so many bytes in these pools, or all; did anything go?
-
-        What somebody uses stays, unless it is `used`.
-        """
-        return self.owner._evict(self._names[1], nbytes, used=used)
-
-    def _named(self) -> bool:
-        """Name the model as it is now; False where it has no name."""
-        model = self._model()
-        if self._never or model is None:
-            return False
-        self.refusal = nameless(model)
-        if self.refusal is None:
-            home = root(model, self._spec)
-            own = self.owner.salt, _settings(model, self._backend) if self.owner.exact else ""
-            self._names = salted(home, *own), home
-        return self.refusal is None
-
-
-def _settings(model: PreTrainedModel, backend: str) -> str:
-    """What rounds otherwise, beside what computes other rows."""
-    return f"{backend} {model.config._attn_implementation} {is_packed(model)}"
-
-
 def _worth(kept: Kept, now: float) -> float:
     """Tokens that would have to be read again, by how long ago they were of use."""
     before = kept.node
@@ -386,26 +310,3 @@ def _worth(kept: Kept, now: float) -> float:
         before = before.before
     begin = max([one.length for one in before.kept if one is not kept], default=0)
     return max(kept.length - begin, 1) * (1 + kept.uses) / (1.0 + now - kept.used)
-
-
-def _pages_suffice(spec: CacheSpec) -> bool:
-    """Is a page boundary all that going on needs? Not a window, a state, or a dense tail."""
-    parts = [
-        part
-        for recipe in spec.layers
-        for part in (
-            [one for _, one in recipe.parts] if isinstance(recipe, GroupSpec) else [recipe]
-        )
-    ]
-    if any(isinstance(part, RecurrentSpec) for part in parts):
-        return False
-    return all(
-        layer.retention.window is None and not layer.paging.tail and not layer.dense_until
-        for layer in attention_in(*spec.layers)
-    )
-
-
-def _dense_prompts(spec: CacheSpec) -> LayerSpec | None:
-    """A layer whose prompt chunks see their own rows otherwise than later ones do."""
-    layers = attention_in(*spec.layers)
-    return next((layer for layer in layers if layer.seals and layer.prefill == "dense"), None)

@@ -8,11 +8,12 @@ that going on needs (no window, no state, no dense tail), it serves the end of e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvant.hf import HostCache
-from kvant.prefixes.keys import PAGE, key
+from kvant.prefixes.archive import Write
+from kvant.prefixes.keys import PAGE, chain, key
 
 EVERY = 2048  # tokens of a long prompt, at which its cache is kept
 LONG = 4096  # tokens of a prompt that is long
@@ -41,6 +42,7 @@ class Kept:
     prompt: int  # of its tokens, so many were read as prompts; others were decoded
     used: float = 0.0  # when, by the clock of its owner
     uses: int = 0
+    write: Write | None = None  # to a store
 
     @property
     def length(self) -> int:
@@ -69,8 +71,11 @@ class Match:
 class Tree:
     """All that is kept under one root."""
 
-    def __init__(self, root: bytes, home: bytes, *, pages_suffice: bool) -> None:
+    def __init__(
+        self, root: bytes, home: bytes, *, pages_suffice: bool, about: Mapping[str, str]
+    ) -> None:
         self.home = home  # the name of the pools
+        self.about = about  # whose it is, for people
         self.pages_suffice = pages_suffice  # to go on from the end of any of them
         self.top = Node(root, (), 0, None)
 
@@ -104,9 +109,7 @@ class Tree:
         """
         whole = len(tokens) // PAGE * PAGE
         pages = [tuple(tokens[at : at + PAGE]) for at in range(0, whole, PAGE)]
-        names = [self.top.key]
-        for page in pages:
-            names.append(key(names[-1], page))
+        names = chain(self.top.key, tokens)
         path = [self.top]
         while len(path) < len(names) and (old := path[-1].after.get(names[len(path)])) is not None:
             if old.tokens != pages[len(path) - 1]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvant.errors import StoreError
 from kvant.sizes import parse_size
 from kvant.stores.contract import Store
 from kvant.stores.folder import Folder
+from kvant.stores.tiers import Tiers
 
 
 def _folder(url: str, max_bytes: int | None) -> Store:
@@ -33,3 +34,14 @@ def open_store(url: str, max_bytes: int | str | None = None) -> Store:
     if scheme not in STORES:
         raise StoreError(f"{url}: {scheme}:// is none of {', '.join(sorted(STORES))}; or a folder")
     return STORES[scheme](url, most)
+
+
+def open_tiers(
+    store: str | Store | Sequence[str | Store],
+    secret: bytes | None = None,
+    max_bytes: int | str | None = None,
+) -> Tiers:
+    """One store, or several of them, the nearest first; `max_bytes` bounds each folder."""
+    several = [store] if isinstance(store, str) or not isinstance(store, Sequence) else store
+    found = [open_store(one, max_bytes) if isinstance(one, str) else one for one in several]
+    return Tiers(found, secret)

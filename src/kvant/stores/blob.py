@@ -27,7 +27,7 @@ from torch import Tensor
 from kvant.contracts import Fields
 from kvant.errors import BlobError
 from kvant.spec import distinct
-from kvant.stores.contract import Bytes
+from kvant.stores.contract import MAX_BLOB, Bytes
 
 MAGIC = b"kvantpg1"
 VERSION = 1
@@ -107,6 +107,24 @@ def opened(data: Bytes, secret: bytes | None = None) -> Blob:
         raise BlobError(f"its header cannot be read: {error}") from error
 
 
+def opened_as(page: str, part: str, data: Bytes, secret: bytes | None = None) -> Blob:
+    """What bytes say that were kept under these names."""
+    blob = opened(data, secret)
+    if (blob.page, blob.part) != (page, part):
+        raise BlobError(f"it is of {blob.page} {blob.part}")
+    return blob
+
+
+def about(data: Bytes) -> Mapping[str, str]:
+    """What a blob says for people, unchecked; nothing where it cannot be read."""
+    try:
+        length = HEAD.unpack_from(data)[1]
+        told = json.loads(data[HEAD.size : HEAD.size + min(length, MAX_HEADER)])["about"]
+        return {str(name): str(value) for name, value in told.items()}
+    except (struct.error, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return {}
+
+
 def _blob(header: Any, payload: memoryview) -> Blob:
     if header["version"] != VERSION:
         raise ValueError(f"version {header['version']!r}, {VERSION} is needed")
@@ -126,9 +144,11 @@ def _blob(header: Any, payload: memoryview) -> Blob:
 def _fields(told: Mapping[str, Sequence[Any]], payload: memoryview) -> dict[str, Tensor]:
     """The tensors, which lie one behind the other and fill the payload."""
     place, found = 0, {}
-    for name, (dtype, shape, at) in told.items():
+    for name, (dtype, shape, at) in dict(told).items():
         if dtype not in DTYPES or not _whole(shape) or len(shape) > 8 or at != place:
             raise ValueError(f"field {name}: {dtype} {shape} at {at}")
+        if prod(side or 1 for side in shape) > MAX_BLOB:  # empty, and beyond all counting
+            raise ValueError(f"field {name}: {shape}")
         nbytes = prod(shape) * DTYPES[dtype].itemsize
         place += _aligned(nbytes)
         if place > len(payload):
@@ -143,14 +163,14 @@ def _tensor(
     payload: memoryview, dtype: torch.dtype, shape: Sequence[int], at: int, nbytes: int
 ) -> Tensor:
     if not nbytes:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
     if payload.readonly:
         payload = memoryview(bytearray(payload[at : at + nbytes]))
         at = 0
     return (
         torch.frombuffer(payload, dtype=torch.uint8, count=nbytes, offset=at)
         .view(dtype)
-        .view(*shape)
+        .view(tuple(shape))
     )
 
 

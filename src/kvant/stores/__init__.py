@@ -3,7 +3,9 @@
 from kvant.stores.blob import Blob, about, opened, opened_as, packed
 from kvant.stores.contract import Bytes, Store
 from kvant.stores.folder import Entry, Folder, surplus
-from kvant.stores.open import STORES, open_store
+from kvant.stores.object import Objects
+from kvant.stores.open import STORES, open_store, open_tiers
+from kvant.stores.redis import Redis
 from kvant.stores.tiers import Tiers
 
 __all__ = [
@@ -12,10 +14,13 @@ __all__ = [
     "Bytes",
     "Entry",
     "Folder",
+    "Objects",
+    "Redis",
     "Store",
     "Tiers",
     "about",
     "open_store",
+    "open_tiers",
     "opened",
     "opened_as",
     "packed",

@@ -4,19 +4,18 @@
 
 Anybody may have written them. So a blob is believed only if its checksum is right, and its tensors
 lie one behind the other and fill it, before any of them is made. With a secret, which all who share
-a store have, the checksum is a keyed BLAKE2b that nobody else can make; without, CRC-32 finds what
-was damaged. No pickle.
+a store have, the checksum is an HMAC of SHA-256 that nobody else can make; without, CRC-32 finds
+what was damaged. No pickle.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from hmac import compare_digest
 from math import prod
 from typing import Any
 
@@ -95,7 +94,7 @@ def opened(data: Bytes, secret: bytes | None = None) -> Blob:
     if size < HEAD.size or data[: len(MAGIC)] != MAGIC:
         raise BlobError("not a page of kvant, or cut short")
     body = memoryview(data)[:size]
-    if not compare_digest(_checksum(body, secret), bytes(data[size:])):
+    if not hmac.compare_digest(_checksum(body, secret), bytes(data[size:])):
         raise BlobError("damaged, or written with another secret: its checksum does not match")
     length = HEAD.unpack_from(data)[1]
     if length > min(MAX_HEADER, size - HEAD.size):
@@ -192,5 +191,4 @@ def _aligned(size: int) -> int:
 def _checksum(data: memoryview, secret: bytes | None) -> bytes:
     if secret is None:
         return zlib.crc32(data).to_bytes(4, "little")
-    key = secret if len(secret) <= 64 else blake2b(secret).digest()
-    return blake2b(data, key=key, digest_size=32).digest()
+    return hmac.new(secret, data, "sha256").digest()

@@ -84,9 +84,9 @@ def forged(change: Callable[[dict[str, Any]], None]) -> bytes:
     return body + _checksum(memoryview(body), None)
 
 
-def _field(place: int, value: Any) -> Callable[[dict[str, Any]], None]:
+def _field(place: int, value: Any, name: str = "0/keys.codes") -> Callable[[dict[str, Any]], None]:
     def change(header: dict[str, Any]) -> None:
-        header["fields"]["0/keys.codes"][place] = value
+        header["fields"][name][place] = value
 
     return change
 
@@ -112,7 +112,7 @@ FORGED = {
     "a page that is a list": _entry("page", []),
     "numbers that are floats": _entry("numbers", {"n": 0.5}),
     "numbers that are a list": _entry("numbers", [1]),
-    "empty, and beyond all counting": _field(1, [0, 1 << 62, 1 << 62]),
+    "empty, and beyond all counting": _field(1, [0, 1 << 62, 1 << 62], "0/values.open"),
     "fields that are a list": _entry("fields", [[]]),
     "fields that are a number": _entry("fields", 1),
     "no fields": lambda header: header.pop("fields"),

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvant import Cache, save
 from kvant.cli.main import NAMES, app
+from kvant.cli.store import store
+from kvant.stores import Blob, Folder, packed
 
+BLOB = Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2), {"0/keys": torch.ones(3)})
 COMMANDS = {
     "run": ("--prompt", "def f", "--max-new-tokens", "3", "--stats"),
     "chat": ("--max-new-tokens", "3", "--stats"),
@@ -22,6 +26,10 @@ COMMANDS = {
         *("--formats", "affine8", "--tokens", "700"),
         *("--context", "350", "--prompts", "1"),
     ),
+    "store ls": ("prefixes",),
+    "store stats": ("prefixes",),
+    "store verify": ("prefixes",),
+    "store prune": ("prefixes", "--max-bytes", "1GB"),
     "bench append": ("--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32"),
     "bench attend": ("--lengths", "64", "--formats", "affine8", "--repeats", "1"),
     "bench batch": (
@@ -47,6 +55,7 @@ COMMANDS = {
 def test_every_command_is_here() -> None:
     named = {str(one.name or one.callback.__name__) for one in app.registered_commands}
     named |= {f"bench {name}" for name in NAMES}
+    named |= {f"store {one.name or one.callback.__name__}" for one in store.registered_commands}
     assert named <= COMMANDS.keys()
 
 
@@ -56,6 +65,7 @@ def test_one_object_and_nothing_else(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save(Cache(2, "affine8"), "a.kv")
+    Folder("prefixes", min_free=0).put(BLOB.page, BLOB.part, packed(BLOB))
     Path("p.jsonl").write_text('{"prompt": "def f"}\n')
     words = (*command.split(), *COMMANDS[command], "--json")
     code, out, _ = call(*words, typed="import os\n/stats\n")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvant.errors import BlobError
-from kvant.stores import Blob, opened, packed
+from kvant.stores import Blob, about, opened, opened_as, packed
 from kvant.stores.blob import HEAD, MAGIC, _aligned, _checksum
 
 SECRETS = (None, b"known to all who share the store", b"k" * 100)
@@ -23,6 +23,7 @@ def small() -> Blob:
         "0/keys.codes": torch.arange(7, dtype=torch.uint8),
         "0/values.open": rows[:0],
         "0/numbers": torch.tensor([[-3, 3, 0, 0, 0, 0]]),
+        "0/scale": torch.tensor(0.5),
     }
     told = {"model": "llama", "spec": "raw"}
     return Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2, 3), fields, {"n": 5}, 3, told)
@@ -83,9 +84,9 @@ def forged(change: Callable[[dict[str, Any]], None]) -> bytes:
     return body + _checksum(memoryview(body), None)
 
 
-def _field(place: int, value: Any) -> Callable[[dict[str, Any]], None]:
+def _field(place: int, value: Any, name: str = "0/keys.codes") -> Callable[[dict[str, Any]], None]:
     def change(header: dict[str, Any]) -> None:
-        header["fields"]["0/keys.codes"][place] = value
+        header["fields"][name][place] = value
 
     return change
 
@@ -111,6 +112,9 @@ FORGED = {
     "a page that is a list": _entry("page", []),
     "numbers that are floats": _entry("numbers", {"n": 0.5}),
     "numbers that are a list": _entry("numbers", [1]),
+    "empty, and beyond all counting": _field(1, [0, 1 << 62, 1 << 62], "0/values.open"),
+    "fields that are a list": _entry("fields", [[]]),
+    "fields that are a number": _entry("fields", 1),
     "no fields": lambda header: header.pop("fields"),
     "fewer fields than bytes": lambda header: header["fields"].pop("0/numbers"),
 }
@@ -121,6 +125,25 @@ def test_a_header_that_lies_is_refused(what: str) -> None:
     assert opened(forged(lambda header: None)).tokens == (1, 2, 3)
     with pytest.raises(BlobError):
         opened(forged(FORGED[what]))
+
+
+def test_a_blob_is_of_the_names_it_is_kept_under() -> None:
+    blob = small()
+    data = packed(blob)
+    assert opened_as(blob.page, blob.part, data).tokens == blob.tokens
+    for page, part in ((blob.before, blob.part), (blob.page, "k0-2")):
+        with pytest.raises(BlobError, match=f"it is of {blob.page} k0-1"):
+            opened_as(page, part, data)
+
+
+def test_what_a_blob_says_for_people_needs_no_secret() -> None:
+    blob = small()
+    data = packed(blob, b"a secret")
+    assert about(data) == blob.about
+    for size in range(HEAD.size + HEAD.unpack_from(data)[1]):
+        assert about(data[:size]) == {}
+    for raw in (b"[]", b"1", b'{"about": 1}', b'{"about": []}', b"\xff", b"[" * 100_000):
+        assert about(HEAD.pack(MAGIC, len(raw)) + raw) == {}
 
 
 def test_a_header_longer_than_all_bytes_is_refused() -> None:

@@ -18,6 +18,7 @@ from kvant.cli.eval import evaluation
 from kvant.cli.inspect import inspect
 from kvant.cli.plan import plan
 from kvant.cli.run import run
+from kvant.cli.store import store
 from kvant.exit_codes import command
 
 NAMES = ("append", "attend", "batch", "decode", "engine", "prefill", "prefixes")
@@ -52,6 +53,7 @@ app.command()(batch)
 app.command()(plan)
 app.command("eval")(evaluation)
 app.command()(inspect)
+app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
 
 

@@ -4,19 +4,18 @@
 
 Anybody may have written them. So a blob is believed only if its checksum is right, and its tensors
 lie one behind the other and fill it, before any of them is made. With a secret, which all who share
-a store have, the checksum is a keyed BLAKE2b that nobody else can make; without, CRC-32 finds what
-was damaged. No pickle.
+a store have, the checksum is an HMAC of SHA-256 that nobody else can make; without, CRC-32 finds
+what was damaged. No pickle.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from hmac import compare_digest
 from math import prod
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from kvant.contracts import Fields
 from kvant.errors import BlobError
 from kvant.spec import distinct
-from kvant.stores.contract import Bytes
+from kvant.stores.contract import MAX_BLOB, Bytes
 
 MAGIC = b"kvantpg1"
 VERSION = 1
@@ -95,7 +94,7 @@ def opened(data: Bytes, secret: bytes | None = None) -> Blob:
     if size < HEAD.size or data[: len(MAGIC)] != MAGIC:
         raise BlobError("not a page of kvant, or cut short")
     body = memoryview(data)[:size]
-    if not compare_digest(_checksum(body, secret), bytes(data[size:])):
+    if not hmac.compare_digest(_checksum(body, secret), bytes(data[size:])):
         raise BlobError("damaged, or written with another secret: its checksum does not match")
     length = HEAD.unpack_from(data)[1]
     if length > min(MAX_HEADER, size - HEAD.size):
@@ -105,6 +104,24 @@ def opened(data: Bytes, secret: bytes | None = None) -> Blob:
         return _blob(header, body[_aligned(HEAD.size + length) :])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise BlobError(f"its header cannot be read: {error}") from error
+
+
+def opened_as(page: str, part: str, data: Bytes, secret: bytes | None = None) -> Blob:
+    """What bytes say that were kept under these names."""
+    blob = opened(data, secret)
+    if (blob.page, blob.part) != (page, part):
+        raise BlobError(f"it is of {blob.page} {blob.part}")
+    return blob
+
+
+def about(data: Bytes) -> Mapping[str, str]:
+    """What a blob says for people, unchecked; nothing where it cannot be read."""
+    try:
+        length = HEAD.unpack_from(data)[1]
+        told = json.loads(data[HEAD.size : HEAD.size + min(length, MAX_HEADER)])["about"]
+        return {str(name): str(value) for name, value in told.items()}
+    except (struct.error, AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return {}
 
 
 def _blob(header: Any, payload: memoryview) -> Blob:
@@ -126,9 +143,11 @@ def _blob(header: Any, payload: memoryview) -> Blob:
 def _fields(told: Mapping[str, Sequence[Any]], payload: memoryview) -> dict[str, Tensor]:
     """The tensors, which lie one behind the other and fill the payload."""
     place, found = 0, {}
-    for name, (dtype, shape, at) in told.items():
+    for name, (dtype, shape, at) in dict(told).items():
         if dtype not in DTYPES or not _whole(shape) or len(shape) > 8 or at != place:
             raise ValueError(f"field {name}: {dtype} {shape} at {at}")
+        if prod(side or 1 for side in shape) > MAX_BLOB:  # empty, and beyond all counting
+            raise ValueError(f"field {name}: {shape}")
         nbytes = prod(shape) * DTYPES[dtype].itemsize
         place += _aligned(nbytes)
         if place > len(payload):
@@ -143,14 +162,14 @@ def _tensor(
     payload: memoryview, dtype: torch.dtype, shape: Sequence[int], at: int, nbytes: int
 ) -> Tensor:
     if not nbytes:
-        return torch.empty(*shape, dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype)
     if payload.readonly:
         payload = memoryview(bytearray(payload[at : at + nbytes]))
         at = 0
     return (
         torch.frombuffer(payload, dtype=torch.uint8, count=nbytes, offset=at)
         .view(dtype)
-        .view(*shape)
+        .view(tuple(shape))
     )
 
 
@@ -172,5 +191,4 @@ def _aligned(size: int) -> int:
 def _checksum(data: memoryview, secret: bytes | None) -> bytes:
     if secret is None:
         return zlib.crc32(data).to_bytes(4, "little")
-    key = secret if len(secret) <= 64 else blake2b(secret).digest()
-    return blake2b(data, key=key, digest_size=32).digest()
+    return hmac.new(secret, data, "sha256").digest()

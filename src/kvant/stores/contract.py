@@ -1,16 +1,22 @@
 """Where pages are kept outside of this process: blobs that never change, by page and part.
 
 A page is named by a path of two words, a namespace and a key; its parts by a word each. Both are
-made of letters, digits and `-`. A store may forget anything at any time. Whatever goes wrong, it
-raises: `Tiers`, through which all others ask, makes a miss of it.
+made of letters, digits and `-`; other names are refused. A store may forget anything at any time.
+Whatever goes wrong, it raises: `Tiers`, through which all others ask, makes a miss of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+from kvant.errors import StoreError
+
 Bytes = bytes | bytearray
+PAGE = re.compile(r"[0-9a-z-]+/[0-9a-f]{8,128}", re.ASCII)
+PART = re.compile(r"[a-z][0-9a-z-]*", re.ASCII)
+MAX_BLOB = 1 << 32
 
 
 class Store(Protocol):
@@ -31,3 +37,35 @@ class Store(Protocol):
 
     def drop(self, page: str, part: str) -> None:
         """Forget a blob, if it is there."""
+
+
+def checked_page(page: str) -> str:
+    """The name of a page, if it is one."""
+    if not PAGE.fullmatch(page):
+        raise StoreError(f"{page!r} names no page")
+    return page
+
+
+def checked_part(part: str) -> str:
+    """The name of a part, if it is one."""
+    if not PART.fullmatch(part):
+        raise StoreError(f"{part!r} names no part of a page")
+    return part
+
+
+def parts_among(names: Iterable[str]) -> frozenset[str]:
+    """Those of the names that a part may have."""
+    return frozenset(filter(PART.fullmatch, names))
+
+
+def checked_size(nbytes: int, where: str) -> int:
+    """So many bytes, if a blob may have them: asked before they are read."""
+    if nbytes > MAX_BLOB:
+        raise StoreError(f"{where}: {nbytes} bytes, {MAX_BLOB} at most")
+    return nbytes
+
+
+def named(url: str) -> str:
+    """A URL without what may be secret: who asks, and what follows a `?` or a `#`."""
+    scheme, mark, rest = url.partition("://")
+    return scheme + mark + re.split("[?#]", rest.rpartition("@")[2])[0]

@@ -1,47 +1,87 @@
-"""A store by its name: a folder, or a URL."""
+"""A store by its name, a folder or a URL; several by a list of names."""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Sequence
+from urllib.parse import unquote, urlsplit
 
 from kvant.errors import StoreError
 from kvant.sizes import parse_size
-from kvant.stores.contract import Store
+from kvant.stores import object as objects
+from kvant.stores import redis as servers
+from kvant.stores.contract import Store, named
 from kvant.stores.folder import Folder
 from kvant.stores.tiers import Tiers
 
-
-def _folder(url: str, max_bytes: int | None) -> Store:
-    return Folder(url.removeprefix("file://"), max_bytes)
+Name = str | os.PathLike[str]
 
 
-STORES: dict[str, Callable[[str, int | None], Store]] = {  # by what stands before ://
-    "file": _folder,
+def _folder(url: str) -> str:
+    """The path that a URL tells."""
+    split = urlsplit(url)
+    if split.netloc or not split.path.startswith("/") or split.query or split.fragment:
+        raise StoreError(f"{named(url)}: file:///path is allowed")
+    return unquote(split.path)
+
+
+STORES: dict[str, Callable[[str], Store]] = {  # by what stands before ://, beside file
+    **dict.fromkeys(servers.SCHEMES, servers.Redis),
+    **dict.fromkeys(objects.SCHEMES, objects.Objects),
 }
 
 
-def open_store(url: str, max_bytes: int | str | None = None) -> Store:
-    """The store of a name: `~/.cache/kvant`, `file:///var/kvant`.
+def open_store(name: Name, max_bytes: int | str | None = None) -> Store:
+    """The store of a name: `~/.cache/kvant`, `file:///var/kvant`, `redis://host`, `s3://bucket/a`.
 
     `max_bytes` bounds a folder: what was not used for longest goes first.
     """
     most = parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes
-    scheme, mark, _ = url.partition("://")
-    if not url:
+    text = os.fspath(name)
+    if not text:
         raise StoreError("a store without a name: a folder, or a URL")
-    if not mark:
-        return _folder(url, most)
-    if scheme not in STORES:
-        raise StoreError(f"{url}: {scheme}:// is none of {', '.join(sorted(STORES))}; or a folder")
-    return STORES[scheme](url, most)
+    scheme = _scheme(text)
+    if scheme is None:
+        return Folder(text, most)
+    if scheme == "file":
+        return Folder(_folder(text), most)
+    if scheme not in STORES or not text.startswith(f"{scheme}://"):
+        known = ", ".join(f"{one}://" for one in sorted(["file", *STORES]))
+        raise StoreError(f"{named(text)}: {known} or a folder is needed")
+    if most is not None:
+        raise StoreError(f"{named(text)}: max_bytes is of a folder; here the server is told that")
+    return STORES[scheme](text)
 
 
 def open_tiers(
-    store: str | Store | Sequence[str | Store],
+    store: Name | Store | Sequence[Name | Store],
     secret: bytes | None = None,
     max_bytes: int | str | None = None,
 ) -> Tiers:
-    """One store, or several of them, the nearest first; `max_bytes` bounds each folder."""
-    several = [store] if isinstance(store, str) or not isinstance(store, Sequence) else store
-    found = [open_store(one, max_bytes) if isinstance(one, str) else one for one in several]
-    return Tiers(found, secret)
+    """Stores as one, the nearest first, by their names or themselves.
+
+    `max_bytes` bounds each folder that is named.
+    """
+    listed = [*store] if isinstance(store, Sequence) and not isinstance(store, str) else [store]
+    bounded = 0
+    opened: list[Store] = []
+    for one in listed:
+        if not isinstance(one, str | os.PathLike):
+            opened.append(one)
+        elif _scheme(os.fspath(one)) in (None, "file"):
+            opened.append(open_store(one, max_bytes))
+            bounded += 1
+        else:
+            opened.append(open_store(one))
+    if max_bytes is not None and not bounded:
+        raise StoreError("max_bytes is of a folder, and none is named")
+    return Tiers(opened, secret)
+
+
+def _scheme(text: str) -> str | None:
+    """What stands before `://`, or before the `:` of a known one; None of a path."""
+    found = re.match(r"([A-Za-z][\w+.-]*):(//)?", text)
+    if found is None or (found[2] is None and found[1] not in ("file", *STORES)):
+        return None
+    return found[1]

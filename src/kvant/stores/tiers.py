@@ -2,7 +2,8 @@
 
 Any failure is a miss: an error, a time that is up, bytes that are damaged, which are dropped. It is
 counted, and nobody is told but `stats`. A store that failed five times in a row rests for half a
-minute. What is written waits in a queue that is bounded by bytes; what does not fit is not written.
+minute, and again if the next call fails, too. What is written waits in a queue that is bounded by
+bytes; what does not fit is not written.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from threading import Condition, Thread, get_native_id
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
-from kvant.stores.blob import Blob, opened, packed
+from kvant.stores.blob import Blob, opened_as, packed
 from kvant.stores.contract import Bytes, Store
 
 log = logging.getLogger("kvant")
@@ -70,7 +71,7 @@ class Guarded:
             self.counts["errors"] += 1
             self._in_a_row += 1
             if self._in_a_row >= IN_A_ROW:
-                self._in_a_row, self._rests_until = 0, time.monotonic() + REST
+                self._rests_until = time.monotonic() + REST
                 self.counts["rests"] += 1
                 log.warning("%s rests for %.0f seconds: %r", self.store.url, REST, error)
             else:
@@ -94,6 +95,8 @@ class Tiers:
         """With a `secret`, blobs of those who do not know it are as good as damaged."""
         if not stores:
             raise CacheError("a list of no stores: one or more are needed")
+        if secret == b"":
+            raise CacheError("a secret of no bytes is none")
         self.stores = tuple(Guarded(store) for store in stores)
         self.secret = secret
         self.behind = Behind(waiting)
@@ -113,9 +116,7 @@ class Tiers:
                 guarded.counts["misses"] += 1
                 continue
             try:
-                blob = opened(data, self.secret)
-                if (blob.page, blob.part) != (page, part):
-                    raise BlobError(f"it is of {blob.page} {blob.part}")
+                blob = opened_as(page, part, data, self.secret)
             except BlobError as error:
                 log.info("%s: %s %s: %s", guarded.store.url, page, part, error)
                 guarded.counts["damaged"] += 1
@@ -176,13 +177,14 @@ class Behind:
             return self._changed.wait_for(lambda: not self._calls, seconds)
 
     def close(self, seconds: float | None = None) -> None:
-        """Do what waits, and nothing after that."""
+        """Do what waits, so long at most, and nothing that comes later."""
         with self._changed:
             self._ended = True
         self.flush(seconds)
-        with self._changed:
-            self._calls.clear()
-            self._changed.notify_all()
+        with self._changed:  # what is being done goes on
+            self._dropped += len(self._calls[1:])
+            self._nbytes -= sum(nbytes for nbytes, _ in self._calls[1:])
+            del self._calls[1:]
 
     def stats(self) -> dict[str, int]:
         with self._changed:
@@ -202,8 +204,7 @@ class Behind:
             except Exception as error:
                 log.warning("it was not written: %r", error)
             with self._changed:
-                if self._calls:
-                    del self._calls[0]
+                del self._calls[0]
                 self._nbytes -= nbytes
                 self._changed.notify_all()
             del call  # and the pages that it holds

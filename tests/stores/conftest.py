@@ -1,0 +1,43 @@
+"""Servers that the tests of a file share, and every kind of store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvant.stores import Store, open_store
+from stores.servers import QUOTED, Server, redis_server, s3_server
+
+KINDS = ("folder", "memory", "redis", "unix", "s3")
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[Server]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(params=KINDS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The name of a store of each kind."""
+    kind = request.param
+    if kind == "folder":
+        return str(tmp_path / "store")
+    if kind == "memory":
+        pytest.importorskip("obstore", reason="obstore is not installed: the extra `object`")
+        return "memory://"
+    server: Server = request.getfixturevalue("redis" if kind == "unix" else kind)
+    return f"unix://:{QUOTED}@{server.socket}" if kind == "unix" else server.url
+
+
+@pytest.fixture
+def store(url: str) -> Store:
+    return open_store(url)

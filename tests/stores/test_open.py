@@ -1,0 +1,160 @@
+"""A store by its name: what is allowed is opened, everything else is refused at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvant.errors import CacheError, StoreError
+from kvant.stores import STORES, Folder, Objects, Redis, open_store, open_tiers
+from kvant.stores.redis import TTL
+
+SECRET = "geheim"
+NEEDED = "az://, file://, gs://, memory://, redis://, rediss://, s3://, unix://, valkey://"
+
+REDIS = {  # what is opened: host or path, port, number, time to live
+    "redis://host": ("host", 6379, 0, TTL),
+    "redis://host/": ("host", 6379, 0, TTL),
+    "redis://host:7000/3?ttl=60": ("host", 7000, 3, 60),
+    "rediss://somebody:geheim@host:7000": ("host", 7000, 0, TTL),
+    "valkey://:geheim@host/1": ("host", 6379, 1, TTL),
+    "redis://[::1]:7000": ("::1", 7000, 0, TTL),
+    "unix:///run/redis.sock": ("/run/redis.sock", None, 0, TTL),
+    "unix://:geheim@/run/redis.sock?db=2&ttl=60": ("/run/redis.sock", None, 2, 60),
+}
+NO_REDIS = (
+    *("redis://", "redis:///0", "redis://:geheim@", "redis://host:0", "redis://host:port"),
+    *("redis://host:70000", "redis://host/number", "redis://host/-1", "redis://host/0/1"),
+    *("redis://host?ttl=0", "redis://host?ttl=-1", "redis://host?ttl=7d", "redis://host?ttl"),
+    *("redis://host?ttl=1&ttl=2", "redis://host?password=geheim", "redis://host?db=1"),
+    *("redis://host#geheim", "redis://:ge/heim@host", "redis://:geheim?@host", "unix://host/path"),
+    *("unix://", "unix:///path?socket_timeout=100", "valkey://host?protocol=3"),
+)
+NO_OBJECTS = (
+    *("s3://", "s3:///prefix", "s3://bucket?region=x", "s3://somebody:geheim@bucket/prefix"),
+    *("s3://bucket/prefix#geheim", "gs://buck et", "az://", "memory://name", "memory:///name"),
+)
+NO_STORES = (
+    *("ftp://host", "http://somebody:geheim@host/path", "Redis://host", "s3a://bucket"),
+    *("redis:host", "s3:/bucket/prefix", "memory:", "reddis://:geheim@host/0"),
+)
+
+
+@pytest.mark.parametrize("url", REDIS)
+def test_a_redis_by_its_url(url: str) -> None:
+    pytest.importorskip("redis")
+    store = open_store(url)
+    assert isinstance(store, Redis)
+    told = store._server.connection_pool.connection_kwargs
+    where, port, number, ttl = REDIS[url]
+    assert (told.get("host", told.get("path")), told.get("port", 6379 if port else None)) == (
+        where,
+        port,
+    )
+    assert (told.get("db", 0), store.ttl) == (number, ttl)
+    assert told.get("password") == (SECRET if SECRET in url else None)
+    assert (told["socket_connect_timeout"], told["socket_timeout"]) == (1.0, 5.0)
+    assert told["retry"].get_retries() == 0  # or a dead server would cost four times as much
+    assert SECRET not in store.url and "@" not in store.url and "?" not in store.url
+    assert where in store.url
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "s3://bucket/a/b", "gs://bucket/a", "memory://"])
+def test_objects_by_their_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    store = open_store(url)
+    assert isinstance(store, Objects) and store.url == url
+
+
+def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("obstore")
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(StoreError, match=r"^az://container/a: .*Account must be specified$"):
+        open_store("az://container/a")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "somebody")
+    assert open_store("az://container/a").url == "az://container/a"
+
+
+@pytest.mark.parametrize("url", [*NO_REDIS, *NO_OBJECTS, *NO_STORES])
+def test_what_is_wrong_is_refused_without_what_is_secret(url: str) -> None:
+    scheme = url.partition(":")[0]
+    if scheme in ("redis", "unix", "valkey") and url in NO_REDIS:
+        pytest.importorskip("redis")
+        allowed = r"redis://\[user:password@\]host\[:port\]\[/db\]"
+    elif url in NO_OBJECTS:
+        pytest.importorskip("obstore")
+        allowed = "s3://bucket/prefix, gs://bucket/prefix, az://container/prefix and memory://"
+    else:
+        allowed = f"{NEEDED} or a folder is needed"
+    with pytest.raises(StoreError, match=allowed) as refused:
+        open_store(url)
+    assert not any(word in str(refused.value) for word in (SECRET, "heim"))
+    assert refused.value.__suppress_context__ or refused.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    ("url", "missing", "extra"),
+    [("redis://:geheim@host", "redis", "redis"), ("s3://bucket", "obstore", "object")],
+)
+def test_a_missing_library_says_what_to_install(
+    url: str, missing: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(StoreError, match=rf"pip install 'kvant\[{extra}\]'") as refused:
+        open_store(url)
+    assert SECRET not in str(refused.value)
+
+
+def test_a_folder_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for name in ("store", "~/store", str(tmp_path / "store"), f"file://{tmp_path}/store"):
+        store = open_store(name, max_bytes="1KiB")
+        assert isinstance(store, Folder)
+        assert (store.path, store.max_bytes) == (tmp_path / "store", 1024)
+    assert open_store(tmp_path / "store").url == str(tmp_path / "store")
+    assert open_store("file:///a%20b").url == "/a b"
+    assert open_store("a:b").url == str(tmp_path / "a:b")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    "url", ["file:a", "file://host/path", "file://", "file:///path?x", "file:///path#x"]
+)
+def test_a_folder_that_no_url_of_a_file_names(url: str) -> None:
+    with pytest.raises(StoreError, match="file:///path is allowed"):
+        open_store(url)
+
+
+def test_no_name_is_no_store() -> None:
+    with pytest.raises(StoreError, match="a store without a name"):
+        open_store("")
+
+
+def test_several_stores_are_tiers(tmp_path: Path) -> None:
+    mine = Folder(tmp_path / "mine")
+    tiers = open_tiers([str(tmp_path / "a"), mine, tmp_path / "b"], b"secret", "1KiB")
+    stores = [guarded.store for guarded in tiers.stores]
+    assert [store.url for store in stores] == [str(tmp_path / one) for one in ("a", "mine", "b")]
+    assert [getattr(store, "max_bytes", 0) for store in stores] == [1024, None, 1024]
+    assert tiers.secret == b"secret"
+    for one in (tmp_path / "a", str(tmp_path / "a"), Folder(tmp_path / "a"), (tmp_path / "a",)):
+        assert [guarded.store.url for guarded in open_tiers(one).stores] == [str(tmp_path / "a")]
+    with pytest.raises(CacheError, match="no stores"):
+        open_tiers([])
+
+
+def test_a_bound_is_of_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="max_bytes is of a folder"):
+        open_store("redis://host", max_bytes="1GB")
+    with pytest.raises(StoreError, match="none is named"):
+        open_tiers(Folder(tmp_path), max_bytes=1000)
+    pytest.importorskip("redis")
+    tiers = open_tiers([tmp_path, "redis://host"], max_bytes=1000)
+    assert [guarded.store.url for guarded in tiers.stores] == [str(tmp_path), "redis://host"]
+
+
+def test_every_scheme_has_a_store() -> None:
+    assert {*STORES, "file"} == {word.removesuffix("://") for word in NEEDED.split(", ")}

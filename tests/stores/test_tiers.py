@@ -1,0 +1,290 @@
+"""Nothing goes wrong with tiers: whatever a store does is a hit or a miss, and counted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvant.errors import CacheError
+from kvant.stores import Blob, Bytes, Tiers, packed
+from kvant.stores import tiers as module
+from kvant.stores.tiers import IN_A_ROW, REST, Behind
+
+PAGE = "ab/" + "0" * 64
+OTHER = "ab/" + "1" * 64
+
+
+class Shelf:
+    """A store in a dict, which can be told to fail."""
+
+    url = "shelf"
+
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.blobs: dict[tuple[str, str], Bytes] = {}
+        self.error = error
+        self.calls = 0
+
+    def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
+        self._called()
+        return [frozenset(part for of, part in self.blobs if of == page) for page in pages]
+
+    def get(self, page: str, part: str) -> Bytes | None:
+        self._called()
+        return self.blobs.get((page, part))
+
+    def put(self, page: str, part: str, blob: Bytes) -> None:
+        self._called()
+        self.blobs.setdefault((page, part), blob)
+
+    def drop(self, page: str, part: str) -> None:
+        self._called()
+        self.blobs.pop((page, part), None)
+
+    def _called(self) -> None:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def blob(page: str = PAGE, part: str = "k0-1") -> Blob:
+    return Blob(page, part, OTHER, (1, 2), {"0/keys": torch.ones(3)})
+
+
+def counts(tiers: Tiers, place: int = 0) -> dict[str, int]:
+    """What was counted of a store, without what was not."""
+    stats = tiers.stats()["stores"][place]
+    return {name: count for name, count in stats.items() if name != "url" and count}
+
+
+# ---- several stores
+
+
+def test_the_nearest_is_asked_first_and_gets_what_a_far_one_has() -> None:
+    near, middle, far = Shelf(), Shelf(), Shelf()
+    far.put(PAGE, "k0-1", packed(blob()))
+    tiers = Tiers([near, middle, far])
+    assert tiers.get(PAGE, "k0-1") is not None
+    assert tiers.behind.flush(60)
+    assert near.blobs == middle.blobs == far.blobs
+    asked = far.calls
+    assert tiers.get(PAGE, "k0-1") is not None and far.calls == asked
+    assert counts(tiers) == {"hits": 1, "misses": 1, "written": 1}
+    assert counts(tiers, 2) == {"hits": 1}
+
+
+def test_what_is_put_is_put_into_all() -> None:
+    stores = [Shelf(), Shelf()]
+    tiers = Tiers(stores)
+    tiers.put(blob())
+    assert [list(store.blobs) for store in stores] == [[(PAGE, "k0-1")]] * 2
+    tiers.drop(PAGE, "k0-1")
+    assert [list(store.blobs) for store in stores] == [[], []]
+
+
+def test_parts_of_a_page_may_lie_in_several() -> None:
+    stores = [Shelf(), Shelf()]
+    stores[0].put(PAGE, "k0-1", b"x")
+    stores[1].put(PAGE, "k1-1", b"x")
+    stores[1].put(OTHER, "k0-2", b"x")
+    assert Tiers(stores).has([PAGE, OTHER]) == [{"k0-1", "k1-1"}, {"k0-2"}]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"",
+        b"no blob",
+        packed(blob())[:-1],
+        packed(blob(OTHER)),
+        packed(blob(PAGE, "k0-2")),
+        packed(blob(), b"of others"),
+    ],
+)
+def test_what_is_damaged_is_dropped_and_the_next_one_is_asked(wrong: Bytes) -> None:
+    near, far = Shelf(), Shelf()
+    near.put(PAGE, "k0-1", wrong)
+    far.put(PAGE, "k0-1", packed(blob()))
+    tiers = Tiers([near, far])
+    assert tiers.get(PAGE, "k0-1") is not None
+    assert tiers.behind.flush(60)
+    assert near.blobs == far.blobs
+    assert counts(tiers) == {"damaged": 1, "written": 1} and counts(tiers, 1) == {"hits": 1}
+
+
+@pytest.mark.parametrize(("writer", "reader"), [(b"a", b"b"), (b"a", None), (None, b"b")])
+def test_another_secret_is_a_miss(writer: bytes | None, reader: bytes | None) -> None:
+    store = Shelf()
+    Tiers([store], writer).put(blob())
+    tiers = Tiers([store], reader)
+    assert tiers.get(PAGE, "k0-1") is None
+    assert counts(tiers) == {"damaged": 1}
+
+
+def test_no_store_and_no_secret_are_refused() -> None:
+    with pytest.raises(CacheError, match="no stores"):
+        Tiers([])
+    with pytest.raises(CacheError, match="a secret of no bytes"):
+        Tiers([Shelf()], b"")
+
+
+# ---- a store that fails
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "full"), ValueError("x"), TimeoutError(), KeyError()]
+)
+def test_an_error_of_a_store_is_a_miss(error: Exception) -> None:
+    bad, good = Shelf(error), Shelf()
+    tiers = Tiers([bad, good])
+    tiers.put(blob())
+    assert tiers.has([PAGE, OTHER]) == [{"k0-1"}, frozenset()]
+    assert tiers.get(PAGE, "k0-1") is not None
+    tiers.drop(PAGE, "k0-1")
+    assert tiers.get(PAGE, "k0-1") is None
+    assert tiers.behind.flush(60)
+    assert counts(tiers)["errors"] >= IN_A_ROW and "written" not in counts(tiers)
+    alone = Tiers([bad])
+    assert alone.has([PAGE, OTHER]) == [frozenset()] * 2 and alone.get(PAGE, "k0-1") is None
+
+
+def test_who_fails_five_times_in_a_row_rests(clock: Clock) -> None:
+    store = Shelf(OSError("gone"))
+    tiers = Tiers([store])
+    for number in range(IN_A_ROW):
+        assert not tiers.stats()["stores"][0]["resting"]
+        assert tiers.get(PAGE, "k0-1") is None
+        assert store.calls == number + 1
+    told = {"errors": IN_A_ROW, "misses": IN_A_ROW, "rests": 1, "resting": True}
+    assert counts(tiers) == told
+    clock.now += REST - 0.01
+    for call in (
+        lambda: tiers.has([PAGE]),
+        lambda: tiers.get(PAGE, "k0-1"),
+        lambda: tiers.put(blob()),
+        lambda: tiers.drop(PAGE, "k0-1"),
+    ):
+        call()
+    assert store.calls == IN_A_ROW and counts(tiers)["skipped"] == 4
+    clock.now += 0.01
+    tiers.get(PAGE, "k0-1")  # once more, and it rests again
+    assert store.calls == IN_A_ROW + 1 and counts(tiers)["rests"] == 2
+    tiers.get(PAGE, "k0-1")
+    assert store.calls == IN_A_ROW + 1
+    clock.now += REST
+    store.error = None
+    tiers.put(blob())
+    assert tiers.get(PAGE, "k0-1") is not None
+    store.error = OSError("gone")
+    tiers.get(PAGE, "k0-1")  # the first of five
+    assert not tiers.stats()["stores"][0]["resting"]
+
+
+def test_what_succeeds_between_failures_counts(clock: Clock) -> None:
+    store = Shelf()
+    tiers = Tiers([store])
+    for number in range(4 * IN_A_ROW):
+        store.error = OSError("gone") if number % IN_A_ROW else None
+        tiers.has([PAGE])
+    assert "rests" not in counts(tiers)
+
+
+# ---- behind
+
+
+class Held:
+    """A queue whose thread is in the middle of its first call."""
+
+    def __init__(self, most: int, nbytes: int = 10) -> None:
+        self.behind, self.done = Behind(most), list[Any]()
+        self.go, self.begun = Event(), Event()
+        assert self.behind.add(nbytes, self._first)
+        assert self.begun.wait(60)
+
+    def _first(self) -> None:
+        self.begun.set()
+        assert self.go.wait(60)
+        self.done.append("first")
+
+    def add(self, nbytes: int, what: Any) -> bool:
+        return self.behind.add(nbytes, lambda: self.done.append(what))
+
+
+def test_what_waits_is_bounded_by_bytes_and_done_in_order() -> None:
+    held = Held(100, 40)
+    assert held.add(30, 1) and held.add(30, 2)
+    assert not held.add(1, 3)
+    assert held.behind.stats() == {"nbytes_waiting": 100, "dropped": 1}
+    held.go.set()
+    assert held.behind.flush(60)
+    assert held.done == ["first", 1, 2]
+    assert held.behind.stats() == {"nbytes_waiting": 0, "dropped": 1}
+    assert held.add(100, 4) and held.behind.flush(60) and held.done[-1] == 4
+
+
+def test_what_is_greater_than_the_bound_goes_alone() -> None:
+    held = Held(100, 1000)
+    assert not held.add(1, 1)
+    held.go.set()
+    assert held.behind.flush(60) and held.done == ["first"]
+    assert held.add(1000, 2) and held.behind.flush(60) and held.done == ["first", 2]
+
+
+def test_waiting_ends_after_its_time() -> None:
+    held = Held(100)
+    assert not held.behind.flush(0.001)
+    held.go.set()
+    assert held.behind.flush(60)
+
+
+def test_who_closes_waits_for_what_waits_and_takes_no_more() -> None:
+    held = Held(100)
+    held.add(1, 1)
+    held.go.set()
+    held.behind.close(60)
+    assert held.done == ["first", 1]
+    assert not held.add(1, 2)
+    assert held.behind.stats() == {"nbytes_waiting": 0, "dropped": 1}
+
+
+def test_who_closes_in_a_hurry_drops_what_waits() -> None:
+    held = Held(100)
+    held.add(1, 1)
+    held.add(1, 2)
+    held.behind.close(0.001)
+    assert held.behind.stats() == {"nbytes_waiting": 10, "dropped": 2}
+    held.go.set()
+    assert held.behind.flush(60)
+    assert held.done == ["first"]
+    assert held.behind.stats() == {"nbytes_waiting": 0, "dropped": 2}
+    held.behind.close(60)
+
+
+def test_an_error_behind_ends_nothing() -> None:
+    held = Held(100)
+    held.behind.add(1, lambda: {}["nothing"])
+    held.add(1, 1)
+    held.go.set()
+    assert held.behind.flush(60) and held.done == ["first", 1]
+
+
+def test_an_unused_queue_closes() -> None:
+    behind = Behind(10)
+    assert behind.flush(60)
+    behind.close(60)
+    assert not behind.add(1, lambda: None)

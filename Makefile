@@ -47,7 +47,7 @@ FUZZ = PYTHONPATH=tests $(BIN)/python -m native.fuzz $(SANITIZED)
 
 # Every instruction set, as the shell variable `isa`, with the sanitizers loaded: $(call each,command).
 define each
-@for isa in avx512 avx2 plain; do \
+@for isa in amx avx512 avx2 plain; do \
   echo "$$isa"; \
   LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 KVANT_ISA=$$isa $(1) || exit 1; \

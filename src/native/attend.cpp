@@ -4,9 +4,9 @@
 #include <memory>
 #include <vector>
 
-#include "chunk.hpp"
 #include "decode.hpp"
 #include "kernels.hpp"
+#include "many.hpp"
 #include "rotate.hpp"
 #include "seal.hpp"
 #include "team.hpp"
@@ -126,51 +126,16 @@ private:
     }
 };
 
-// Many positions: each unit is up to MANY queries of one head. Those of long sequences come first, so
-// that no thread is left alone with one.
-class AttendMany {
-public:
-    explicit AttendMany(const kvant_request &r)
-        : r(r), keys(*r.keys), values(*r.values), order(r.extent->batch) {
-        step = Chunk::positions(r);
-        pieces = (r.queries + step - 1) / step;
-        units = r.extent->batch * r.heads * pieces;
-        for (int64_t b = 0; b < r.extent->batch; b++) order[b] = b;
-        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) {
-            return Reads(r, a).end > Reads(r, b).end;
-        });
-    }
-
-    void run() {
-        const int64_t threads = std::min(r.threads, units);
-        in_parallel((int)threads, [](void *self) { ((AttendMany *)self)->work(); }, this);
-    }
-
-private:
-    const kvant_request &r;
-    SideTables keys, values;
-    std::vector<int64_t> order;
-    int64_t step, pieces, units;
-    std::atomic<int64_t> next{0};
-
-    void work() {
-        const std::unique_ptr<ChunkScratch> scratch(new ChunkScratch);
-        Chunk chunk(r, keys, values, *scratch);
-        for (int64_t i; (i = next.fetch_add(1)) < units;) {
-            const int64_t pair = i / pieces, first = i % pieces * step;
-            chunk.run(order[pair / r.heads], pair % r.heads, first,
-                      std::min(first + step, r.queries));
-        }
-    }
-};
-
 // Positions that each pass over all rows alone: so drafts that are verified together get, to the bit,
 // what they would get one by one. For so few, opening the rows once would save next to nothing.
 constexpr int64_t FEW = 16;
 
 void attend(const kvant_request &request) {
-    if (request.queries > FEW) return AttendMany(request).run();
-    Attend(request).run();
+    if (request.queries <= FEW) return Attend(request).run();
+#if KVANT_BFLOAT_DOT
+    if (in_pairs(request)) return AttendMany<uint32_t>(request).run();
+#endif
+    AttendMany<float>(request).run();
 }
 
 }  // namespace

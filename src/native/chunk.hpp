@@ -1,94 +1,97 @@
 // Attention of many query positions: each block of rows is opened once for up to MANY queries.
 //
-// Rows with 16 bits or fewer of their own are multiplied as 16-bit floats where the processor can,
-// the others (whole numbers of 8 bits, halves, floats) in single precision. Masks are runs of rows, as in
-// decoding; where a query sees only a part of a block its other scores are set aside.
+// Rows of 16-bit floats are multiplied as such where the processor can (Number is a pair of them),
+// the others in single precision. Masks are runs of rows, as in decoding; where a query sees only
+// a part of a block its other scores are set aside.
 #pragma once
 
 #include <memory>
 
 #include "softmax.hpp"
-#include "tile.hpp"
+#if KVANT_TILES
+#include "matrix.hpp"
+#else
+#include "products.hpp"
+#endif
 
 namespace kvant::KVANT_TARGET {
 
 constexpr int MANY = 128;  // queries, all of them of one key head
+static_assert(MANY % TOGETHER == 0, "what is computed together has room");
 
-struct ChunkScratch {
-    alignas(64) float keys[BLOCK * MAX_DIM], values[BLOCK * MAX_DIM];
-    alignas(64) uint32_t key_pairs[BLOCK * MAX_DIM / 2], value_pairs[BLOCK * MAX_DIM / 2];
-    alignas(64) float q[MANY * MAX_DIM];
-    alignas(64) uint32_t q_pairs[MANY * MAX_DIM / 2], q_rest[MANY * MAX_DIM / 2];
-    alignas(64) float scores[MANY * PITCH];
-    alignas(64) Bfloat weights[MANY * PITCH];
-    alignas(64) float acc[MANY * MAX_DIM];
+template <class Number> struct ChunkScratch {
+    static constexpr int WIDTH = MAX_DIM / EACH<Number>;
+    alignas(64) Number keys[BLOCK * WIDTH], values[BLOCK * WIDTH];
+    alignas(64) Number q[MANY * WIDTH], rest[MANY * WIDTH];
+    alignas(64) float scores[TOGETHER * PITCH];
+    alignas(64) Bfloat weights[TOGETHER * PITCH];
+    alignas(64) float acc[MANY * OUT_PITCH];
     alignas(64) float totals[MANY][16];
     float top[MANY];
     Segments seen[MANY];  // by each position
 };
 
-// Does a side keep what it has as 16-bit floats?
-inline bool in_pairs(const kvant_side &side) {
-    return KVANT_BFLOAT_DOT && !in_quads(side) && side.dtype == KVANT_BF16;
+// Do both sides keep 16-bit floats, of which the processor multiplies pairs?
+inline bool in_pairs(const kvant_request &r) {
+    const bool bytes = in_quads(*r.keys) || in_quads(*r.values);
+    return KVANT_BFLOAT_DOT && r.keys->dtype == KVANT_BF16 && r.values->dtype == KVANT_BF16 &&
+           (KVANT_TILES || !bytes);
 }
 
-#if KVANT_BFLOAT_DOT
-// Lines of 16 lanes, two and two as pairs.
-inline void pair_lines(const float *from, int64_t lines, int64_t width, uint32_t *to) {
-    for (int64_t i = 0; i < lines; i += 2)
-        for (int64_t d = 0; d < width; d += 16)
-            storei(to + i / 2 * width + d,
-                   paired(load(from + i * width + d), load(from + (i + 1) * width + d)));
-}
-#endif
+constexpr uint64_t ALL = ~(uint64_t)0;  // rows of a block, a bit each
 
-// Scores of MQ queries with all rows of a block, or more of them.
-template <int MQ, class Number, class Query>
-inline void tile_scores(const Number *keys, int steps, const Query *q, int64_t pitch, bool more,
-                        float *s) {
-    F acc[MQ][BLOCK / 16];
-    for (int m = 0; m < MQ; m++)
-        for (int t = 0; t < BLOCK / 16; t++)
-            acc[m][t] = more ? load(s + m * PITCH + 16 * t) : zero();
-    for (int d = 0; d < steps; d++)
-        for (int t = 0; t < BLOCK / 16; t++) {
-            const auto k = load_line(keys + 16 * ((int64_t)t * steps + d));
-            for (int m = 0; m < MQ; m++) acc[m][t] = times(acc[m][t], k, q[m * pitch + d]);
-        }
-    for (int m = 0; m < MQ; m++)
-        for (int t = 0; t < BLOCK / 16; t++) store(s + m * PITCH + 16 * t, acc[m][t]);
+// Rows [first, stop), as far as they are in a block.
+inline uint64_t rows_between(int64_t first, int64_t stop) {
+    return first < stop ? ALL >> (BLOCK - (stop - first)) << first : 0;
 }
 
-// acc of MQ queries += weights times NC vectors of channels; `lines` of values, a weight for each.
-template <int MQ, int NC, class Number>
-inline void tile_values(const Number *values, int lines, int64_t dim, const Number *weights,
-                        int64_t pitch, float *acc) {
-    F sum[MQ][NC];
-    for (int m = 0; m < MQ; m++)
-        for (int c = 0; c < NC; c++) sum[m][c] = load(acc + m * MAX_DIM + 16 * c);
-    for (int r = 0; r < lines; r++)
-        for (int c = 0; c < NC; c++) {
-            const auto v = load_line(values + r * dim + 16 * c);
-            for (int m = 0; m < MQ; m++) sum[m][c] = times(sum[m][c], v, weights[m * pitch + r]);
-        }
-    for (int m = 0; m < MQ; m++)
-        for (int c = 0; c < NC; c++) store(acc + m * MAX_DIM + 16 * c, sum[m][c]);
-}
-
-template <int MQ, class Number>
-inline void tile_rows(const Number *values, int lines, int dim, const Number *weights,
-                      int64_t pitch, float *acc) {
-    int d = 0;
-    for (; d + 64 <= dim; d += 64)
-        tile_values<MQ, 4>(values + d, lines, dim, weights, pitch, acc + d);
-    for (; d < dim; d += 16)
-        tile_values<MQ, 1>(values + d, lines, dim, weights, pitch, acc + d);
-}
-
-class Chunk {
+// Of each part, the rows that every query sees.
+class Shared {
 public:
-    Chunk(const kvant_request &r, const SideTables &keys, const SideTables &values, ChunkScratch &s)
-        : r(r), keys(keys), values(values), s(s) {}
+    void begin() {
+        for (Run &run : runs) run = {INT64_MIN, INT64_MAX};
+    }
+
+    void narrow(const Segments &segments) {
+        for (int part = 0; part < PARTS; part++) {
+            Run &run = runs[part];
+            int count = 0;
+            for (int i = 0; i < segments.count; i++) {
+                const Segment &other = segments.list[i];
+                if ((int)other.part != part) continue;
+                run = {std::max(run.first, other.first), std::min(run.stop, other.stop)};
+                count++;
+            }
+            if (count != 1) run.stop = INT64_MIN;  // none, or two with a gap
+        }
+    }
+
+    bool hold(const Span &span) const {
+        const Run &run = runs[(int)span.part];
+        return span.stop - span.first == BLOCK && run.first <= span.begin &&
+               span.begin + BLOCK <= run.stop;
+    }
+
+private:
+    static constexpr int PARTS = 4;
+    struct Run {
+        int64_t first, stop;
+    } runs[PARTS];
+};
+
+template <class Number> class Chunk {
+public:
+    Chunk(const kvant_request &r, const SideTables &keys, const SideTables &values,
+          ChunkScratch<Number> &s)
+        : r(r), keys(keys), values(values), s(s),
+          key_tile{s.keys, 16, padded(r.keys->dim)},
+          value_tile{s.values, padded(r.values->dim), padded(r.values->dim)} {
+        // What is behind the channels is zero for good.
+        std::memset(s.keys, 0, sizeof s.keys);
+        std::memset(s.values, 0, sizeof s.values);
+        std::memset(s.q, 0, sizeof s.q);
+        std::memset(s.rest, 0, sizeof s.rest);
+    }
 
     static int64_t positions(const kvant_request &r) { return std::max<int64_t>(1, MANY / r.group); }
 
@@ -99,158 +102,169 @@ public:
         take_queries();
         const Reads there(r, b);
         Segments all;
-        for (int64_t query = first; query < stop; query++)
+        shared.begin();
+        for (int64_t query = first; query < stop; query++) {
             all.widen(s.seen[query - first] = Segments(r, there, query));
+            shared.narrow(s.seen[query - first]);
+        }
         const Walk walk(r, b, there, all);
-        for (int64_t i = 0; i < walk.total; i++) block(walk.at(i));
+        for (int64_t i = 0; i < walk.total; i++) {
+            const Span now = walk.at(i), next = walk.at(std::min(i + 1, walk.total - 1));
+            block(now, next);
+        }
         for (int m = 0; m < many; m++) give(m);
     }
 
 private:
+    static constexpr bool PAIRED = EACH<Number> == 2;
+
     const kvant_request &r;
     const SideTables &keys, &values;
-    ChunkScratch &s;
+    ChunkScratch<Number> &s;
+    const Tile<Number> key_tile, value_tile;
+    const Products products{};
+    Shared shared;
     int64_t sequence = 0, head = 0, first = 0, stop = 0;
     int many = 0;
-    bool exact = true;  // are the queries 16-bit floats as they came?
+    bool exact = true;  // are the queries numbers of this type as they came?
 
+    static int padded(int64_t dim) { return (int)((dim + GRAIN - 1) / GRAIN * GRAIN); }
     int64_t query_of(int m) const { return first + m / r.group; }
     int64_t head_of(int m) const { return head * r.group + m % r.group; }
 
-    // Two channels of a query as 16-bit floats, and what that leaves over.
-    void halve(const float *q, int64_t at) {
-        s.q_pairs[at] = pair_of(q[0], q[1]);
-        const float a = q[0] - float_of(s.q_pairs[at] << 16);
-        const float b = q[1] - float_of(s.q_pairs[at] & 0xffff0000u);
-        s.q_rest[at] = pair_of(a, b);
-        exact = exact && a == 0.0f && b == 0.0f;
-    }
-
     void take_queries() {
-        const int64_t dim = r.keys->dim;
+        const int64_t width = key_tile.width / EACH<Number>;
         exact = true;
         for (int m = 0; m < many; m++) {
-            float *q = s.q + m * dim;
+            alignas(64) float q[MAX_DIM];
             read_query(r, sequence, head_of(m), query_of(m), q);
-            for (int64_t d = 0; d < dim; d += 2)
-                halve(q + d, (m * dim + d) / 2);
+            put_query(q, s.q + m * width, s.rest + m * width);
             s.top[m] = NOTHING;
             store(s.totals[m], zero());
-            for (int d = 0; d < r.values->dim; d += 16) store(s.acc + m * MAX_DIM + d, zero());
+            for (int d = 0; d < value_tile.width; d += 16) store(s.acc + m * OUT_PITCH + d, zero());
         }
     }
 
-    void block(const Span &span) {
-        open(span);
-        score();
-        bool hidden[MANY];
-        for (int m = 0; m < many; m++) {
-            float *at = s.scores + m * PITCH;
-            cap(at, (float)r.scale, (float)r.softcap);
-            hidden[m] = hide(span, m, at);
-            soften(s.top[m], s.totals[m], at, in_pairs(*r.values) ? s.weights + m * PITCH : nullptr,
-                   [&](float by) { fade(m, by); });
+    void put_query(const float *q, float *to, float *) {
+        for (int d = 0; d < r.keys->dim; d += 16) store(to + d, load(q + d));
+    }
+
+    // As 16-bit floats, and what that leaves over.
+    void put_query(const float *q, uint32_t *to, uint32_t *rest) {
+        F odd = zero();
+        for (int d = 0; d < r.keys->dim; d += 16) {
+            const F x = load(q + d), over = sub(x, rounded(x));
+            store((Bfloat *)to + d, x);
+            store((Bfloat *)rest + d, over);
+            odd = max(odd, abs(over));
         }
-        if (odd_values())
-            for (int m = 0; m < many; m++) hidden[m] ? weigh_seen(m) : weigh(m, 1);
+        exact = exact && !any_above(odd, 0.0f);
+    }
+
+    void block(const Span &span, const Span &next) {
+        open(span, next);
+        const bool all = shared.hold(span), odd = !all && odd_values();
+        for (int m = 0; m < many; m += TOGETHER)
+            together(span, m, std::min(TOGETHER, many - m), all, odd);
+    }
+
+    // The queries [first, first + count), which see all rows or not.
+    void together(const Span &span, int first, int count, bool all, bool odd) {
+        const int64_t width = key_tile.width / EACH<Number>;
+        products.scores(key_tile, s.q + first * width, false, count, s.scores);
+        if (!exact) products.scores(key_tile, s.rest + first * width, true, count, s.scores);
+        uint64_t seen[TOGETHER];
+        for (int i = 0; i < count; i++) {
+            seen[i] = all ? ALL : seen_rows(span, s.seen[(first + i) / r.group]);
+            soften_one(first + i, seen[i], s.scores + i * PITCH, s.weights + i * PITCH);
+        }
+        float *acc = s.acc + first * OUT_PITCH;
+        if (!odd) return products.sums(value_tile, weights_of(0), count, acc);
+        for (int i = 0; i < count; i++) weigh(weights_of(i), seen[i], acc + i * OUT_PITCH);
+    }
+
+    const Number *weights_of(int i) const {
+        if constexpr (PAIRED) return (const uint32_t *)s.weights + i * (PITCH / 2);
+        else return s.scores + i * PITCH;
+    }
+
+    // What each of its scores weighs for query m.
+    void soften_one(int m, uint64_t seen, float *at, Bfloat *weights) {
+        float scale = (float)r.scale;
+        const auto fade = [&](float by) { this->fade(m, by); };
+        if (!PAIRED || seen != ALL || r.softcap != 0.0) cap(at, scale, (float)r.softcap), scale = 1.0f;
+        for (int i = 0; seen != ALL && i < BLOCK; i++)
+            if (!(seen >> i & 1)) at[i] = NOTHING;
+        if constexpr (PAIRED)
+            soften_pairs(s.top[m], s.totals[m], at, scale, (uint32_t *)weights, fade);
         else
-            weigh(0, many);
+            soften(s.top[m], s.totals[m], at, nullptr, fade);
     }
 
     // Rows of a page from its first on, whatever is seen of them.
-    void open(Span span) {
+    void open(Span span, const Span &next) {
         span.first = 0;
         if (span.part == Part::sealed) span.stop = BLOCK;
-        if (is_coded(*r.keys, span))
-            open_sealed<true>(sealed_block(*r.keys, span, head), keys, s.keys);
-        else
-            open_dense<true>(row_block({*r.keys, r.own_keys}, span, sequence, head), r.keys->dtype,
-                             (int)r.keys->dim, s.keys);
-        if (is_coded(*r.values, span))
-            open_sealed<false>(sealed_block(*r.values, span, head), values, s.values);
-        else
-            open_dense<false>(row_block({*r.values, r.own_values}, span, sequence, head), r.values->dtype,
-                              (int)r.values->dim, s.values);
-#if KVANT_BFLOAT_DOT
-        if (in_pairs(*r.keys)) pair_lines(s.keys, BLOCK / 16 * r.keys->dim, 16, s.key_pairs);
-        if (in_pairs(*r.values)) pair_lines(s.values, BLOCK, r.values->dim, s.value_pairs);
-#endif
+        open_side<true>({*r.keys, r.own_keys}, span, next, keys, key_tile);
+        open_side<false>({*r.values, r.own_values}, span, next, values, value_tile);
     }
 
-    void score() {
-        const int dim = (int)r.keys->dim;
-        by_four(many, [&](auto n, int m) {
-            constexpr int MQ = decltype(n)::value;
-            float *at = s.scores + m * PITCH;
-#if KVANT_BFLOAT_DOT
-            if (in_pairs(*r.keys)) {
-                const int half = dim / 2;
-                tile_scores<MQ>(s.key_pairs, half, s.q_pairs + m * half, half, false, at);
-                if (!exact)
-                    tile_scores<MQ>(s.key_pairs, half, s.q_rest + m * half, half, true, at);
-                return;
-            }
-#endif
-            tile_scores<MQ>(s.keys, dim, s.q + m * dim, dim, false, at);
-        });
+    template <bool KEYS>
+    void open_side(const Source &from, const Span &span, const Span &next, const SideTables &tables,
+                   const Tile<Number> &tile) const {
+        const Ahead ahead = kvant::KVANT_TARGET::ahead(from, next, sequence, head);
+        if (is_coded(from.side, span)) {
+            SealedBlock block = sealed_block(from.side, span, head);
+            block.ahead = ahead;
+            open_sealed<KEYS>(block, tables, tile);
+        } else {
+            RowBlock block = row_block(from, span, sequence, head);
+            block.ahead = ahead;
+            open_dense<KEYS>(block, from.side.dtype, (int)from.side.dim, tile);
+        }
     }
 
-    // Scores of rows that query m does not see are set to nothing; are there any?
-    bool hide(const Span &span, int m, float *at) const {
-        bool seen[BLOCK] = {};
-        const Segments &segments = s.seen[m / r.group];
-        const int64_t begin = span.begin;
-        int count = 0;
+    // The rows of a block that a query sees.
+    static uint64_t seen_rows(const Span &span, const Segments &segments) {
+        uint64_t seen = 0;
         for (int i = 0; i < segments.count; i++) {
             const Segment &run = segments.list[i];
-            if (run.part != span.part) continue;
             // There may be two runs of one part in reach: only this span's rows are in the block.
-            const int64_t a = std::max<int64_t>(run.first - begin, span.first);
-            const int64_t z = std::min<int64_t>(run.stop - begin, span.stop);
-            for (int64_t row = a; row < z; row++) seen[row] = true, count++;
+            if (run.part == span.part)
+                seen |= rows_between(std::max<int64_t>(run.first - span.begin, span.first),
+                                     std::min<int64_t>(run.stop - span.begin, span.stop));
         }
-        if (count == BLOCK) return false;
-        for (int i = 0; i < BLOCK; i++)
-            if (!seen[i]) at[i] = NOTHING;
-        return true;
+        return seen;
     }
 
     void fade(int m, float by) {
-        for (int d = 0; d < r.values->dim; d += 16) {
-            float *at = s.acc + m * MAX_DIM + d;
+        for (int d = 0; d < value_tile.width; d += 16) {
+            float *at = s.acc + m * OUT_PITCH + d;
             store(at, mul(load(at), set1(by)));
         }
     }
 
     bool odd_values() const {
-        F x = zero();
-        for (int i = 0; i < BLOCK * r.values->dim; i += 16)
-            x = fma(load(s.values + i), zero(), x);
-        return sum(x) != 0.0f;  // NaN
+        F x = zero(), y = zero();
+        for (int64_t i = 0; i < BLOCK / EACH<Number> * value_tile.pitch; i += 32) {
+            x = times(x, load_line(s.values + i), Number());
+            y = times(y, load_line(s.values + i + 16), Number());
+        }
+        return sum(add(x, y)) != 0.0f;  // NaN
     }
 
-    void weigh(int from, int count) {
-        const int dim = (int)r.values->dim;
-        by_four(count, [&](auto n, int i) {
-            constexpr int MQ = decltype(n)::value;
-            const int m = from + i;
-            float *acc = s.acc + m * MAX_DIM;
-#if KVANT_BFLOAT_DOT
-            if (in_pairs(*r.values))
-                return tile_rows<MQ>(s.value_pairs, BLOCK / 2, dim,
-                                     (const uint32_t *)(s.weights + m * PITCH), PITCH / 2, acc);
-#endif
-            tile_rows<MQ>(s.values, BLOCK, dim, s.scores + m * PITCH, PITCH, acc);
-        });
+    static float one_of(float x, int) { return x; }
+    static float one_of(uint32_t pair, int i) {
+        return float_of(i % 2 ? pair & 0xffff0000u : pair << 16);
     }
 
-    // Zero times NaN is NaN: what is not seen is left out, row by row.
-    void weigh_seen(int m) {
+    // Zero times NaN is NaN: where something is not seen, what has no weight is left out, row by row.
+    void weigh(const Number *w, uint64_t seen, float *acc) const {
         for (int i = 0; i < BLOCK; i++) {
-            const float w = s.scores[m * PITCH + i];
-            if (w == 0.0f) continue;
-            for (int64_t d = 0; d < r.values->dim; d++)
-                s.acc[m * MAX_DIM + d] += w * s.values[i * r.values->dim + d];
+            const float by = one_of(w[i / EACH<Number>], i);
+            if (seen != ALL && by == 0.0f) continue;
+            const Number *row = s.values + i / EACH<Number> * value_tile.pitch;
+            for (int64_t d = 0; d < r.values->dim; d++) acc[d] += by * one_of(row[d], i);
         }
     }
 
@@ -266,7 +280,7 @@ private:
             total = total * by + std::exp(sink - finite);
         }
         by = total == 0.0f ? 0.0f : by / total;
-        float *out = s.acc + m * MAX_DIM;
+        float *out = s.acc + m * OUT_PITCH;
         for (int64_t d = 0; d < dim; d++) out[d] *= by;
         write_out(r, row, out);
         if (r.lse) r.lse[row] = top + std::log(total);

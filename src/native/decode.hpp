@@ -80,12 +80,7 @@ private:
     Source value_rows() const { return {*r.values, r.own_values}; }
 
     Ahead ahead(const Source &from, const HeadBlock &next) const {
-        if (is_coded(from.side, next.span)) {
-            const SealedBlock block = sealed_block(from.side, next.span, next.head);
-            return {(const char *)block.codes, (const char *)block.codes + BLOCK * block.width};
-        }
-        const RowBlock block = row_block(from, next.span, sequence, next.head);
-        return {block.data, block.data + block.count * block.stride};
+        return kvant::KVANT_TARGET::ahead(from, next.span, sequence, next.head);
     }
 
     // `next` is null behind the last block.

@@ -21,6 +21,9 @@ struct Kernels {
     void (*rotate)(const kvant_rotate_request &);
 };
 
+namespace amx {
+void attend(const kvant_request &);  // the rest is that of avx512
+}
 namespace avx512 {
 extern const Kernels KERNELS;
 }

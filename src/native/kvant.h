@@ -170,8 +170,8 @@ typedef struct {
 
 KVANT_EXPORT int kvant_abi(void);
 
-/* "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names (null
- * where it names none that this processor has). */
+/* "amx", "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names
+ * (null where it names none that this processor has). */
 KVANT_EXPORT const char *kvant_isa(void);
 
 /* Run parallel parts on the threads of a host's OpenMP, given its GOMP_parallel, instead of on

@@ -2,6 +2,12 @@
 #include <cstdlib>
 #include <cstring>
 
+#if KVANT_HAS_amx
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "checks.hpp"
 #include "kernels.hpp"
 #include "store.hpp"
@@ -10,6 +16,17 @@ namespace {
 
 using kvant::Kernels;
 
+#if KVANT_HAS_amx
+// Has the processor tiles of 16-bit floats, and does the system let this process use them?
+bool has_tiles() {
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24;
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILE)) return false;
+    constexpr long PERMIT = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, PERMIT, TILE_DATA) == 0;
+}
+#endif
+
 const Kernels *best() {
     const char *wish = std::getenv("KVANT_ISA");
     const auto fits = [&](const char *name) { return !wish || !*wish || !std::strcmp(wish, name); };
@@ -17,6 +34,11 @@ const Kernels *best() {
     const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+#if KVANT_HAS_amx
+    static const Kernels tiles = {"amx", kvant::amx::attend, kvant::avx512::KERNELS.seal_page,
+                                  kvant::avx512::KERNELS.rotate};
+    if (wide && fits("amx") && has_tiles()) return &tiles;
+#endif
     if (wide && fits("avx512")) return &kvant::avx512::KERNELS;
 #endif
 #if KVANT_HAS_avx2

@@ -7,19 +7,23 @@ namespace kvant::KVANT_TARGET {
 
 constexpr float NOTHING = -__builtin_inff();
 
-// Scores [BLOCK] of one query become weights, rounded to 16 bits where `rows` takes them. Where
-// they pass the largest score so far, fade(factor) is told what all sums before are worth now.
+constexpr float LOG2E = 1.44269504f;
+constexpr uint32_t ONES = 0x3f803f80;  // a pair of 16-bit floats
+
+// A larger score than all before: fade(factor) is told what all sums so far are worth now.
+template <class Fade> inline void rise(float &top, float *totals, float now, Fade fade) {
+    const float by = top == NOTHING ? 0.0f : std::exp(top - now);
+    if (top != NOTHING) fade(by);
+    store(totals, mul(load(totals), set1(by)));
+    top = now;
+}
+
+// Scores [BLOCK] of one query become weights, rounded to 16 bits where `rows` takes them.
 template <class Fade>
 inline void soften(float &top, float *totals, float *s, Bfloat *rows, Fade fade) {
     F x[BLOCK / 16], most = load(s);
     for (int t = 0; t < BLOCK / 16; t++) most = max(most, x[t] = load(s + 16 * t));
-    if (any_above(most, top)) {  // seldom, once some blocks were seen
-        const float now = largest(most);
-        const float by = top == NOTHING ? 0.0f : std::exp(top - now);
-        if (top != NOTHING) fade(by);
-        store(totals, mul(load(totals), set1(by)));
-        top = now;
-    }
+    if (any_above(most, top)) rise(top, totals, largest(most), fade);  // seldom, after some blocks
     const float finite = top == NOTHING ? 0.0f : top;
     F all = load(totals);
     for (int t = 0; t < BLOCK / 16; t++) {
@@ -30,6 +34,28 @@ inline void soften(float &top, float *totals, float *s, Bfloat *rows, Fade fade)
     }
     store(totals, all);
 }
+
+#if KVANT_BFLOAT_DOT
+// The same where the weights are wanted in 16 bits alone: of scores times `scale`.
+template <class Fade>
+inline void soften_pairs(float &top, float *totals, const float *s, float scale, uint32_t *weights,
+                         Fade fade) {
+    F x[BLOCK / 16];
+    for (int t = 0; t < BLOCK / 16; t++) x[t] = mul(load(s + 16 * t), set1(scale));
+    const F most = max(max(x[0], x[1]), max(x[2], x[3]));
+    if (any_above(most, top)) rise(top, totals, largest(most), fade);
+    const F none = set1(top == NOTHING ? 0.0f : -LOG2E * top);
+    F all = load(totals);
+    for (int t = 0; t < BLOCK / 16; t += 2) {
+        const F a = exp2_short(fma(x[t], set1(LOG2E), none));
+        const F b = exp2_short(fma(x[t + 1], set1(LOG2E), none));
+        const Pairs both = narrowed(a, b);
+        storei(weights + 8 * t, (I)both);
+        all = dot2(all, both, ONES);
+    }
+    store(totals, all);
+}
+#endif
 
 inline void cap(float *s, float scale, float softcap) {
     for (int i = 0; i < BLOCK; i += 16) store(s + i, mul(load(s + i), set1(scale)));

@@ -1,33 +1,89 @@
 // One block of rows as plain numbers, for many queries at a time: opened once, then read from the
-// second cache. Keys lie [16 rows][channel][lane = row], values [row][lane = channel].
+// first or second cache. Lines of 16 lanes: of keys a channel of 16 rows, of values 16 channels of a row.
+//
+// Numbers are floats, or two neighbouring lines as pairs of 16-bit floats: so channels of keys lie
+// two by two in a lane, and rows of values.
 #pragma once
 
 #include "walk.hpp"
 
 namespace kvant::KVANT_TARGET {
 
-// Channels of 16 key rows: lane i of x[d] is channel d of row i.
-inline void put_keys(const F *rows, float *tile) {
+// Lines that one line of numbers holds.
+template <class Number> constexpr int EACH = sizeof(Number) / sizeof(float);
+template <> constexpr int EACH<uint32_t> = 2;
+
+// Four neighbouring lines, of which the first has an even number.
+inline void put_lines(float *at, int64_t pitch, F a, F b, F c, F d) {
+    store(at, a), store(at + pitch, b), store(at + 2 * pitch, c), store(at + 3 * pitch, d);
+}
+#if KVANT_BFLOAT_DOT
+inline void put_lines(uint32_t *at, int64_t pitch, F a, F b, F c, F d) {
+    storei(at, paired(a, b)), storei(at + pitch, paired(c, d));
+}
+#endif
+
+// Where opened rows go. Channels behind the last one up to `width` stay as they are.
+template <class Number> struct Tile {
+    Number *to;
+    int64_t pitch;  // numbers from one line to the next: 16 for keys
+    int width;
+
+    // Of values, from some channel on.
+    void put(int64_t line, int channel, F a, F b, F c, F d) const {
+        put_lines(to + line / EACH<Number> * pitch + channel, pitch, a, b, c, d);
+    }
+};
+
+// Sixteen channels of sixteen key rows become lines.
+inline void put_keys(const F *rows, float *to) {
     alignas(64) float turned[16][16];
     for (int r = 0; r < 16; r++) store(turned[r], rows[r]);
     for (int d = 0; d < 16; d++)
-        for (int r = 0; r < 16; r++) tile[16 * d + r] = turned[r][d];
+        for (int r = 0; r < 16; r++) to[16 * d + r] = turned[r][d];
 }
 
-template <class T> void open_dense_keys(const RowBlock &rows, int dim, float *tile) {
+template <class T> void open_dense_keys(const RowBlock &rows, int dim, const Tile<float> &tile) {
     for (int t = 0; t < BLOCK; t += 16)
         for (int d = 0; d < dim; d += 16) {
             F x[16];
             for (int r = 0; r < 16; r++) x[r] = load((const T *)rows.at(t + r) + d);
-            put_keys(x, tile + t * dim + 16 * d);
+            put_keys(x, tile.to + t * tile.width + 16 * d);
         }
 }
 
-template <class T> void open_dense_values(const RowBlock &rows, int dim, float *tile) {
+template <class T> void open_dense_values(const RowBlock &rows, int dim, const Tile<float> &tile) {
     for (int r = 0; r < BLOCK; r++)
         for (int d = 0; d < dim; d += 16)
-            store(tile + r * dim + d, load((const T *)rows.at(r) + d));
+            store(tile.to + r * tile.pitch + d, load((const T *)rows.at(r) + d));
 }
+
+#if KVANT_BFLOAT_DOT
+inline void pair_dense_keys(const RowBlock &rows, int dim, const Tile<uint32_t> &tile) {
+    for (int t = 0; t < BLOCK; t += 16)
+        for (int d = 0; d < dim; d += 32) {
+            I x[16];
+            const int pairs = dim - d < 32 ? 8 : 16;
+            rows.ahead.fetch_next<16 * LINE>();
+            for (int r = 0; r < 16; r++) {
+                const char *row = rows.at(t + r) + 2 * d;
+                x[r] = pairs == 8 ? repeated<8>(row) : loadi(row);
+            }
+            turn(x);
+            for (int i = 0; i < pairs; i++) storei(tile.to + t * tile.width / 2 + 8 * d + 16 * i, x[i]);
+        }
+}
+
+inline void pair_dense_values(const RowBlock &rows, int dim, const Tile<uint32_t> &tile) {
+    for (int r = 0; r < BLOCK; r += 2) {
+        const Bfloat *a = (const Bfloat *)rows.at(r), *b = (const Bfloat *)rows.at(r + 1);
+        for (int d = 0; d < dim; d += 16) {
+            rows.ahead.fetch_next<LINE>();
+            storei(tile.to + r / 2 * tile.pitch + d, paired(a + d, b + d));
+        }
+    }
+}
+#endif
 
 // Scale and bias of the group of each channel, for 16 rows; the bias of the lowest code, or of the
 // middle level.
@@ -38,124 +94,141 @@ struct Line {
         scale = load(block.scale + at);
         bias = block.bias ? fma(scale, set1(middle), load(block.bias + at)) : zero();
     }
+    F value(F x) const { return fma(x, scale, bias); }
 };
 
-template <int BITS, int SPAN, int H, int Q>
+template <int BITS, int SPAN, int H, int Q, class Number>
 inline void open_key_quad(const uint8_t *low, const uint8_t *high, const Levels<BITS> &levels,
-                          const Line &line, float *tile) {
-    F even, odd;
-    unpaired(levels.at(key_codes<BITS, SPAN, H, Q, 0>(low, high)), even, odd);
-    store(tile + 64 * Q, fma(even, line.scale, line.bias));
-    store(tile + 64 * Q + 32, fma(odd, line.scale, line.bias));
-    unpaired(levels.at(key_codes<BITS, SPAN, H, Q, 8>(low, high)), even, odd);
-    store(tile + 64 * Q + 16, fma(even, line.scale, line.bias));
-    store(tile + 64 * Q + 48, fma(odd, line.scale, line.bias));
+                          const Line &line, int64_t at, const Tile<Number> &tile) {
+    F a, b, c, d;
+    unpaired(levels.at(key_codes<BITS, SPAN, H, Q, 0>(low, high)), a, c);
+    unpaired(levels.at(key_codes<BITS, SPAN, H, Q, 8>(low, high)), b, d);
+    tile.put(at + 4 * Q, 0, line.value(a), line.value(b), line.value(c), line.value(d));
 }
 
-template <int BITS, int SPAN, int H>
+template <int BITS, int SPAN, int H, class Number>
 inline void open_key_span(const uint8_t *low, const uint8_t *high, const Levels<BITS> &levels,
-                          const Line &line, float *tile) {
-    open_key_quad<BITS, SPAN, H, 0>(low, high, levels, line, tile);
-    open_key_quad<BITS, SPAN, H, 1>(low, high, levels, line, tile);
-    open_key_quad<BITS, SPAN, H, 2>(low, high, levels, line, tile);
-    open_key_quad<BITS, SPAN, H, 3>(low, high, levels, line, tile);
+                          const Line &line, int64_t at, const Tile<Number> &tile) {
+    open_key_quad<BITS, SPAN, H, 0>(low, high, levels, line, at, tile);
+    open_key_quad<BITS, SPAN, H, 1>(low, high, levels, line, at, tile);
+    open_key_quad<BITS, SPAN, H, 2>(low, high, levels, line, at, tile);
+    open_key_quad<BITS, SPAN, H, 3>(low, high, levels, line, at, tile);
 }
 
-template <int BITS, int SPAN>
-void open_keys(const SealedBlock &block, const Levels<BITS> &levels, float middle, float *tile) {
+template <int BITS, int SPAN, class Number>
+void open_keys(const SealedBlock &block, const Levels<BITS> &levels, float middle,
+               const Tile<Number> &tile) {
     using P = Planes<BITS>;
     const int low_size = block.dim * P::LOW / 8;
     for (int t = 0; t < BLOCK / 16; t++) {
         const uint8_t *low = block.codes + t * 16 * block.width, *high = low + 16 * low_size;
-        for (int d = 0; d < block.dim; d += 16) {
-            const Line line(block, t, d / block.group, middle);
-            const uint8_t *a = low + d / SPAN * (SPAN * P::LOW * 2);
-            const uint8_t *b = high + d / SPAN * (SPAN * P::HIGH * 2);
-            float *to = tile + 16 * (t * block.dim + d);
-            if (SPAN == 16 || d % SPAN == 0)
-                open_key_span<BITS, SPAN, 0>(a, b, levels, line, to);
-            else
-                open_key_span<BITS, SPAN, SPAN == 32>(a, b, levels, line, to);
+        for (int u = 0; u < block.groups; u++) {
+            const Line line(block, t, u, middle);
+            const int stop = std::min(block.dim, (u + 1) * block.group);
+            for (int d = u * block.group; d < stop; d += 16) {
+                const uint8_t *a = low + d / SPAN * (SPAN * P::LOW * 2);
+                const uint8_t *b = high + d / SPAN * (SPAN * P::HIGH * 2);
+                const int64_t at = t * tile.width + d;
+                block.ahead.fetch_next<32 * BITS>();
+                if (SPAN == 16 || d % SPAN == 0)
+                    open_key_span<BITS, SPAN, 0>(a, b, levels, line, at, tile);
+                else
+                    open_key_span<BITS, SPAN, SPAN == 32>(a, b, levels, line, at, tile);
+            }
         }
     }
 }
 
 template <int N> inline F byte_of(I x) { return to_float(left_cleared(right<8 * N>(x))); }
 
-inline void open_byte_keys(const SealedBlock &block, float *tile) {
+template <class Number> void open_byte_keys(const SealedBlock &block, const Tile<Number> &tile) {
     for (int t = 0; t < BLOCK / 16; t++)
-        for (int d = 0; d < block.dim; d += 4) {
-            const Line line(block, t, d / block.group, 0.0f);
-            const I x = loadi(block.codes + 16 * (t * block.width + d));
-            float *to = tile + 16 * (t * block.dim + d);
-            store(to, fma(byte_of<0>(x), line.scale, line.bias));
-            store(to + 16, fma(byte_of<1>(x), line.scale, line.bias));
-            store(to + 32, fma(byte_of<2>(x), line.scale, line.bias));
-            store(to + 48, fma(byte_of<3>(x), line.scale, line.bias));
+        for (int u = 0; u < block.groups; u++) {
+            const Line line(block, t, u, 0.0f);
+            const int stop = std::min(block.dim, (u + 1) * block.group);
+            for (int d = u * block.group; d < stop; d += 4) {
+                const I x = loadi(block.codes + 16 * (t * block.width + d));
+                block.ahead.fetch_next<LINE>();
+                tile.put(t * tile.width + d, 0, line.value(byte_of<0>(x)),
+                         line.value(byte_of<1>(x)), line.value(byte_of<2>(x)),
+                         line.value(byte_of<3>(x)));
+            }
         }
 }
 
-// Scales and biases of one group of channels, row by row.
-struct Column {
-    alignas(64) float scale[BLOCK], bias[BLOCK];
-    Column(const SealedBlock &block, int u, float middle) {
-        for (int t = 0; t < BLOCK / 16; t++) {
-            const Line line(block, t, u, middle);
-            store(scale + 16 * t, line.scale);
-            store(bias + 16 * t, line.bias);
-        }
+// Scales and biases of all groups of channels, row by row.
+struct Columns {
+    alignas(64) float scale[MAX_GROUPS][BLOCK], bias[MAX_GROUPS][BLOCK];
+    Columns(const SealedBlock &block, float middle) {
+        for (int u = 0; u < block.groups; u++)
+            for (int t = 0; t < BLOCK / 16; t++) {
+                const Line line(block, t, u, middle);
+                store(scale[u] + 16 * t, line.scale);
+                store(bias[u] + 16 * t, line.bias);
+            }
     }
-    void put(F x, int row, float *to) const { store(to, fma(x, set1(scale[row]), set1(bias[row]))); }
+    F value(F x, int u, int row) const {
+        return fma(x, set1(scale[u][row]), set1(bias[u][row]));
+    }
+
+    // Sixteen channels of group u of four rows from one on.
+    template <class Number>
+    void put(F a, F b, F c, F d, int u, int row, int channel, const Tile<Number> &tile) const {
+        tile.put(row, channel, value(a, u, row), value(b, u, row + 1), value(c, u, row + 2),
+                 value(d, u, row + 3));
+    }
 };
 
-template <int BITS, int SPAN, int HALF>
-void open_value_part(const SealedBlock &block, const Levels<BITS> &levels, const Column &column,
-                     int d, float *tile) {
+// Sixteen channels of four rows.
+template <int BITS, int SPAN, int HALF, class Number>
+inline void open_value_part(const SealedBlock &block, const Levels<BITS> &levels,
+                            const Columns &columns, int u, int row, int d,
+                            const Tile<Number> &tile) {
     using P = Planes<BITS>;
     const int low = d / SPAN * (SPAN * P::LOW / 8);
     const int high = block.dim * P::LOW / 8 + d / SPAN * (SPAN * P::HIGH / 8);
-    for (int r = 0; r < BLOCK; r += 4) {
-        Pairs a, b;
-        F even, odd;
-        value_codes<BITS, SPAN, HALF>(block.codes + r * block.width, low, high, levels, a, b);
-        float *to = tile + r * block.dim + d;
-        unpaired(a, even, odd);
-        column.put(even, r, to), column.put(odd, r + 2, to + 2 * block.dim);
-        unpaired(b, even, odd);
-        column.put(even, r + 1, to + block.dim), column.put(odd, r + 3, to + 3 * block.dim);
-    }
+    Pairs even, odd;
+    F x[4];
+    value_codes<BITS, SPAN, HALF>(block.codes + row * block.width, low, high, levels, even, odd);
+    unpaired(even, x[0], x[2]);
+    unpaired(odd, x[1], x[3]);
+    columns.put(x[0], x[1], x[2], x[3], u, row, d, tile);
 }
 
-template <int BITS, int SPAN>
-void open_values(const SealedBlock &block, const Levels<BITS> &levels, float middle, float *tile) {
-    for (int u = 0; u < block.groups; u++) {
-        const Column column(block, u, middle);
-        for (int d = u * block.group; d < block.dim && d < (u + 1) * block.group; d += 16)
-            if (SPAN == 16 || d % SPAN == 0)
-                open_value_part<BITS, SPAN, 0>(block, levels, column, d, tile);
-            else
-                open_value_part<BITS, SPAN, SPAN == 32>(block, levels, column, d, tile);
-    }
+// f(u, row, channel) for sixteen channels of four rows, in the order of memory.
+template <class Fn> inline void by_four_rows(const SealedBlock &block, Fn f) {
+    for (int row = 0; row < BLOCK; row += 4)
+        for (int u = 0; u < block.groups; u++) {
+            const int stop = std::min(block.dim, (u + 1) * block.group);
+            for (int d = u * block.group; d < stop; d += 16) f(u, row, d);
+        }
 }
 
-inline void open_byte_values(const SealedBlock &block, float *tile) {
-    for (int u = 0; u < block.groups; u++) {
-        const Column column(block, u, 0.0f);
-        for (int d = u * block.group; d < block.dim && d < (u + 1) * block.group; d += 16)
-            for (int r = 0; r < BLOCK; r += 4) {
-                const I x = loadi(block.codes + r * block.width + 4 * d);
-                float *to = tile + r * block.dim + d;
-                column.put(byte_of<0>(x), r, to);
-                column.put(byte_of<1>(x), r + 1, to + block.dim);
-                column.put(byte_of<2>(x), r + 2, to + 2 * block.dim);
-                column.put(byte_of<3>(x), r + 3, to + 3 * block.dim);
-            }
-    }
+template <int BITS, int SPAN, class Number>
+void open_values(const SealedBlock &block, const Levels<BITS> &levels, float middle,
+                 const Tile<Number> &tile) {
+    const Columns columns(block, middle);
+    by_four_rows(block, [&](int u, int row, int d) {
+        block.ahead.fetch_next<8 * BITS>();
+        if (SPAN == 16 || d % SPAN == 0)
+            open_value_part<BITS, SPAN, 0>(block, levels, columns, u, row, d, tile);
+        else
+            open_value_part<BITS, SPAN, SPAN == 32>(block, levels, columns, u, row, d, tile);
+    });
 }
 
-template <bool KEYS, int BITS>
+template <class Number> void open_byte_values(const SealedBlock &block, const Tile<Number> &tile) {
+    const Columns columns(block, 0.0f);
+    by_four_rows(block, [&](int u, int row, int d) {
+        const I x = loadi(block.codes + row * block.width + 4 * d);
+        block.ahead.fetch_next<LINE>();
+        columns.put(byte_of<0>(x), byte_of<1>(x), byte_of<2>(x), byte_of<3>(x), u, row, d, tile);
+    });
+}
+
+template <bool KEYS, int BITS, class Number>
 void open_codes(const SealedBlock &block, const SideTables &side, const Levels<BITS> &levels,
-                float *tile) {
+                const Tile<Number> &tile) {
     const float middle = side.list.middle;
     if constexpr (BITS == 8) {
         KEYS ? open_keys<8, 16>(block, levels, middle, tile)
@@ -173,8 +246,8 @@ void open_codes(const SealedBlock &block, const SideTables &side, const Levels<B
     }
 }
 
-template <bool KEYS>
-void open_sealed(const SealedBlock &block, const SideTables &side, float *tile) {
+template <bool KEYS, class Number>
+void open_sealed(const SealedBlock &block, const SideTables &side, const Tile<Number> &tile) {
     const Tables &t = side.tables;
     if (side.quads) return KEYS ? open_byte_keys(block, tile) : open_byte_values(block, tile);
     switch (side.bits) {
@@ -187,15 +260,22 @@ void open_sealed(const SealedBlock &block, const SideTables &side, float *tile) 
     }
 }
 
-template <bool KEYS, class T> void open_rows(const RowBlock &rows, int dim, float *tile) {
+template <bool KEYS, class T> void open_rows(const RowBlock &rows, int dim, const Tile<float> &tile) {
     KEYS ? open_dense_keys<T>(rows, dim, tile) : open_dense_values<T>(rows, dim, tile);
 }
 
 template <bool KEYS>
-void open_dense(const RowBlock &rows, int64_t dtype, int dim, float *tile) {
+void open_dense(const RowBlock &rows, int64_t dtype, int dim, const Tile<float> &tile) {
     if (dtype == KVANT_F32) open_rows<KEYS, float>(rows, dim, tile);
     if (dtype == KVANT_F16) open_rows<KEYS, Half>(rows, dim, tile);
     if (dtype == KVANT_BF16) open_rows<KEYS, Bfloat>(rows, dim, tile);
 }
+
+#if KVANT_BFLOAT_DOT
+template <bool KEYS>
+void open_dense(const RowBlock &rows, int64_t, int dim, const Tile<uint32_t> &tile) {
+    KEYS ? pair_dense_keys(rows, dim, tile) : pair_dense_values(rows, dim, tile);
+}
+#endif
 
 }  // namespace kvant::KVANT_TARGET

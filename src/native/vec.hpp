@@ -11,3 +11,8 @@
 #include "vec_plain.hpp"
 #define KVANT_BFLOAT_DOT 0
 #endif
+
+// Are matrices of 16-bit floats multiplied on the processor's tiles?
+#ifndef KVANT_TILES
+#define KVANT_TILES 0
+#endif

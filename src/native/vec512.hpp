@@ -108,8 +108,23 @@ inline F exp(F x) {
     return _mm512_mask_mov_ps(_mm512_scalef_ps(p, n), tiny, zero());
 }
 
+// 2 to the power of what is far below one, or about zero, for results of 16 bits: within 3e-6.
+inline F exp2_short(F x) {
+    x = max(set1(-160.0f), x);
+    const F n = _mm512_roundscale_ps(x, 0), f = sub(x, n);
+    F p = set1(9.570101877e-3f);
+    p = fma(p, f, set1(5.591786178e-2f));
+    p = fma(p, f, set1(2.402474484e-1f));
+    p = fma(p, f, set1(6.931218146e-1f));
+    p = fma(p, f, set1(9.999992614e-1f));
+    return _mm512_scalef_ps(p, n);
+}
+
 // Two values a lane, for dot2.
 using Pairs = __m512bh;
+
+// The 32 lanes of a and b, one after the other.
+inline Pairs narrowed(F a, F b) { return _mm512_cvtne2ps_pbh(b, a); }
 
 inline Pairs load_pairs(const void *p) { return (Pairs)loadi(p); }
 inline F dot2(F acc, Pairs x, uint32_t pair) {
@@ -136,8 +151,14 @@ inline void unpaired(Pairs x, F &even, F &odd) {
     odd = _mm512_castsi512_ps(_mm512_and_si512((I)x, _mm512_set1_epi32((int32_t)0xffff0000u)));
 }
 inline I paired(F even, F odd) {
-    const I low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(even));
-    const I high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(odd));
+    alignas(64) static constexpr uint16_t order[32] = {
+        0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return _mm512_permutexvar_epi16(loadi(order), (I)_mm512_cvtne2ps_pbh(odd, even));
+}
+inline I paired(const Bfloat *even, const Bfloat *odd) {
+    const I low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)even));
+    const I high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)odd));
     return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
 }
 inline I left_cleared(I x) { return _mm512_and_si512(x, _mm512_set1_epi32(255)); }
@@ -224,6 +245,31 @@ inline F sums(const F *x) {
         c[i] = add(_mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
                    _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xDD));
     return add(_mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xDD));
+}
+
+// Sixteen rows of sixteen lanes become columns.
+inline void turn(I *x) {
+    I a[16];
+    for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {  // x[i + c]: lanes c, 4 + c, 8 + c, 12 + c of rows i to i + 3
+            x[i + 2 * j] = _mm512_unpacklo_epi64(a[i + j], a[i + 2 + j]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(a[i + j], a[i + 2 + j]);
+        }
+    for (int c = 0; c < 4; c++) {
+        const I low = _mm512_shuffle_i32x4(x[c], x[4 + c], 0x88);
+        const I high = _mm512_shuffle_i32x4(x[c], x[4 + c], 0xDD);
+        const I more_low = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88);
+        const I more_high = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xDD);
+        a[c] = _mm512_shuffle_i32x4(low, more_low, 0x88);
+        a[8 + c] = _mm512_shuffle_i32x4(low, more_low, 0xDD);
+        a[4 + c] = _mm512_shuffle_i32x4(high, more_high, 0x88);
+        a[12 + c] = _mm512_shuffle_i32x4(high, more_high, 0xDD);
+    }
+    for (int i = 0; i < 16; i++) x[i] = a[i];
 }
 
 // Two rows of 32 values as pairs: channels in an order that `straight` puts right again.

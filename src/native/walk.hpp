@@ -119,4 +119,14 @@ inline bool is_coded(const kvant_side &side, const Span &span) {
     return span.part == Part::sealed && side.format != KVANT_RAW;
 }
 
+// The bytes of a block that is read next, its scales aside.
+inline Ahead ahead(const Source &from, const Span &next, int64_t sequence, int64_t head) {
+    if (is_coded(from.side, next)) {
+        const SealedBlock block = sealed_block(from.side, next, head);
+        return {(const char *)block.codes, (const char *)block.codes + BLOCK * block.width};
+    }
+    const RowBlock block = row_block(from, next, sequence, head);
+    return {block.data, block.data + block.count * block.stride};
+}
+
 }  // namespace kvant::KVANT_TARGET

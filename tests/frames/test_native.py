@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from frames.turned import bits, by_torch, dtypes, odd_rows
+from isas import ISAS, loaded_for
 from kvant import native
 from kvant.codecs.frames import Rotation
-from kvant.native import Library, library, load, rotatable
+from kvant.native import Library, library, rotatable
 
 pytestmark = pytest.mark.skipif(
     library().functions is None, reason="the native library is not here"
@@ -21,20 +19,9 @@ pytestmark = pytest.mark.skipif(
 DIMS = (16, 32, 48, 64, 80, 96, 128, 192, 240, 256)
 
 
-@pytest.fixture(scope="module", params=["avx512", "avx2", "plain"])
+@pytest.fixture(scope="module", params=ISAS)
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
-    """A copy of the library for one instruction set: it is chosen once, when it is loaded."""
-    functions = library().functions
-    assert functions is not None
-    copy = tmp_path_factory.mktemp(request.param) / Path(functions._name).name
-    shutil.copy(functions._name, copy)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVANT_ISA", request.param)
-        found = load(copy)
-    if found.functions is None:
-        pytest.skip(found.reason)
-    assert found.isa == request.param
-    return found
+    return loaded_for(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture

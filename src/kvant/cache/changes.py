@@ -23,7 +23,7 @@ from kvant.extent import (
     ranges,
 )
 
-FEW = 16  # columns of a draft, to which kernels give what single tokens get, to the bit
+FEW = 16  # columns of a draft, whose rows are read from where those of single tokens are
 NEXT_ROW = np.array([0, 0, 1, 0, 0])  # to be added to writes
 
 

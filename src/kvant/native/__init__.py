@@ -2,7 +2,7 @@
 
 It is built by the package build where there is a C++ compiler, and lies on this package's path:
 beside this file, or where an editable install puts what it has compiled. What it runs on is chosen
-when it is loaded, from the processor; KVANT_ISA (avx512, avx2, plain) forces one.
+when it is loaded, from the processor; KVANT_ISA (amx, avx512, avx2, plain) forces one.
 """
 
 from __future__ import annotations

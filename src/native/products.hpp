@@ -1,0 +1,69 @@
+// Products of up to TOGETHER queries with an opened block, on vectors.
+#pragma once
+
+#include "tile.hpp"
+
+namespace kvant::KVANT_TARGET {
+
+constexpr int TOGETHER = 32;  // queries whose scores are computed before they are used
+constexpr int GRAIN = 16;     // channels of an opened row are a multiple of it
+constexpr int OUT_PITCH = MAX_DIM + 16;  // numbers from one query's sums to the next's
+
+struct Products {
+    // Scores [count][PITCH] with all rows of a block; added to what is there where there is `more`.
+    template <class Number>
+    void scores(const Tile<Number> &keys, const Number *q, bool more, int count, float *s) const {
+        const int steps = keys.width / EACH<Number>;
+        by_four(count, [&](auto n, int m) {
+            constexpr int MQ = decltype(n)::value;
+            score<MQ>(keys.to, steps, q + m * steps, more, s + m * PITCH);
+        });
+    }
+
+    // acc [count][OUT_PITCH] += weights [count][PITCH] of the rows of a block times their channels.
+    template <class Number>
+    void sums(const Tile<Number> &values, const Number *weights, int count, float *acc) const {
+        by_four(count, [&](auto n, int m) {
+            constexpr int MQ = decltype(n)::value;
+            const Number *w = weights + m * (PITCH / EACH<Number>);
+            float *to = acc + m * OUT_PITCH;
+            int d = 0;
+            for (; d + 64 <= values.width; d += 64) sum<MQ, 4>(values.to + d, values.pitch, w, to + d);
+            for (; d < values.width; d += 16) sum<MQ, 1>(values.to + d, values.pitch, w, to + d);
+        });
+    }
+
+private:
+    template <int MQ, class Number>
+    static void score(const Number *keys, int steps, const Number *q, bool more, float *s) {
+        F acc[MQ][BLOCK / 16];
+        for (int m = 0; m < MQ; m++)
+            for (int t = 0; t < BLOCK / 16; t++)
+                acc[m][t] = more ? load(s + m * PITCH + 16 * t) : zero();
+        for (int d = 0; d < steps; d++)
+            for (int t = 0; t < BLOCK / 16; t++) {
+                const auto k = load_line(keys + 16 * ((int64_t)t * steps + d));
+                for (int m = 0; m < MQ; m++) acc[m][t] = times(acc[m][t], k, q[m * steps + d]);
+            }
+        for (int m = 0; m < MQ; m++)
+            for (int t = 0; t < BLOCK / 16; t++) store(s + m * PITCH + 16 * t, acc[m][t]);
+    }
+
+    // acc of MQ queries += weights times NC vectors of channels.
+    template <int MQ, int NC, class Number>
+    static void sum(const Number *values, int64_t pitch, const Number *weights, float *acc) {
+        constexpr int lines = BLOCK / EACH<Number>, w_pitch = PITCH / EACH<Number>;
+        F x[MQ][NC];
+        for (int m = 0; m < MQ; m++)
+            for (int c = 0; c < NC; c++) x[m][c] = load(acc + m * OUT_PITCH + 16 * c);
+        for (int r = 0; r < lines; r++)
+            for (int c = 0; c < NC; c++) {
+                const auto v = load_line(values + r * pitch + 16 * c);
+                for (int m = 0; m < MQ; m++) x[m][c] = times(x[m][c], v, weights[m * w_pitch + r]);
+            }
+        for (int m = 0; m < MQ; m++)
+            for (int c = 0; c < NC; c++) store(acc + m * OUT_PITCH + 16 * c, x[m][c]);
+    }
+};
+
+}  // namespace kvant::KVANT_TARGET

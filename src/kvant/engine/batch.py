@@ -11,9 +11,11 @@ sequences; a batch of another number is filled up with idle ones, of a few token
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from kvant.errors import UnsupportedView
 from kvant.extent import Kind
 from kvant.generation import HostDecoder
 from kvant.hf import HostCache, Replayer, loaded
-from kvant.prefixes import Prefixes, Shelf
+from kvant.prefixes import Coming, Prefixes, Shelf
 from kvant.recipes import CacheSpec
 
 log = logging.getLogger("kvant")
@@ -72,6 +74,26 @@ class Batch:
             home = home.fork()
             home.backend = self._empty.backend
             self._empty = home
+
+    def scout(self, seat: Seat) -> Callable[[], Coming | None] | None:
+        """What looks for a prompt in a store, in another thread; None: there is no store."""
+        if self._shelf is None or self._shelf.owner.archive is None:
+            return None
+        return partial(self._shelf.fork().seek, list(seat.tokens), self._empty.fork())
+
+    def add(self, coming: Coming) -> None:
+        """Keep what came from a store."""
+        if self._shelf is not None:
+            self._shelf.add(coming)
+
+    def took(self, count: int, seconds: float) -> None:
+        """So many tokens of a prompt were read in so long."""
+        if self._shelf is not None:
+            self._shelf.took(count, seconds)
+
+    def seconds(self, count: int) -> float:
+        """How long it takes to read so many tokens, as far as is known."""
+        return math.inf if self._shelf is None else self._shelf.seconds(count)
 
     def begin(self, seat: Seat, marks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """How many tokens of a prompt there are, and where chunks behind them are to end."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from tempfile import TemporaryDirectory
 from threading import Lock, Thread, current_thread
-from traceback import clear_frames
 from typing import Any
 
 from torch import Tensor
@@ -27,7 +27,7 @@ from kvant import weights
 from kvant.engine.batch import Batch, Seat, most_idle
 from kvant.engine.figures import Figures
 from kvant.engine.pace import Pace
-from kvant.engine.request import Choice, Request
+from kvant.engine.request import Choice, Request, clear, drawn_for
 from kvant.engine.room import Footprint
 from kvant.engine.schedule import (
     Action,
@@ -45,16 +45,18 @@ from kvant.errors import CacheError, EngineError
 from kvant.generation.conversation import Prompt, marks_of_prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, decoder_of
 from kvant.generation.loop import Limits, Reply, Step
-from kvant.generation.sampling import Drawn, Sampler, Sampling, drawn
+from kvant.generation.sampling import Sampler, Sampling
 from kvant.hf import attach, attachments, detach
 from kvant.planner import plan
-from kvant.prefixes import Prefixes
+from kvant.prefixes import Coming, Prefixes
 from kvant.recipes import AnySpec
 from kvant.sizes import parse_size
+from kvant.stores import Store
 
 log = logging.getLogger("kvant")
 
 CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
+PATIENCE = 10.0  # seconds that a request waits for a store at most
 SECONDS = {"cpu": 0.25, "cuda": 0.03}  # that a chunk may keep others from their next token
 
 
@@ -75,14 +77,18 @@ class Engine:
         backend: str | None = None,
         pack: bool = True,
         prefixes: Prefixes | None = None,
+        store: str | Store | Sequence[str | Store] | None = None,
     ) -> None:
         """`max_bytes` ("2GiB" too) bounds all caches, `max_sequences` those served at a time.
 
         `overcommit` promises so many times the bytes: what turns out to be too much waits in files.
         A chunk of a prompt may keep others from their next token for `chunk_seconds`. `pack` packs
         16-bit weights on a CPU, for as long as the engine serves. What is kept of `prefixes` counts
-        within `max_bytes`, and goes where a request needs the room.
+        within `max_bytes`, and goes where a request needs the room. A `store` is that of prefixes
+        of the engine's own.
         """
+        own = _prefixes_of(store, max_bytes, prefixes)
+        prefixes = prefixes if own is None else own
         if tokenizer is None:
             raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
         decoder = decoder_of(model)
@@ -124,19 +130,29 @@ class Engine:
         self._folder: Path | None = None  # of what is put aside
         self._open = True
         self._door = Lock()  # held by who asks, and by the thread as it ends
+        self._fetching = ThreadPoolExecutor(1, "kvant-fetch")  # one prompt at a time comes beside
         if prefixes is not None:
             self._batch.share(prefixes)
             self._weigh()
+        self._undo = self._prepared(model, own, backend, pack=pack)
+        self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
+        self._thread.start()
+
+    def _prepared(
+        self, model: Any, own: Prefixes | None, backend: str | None, *, pack: bool
+    ) -> ExitStack:
+        """Attach and pack the model; what undoes it, and ends all else that serves."""
         with ExitStack() as undo:
+            if own is not None:
+                undo.callback(own.close)
+            undo.callback(self._fetching.shutdown, wait=False, cancel_futures=True)
             if not attachments(model):
                 attach(model, self._batch.spec, backend=backend)
                 undo.callback(detach, model)
             if pack and not weights.is_packed(model):
                 undo.callback(weights.unpack, model)
                 weights.pack(model)
-            self._undo = undo.pop_all()
-        self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
-        self._thread.start()
+            return undo.pop_all()
 
     def __enter__(self) -> Engine:
         return self
@@ -230,8 +246,9 @@ class Engine:
             while self._open:
                 now = int(1e3 * time.monotonic())
                 action = self._schedule.next(now) if self._inbox.empty() else None
-                if action is None:
-                    self._inbox.get()()  # where there is nothing to do, it waits for somebody
+                if action is None:  # where there is nothing to do, it waits for somebody
+                    with suppress(Empty):
+                        self._inbox.get(timeout=self._schedule.wakes(now))()
                 else:
                     self._do(action)
         except BaseException as failure:
@@ -246,7 +263,7 @@ class Engine:
             self._open = False
         while not self._inbox.empty():  # who is told may ask for more, and is refused
             self._inbox.get()()
-        _clear(error)
+        clear(error)
         for request in self._requests.values():
             request.end(None if error is None else EngineError(f"the engine ended: {error!r}"))
         self._requests.clear()
@@ -257,8 +274,32 @@ class Engine:
 
     def _enter(self, request: Request) -> None:
         self._requests[request.job] = request
+        scout = self._batch.scout(request.seat)
+        if scout is not None:
+            wait = self._batch.seconds(request.job.prompt)
+            request.job.coming = int(1e3 * (time.monotonic() + min(wait, PATIENCE)))
+            self._fetching.submit(self._fetch, request, scout)
         self._schedule.add(request.job)
         self._figures.asked(request.job)
+
+    def _fetch(self, request: Request, scout: Callable[[], Coming | None]) -> None:
+        """Look for a prompt in a store, beside the engine's thread."""
+        coming = None
+        try:
+            coming = scout() if request.job in self._requests else None
+        except Exception as error:
+            log.warning("a store was not looked into: %r", error)
+        self._inbox.put(lambda: self._arrived(request, coming))
+
+    def _arrived(self, request: Request, coming: Coming | None) -> None:
+        """Keep what came for a prompt, if there is room for it; it waited for that."""
+        self._schedule.arrived(request.job)
+        if coming is None or request.job not in self._schedule.waiting:
+            return
+        if self._room(len(coming.restored.tokens)):
+            self._batch.add(coming)
+            request.came = coming.came
+            self._weigh()
 
     def _cancel(self, job: Job) -> None:
         if job in self._requests:
@@ -288,26 +329,33 @@ class Engine:
             held, stops = self._batch.begin(request.seat, request.marks)
             lost = self._batch.lost(self.tokenizer)
         except Exception as error:  # it can still be read
-            _clear(error)
+            clear(error)
             log.warning("prefixes were not looked for: %r", error)
             self._batch.drop(request.seat)
             held, stops, lost = 0, (), None
-        request.stream.found(held, lost)
+        came = range(request.came.start, min(request.came.stop, held))
+        request.stream.found(held, len(came), lost)
         self._schedule.begun(job, held, stops)
         self._weigh()
 
     def _keep(self, seat: Seat) -> None:
         """Let others go on from a sequence, if there is room for it."""
-        if not self._open or not self._schedule.keeps(len(seat.tokens)):
+        if not self._open or not self._room(len(seat.tokens)):
             return
         kept = True
         try:
             kept = self._batch.keep(seat)
         except Exception as error:  # whoever asked has all tokens
-            _clear(error)
+            clear(error)
             log.warning("a prefix was not kept: %r", error)
         if kept:
             self._weigh()
+
+    def _room(self, length: int) -> bool:
+        """Is there room for a prefix of such a length, once others went that nobody uses?"""
+        if not self._schedule.keeps(length) and (lack := self._schedule.lacks(length)) is not None:
+            self._evict(lack.nbytes)
+        return self._schedule.keeps(length)
 
     def _evict(self, nbytes: int) -> None:
         """Let go of prefixes; where nobody is served, also of what those have who wait."""
@@ -353,7 +401,9 @@ class Engine:
         except Exception as error:
             self._finish(request, error)
             return
-        self._pace.took(action.count, action.job.read, time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        self._pace.took(action.count, action.job.read, seconds)
+        self._batch.took(action.count, seconds)
         self._schedule.done(action)
         if action.job.read in action.job.stops:
             self._keep(request.seat)
@@ -384,7 +434,7 @@ class Engine:
 
     def _say(self, going: Sequence[tuple[Request, Choice]], logits: Tensor) -> None:
         """A token for each, by its row of logits."""
-        found = self._drawn(going, logits)
+        found = drawn_for(going, logits)
         now = time.monotonic()
         for (request, choice), one in zip(going, found, strict=True):
             if request.job not in self._requests:
@@ -409,26 +459,6 @@ class Engine:
         for request, _ in going:
             request.since = now
 
-    def _drawn(
-        self, going: Sequence[tuple[Request, Choice]], logits: Tensor
-    ) -> list[Drawn | Exception]:
-        """All at once; where that fails, one by one."""
-
-        def draw(some: Sequence[tuple[Request, Choice]], rows: Tensor) -> list[Drawn]:
-            samplers, before = zip(*((c.sampler, c.reply.tokens) for _, c in some), strict=True)
-            return drawn(rows, samplers, before, [request.logprobs for request, _ in some])
-
-        try:
-            return [*draw(going, logits)]
-        except Exception:
-            found: list[Drawn | Exception] = []
-            for row, one in enumerate(going):
-                try:
-                    found += draw([one], logits[row : row + 1])
-                except Exception as error:
-                    found.append(error)
-            return found
-
     def _move(self, action: PutAside | TakeBack) -> None:
         """Pages of a request to files, or back."""
         request, job = self._requests[action.job], action.job
@@ -450,7 +480,7 @@ class Engine:
         """Let a request go, and tell it why, unless all of it was said."""
         if error is not None:
             self._figures.failed += 1
-            _clear(error)
+            clear(error)
         self._schedule.remove(request.job)
         for seat in request.seats:
             if error is None:
@@ -461,10 +491,8 @@ class Engine:
         self._requests.pop(request.job, None)
 
 
-def _clear(error: BaseException | None) -> None:
-    """Somebody may keep an error, but not the caches that its frames hold."""
-    seen = set[int]()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+def _prefixes_of(store: Any, max_bytes: int | str | None, prefixes: Any) -> Prefixes | None:
+    """Prefixes of an engine's own, where it is given a store."""
+    if store is not None and prefixes is not None:
+        raise TypeError("prefixes and a store: give the store to kvant.Prefixes(store=...)")
+    return None if store is None else Prefixes("1GiB" if max_bytes is None else None, store=store)

@@ -44,6 +44,7 @@ class Job:
     shared: Ints | None = None  # slots of it that prefixes hold, too
     ended: int = 0  # sequences that do not
     aside: bool = False
+    coming: int = 0  # until then, in milliseconds, it waits for what a store has of its prompt
 
     @property
     def decodes(self) -> bool:
@@ -192,6 +193,19 @@ class Schedule:
             self.room.renew()
             self._stuck = False
 
+    def arrived(self, job: Job) -> None:
+        """What a store had of its prompt is here, or nothing is to come."""
+        job.coming, self._stuck = 0, False
+
+    def wakes(self, now: int) -> float | None:
+        """The seconds after which somebody waits no longer for a store."""
+        coming = [job.coming for job in self.waiting if job.coming > now]
+        return (min(coming) - now) / 1e3 if coming else None
+
+    def lacks(self, length: int) -> Evict | None:
+        """What has to go for a prefix of such a length to be kept, if there are others."""
+        return self._evict(self._used() + self.footprint.slots(length))
+
     def begun(self, job: Job, held: int, stops: tuple[int, ...]) -> None:
         """So many tokens of its prompt are there; where chunks are to end behind them."""
         job.read, job.stops, job.looked = held, stops, self._news
@@ -243,8 +257,8 @@ class Schedule:
 
     def _admit(self, now: int) -> Action | None:
         """Let those in that fit, in order; what has to be done before anything else is."""
-        while self.waiting and not self._stuck:
-            job = min(self.waiting, key=lambda one: self._rank(one, now))
+        while not self._stuck and (ready := [job for job in self.waiting if job.coming <= now]):
+            job = min(ready, key=lambda one: self._rank(one, now))
             if self.sequences + job.sequences > self.max_sequences:
                 self._stuck = True
                 break

@@ -24,7 +24,8 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0  # of all continuations
-    cached_tokens: int = 0  # of the prompt, that were not read again
+    cached_tokens: int = 0  # of the prompt, that were not read again,
+    restored_tokens: int = 0  # and of those, that a store had
     prefix_lost: str | None = None  # where the prompt left what is kept, in words
 
     @property
@@ -54,7 +55,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self._prompt = prompt_tokens
-        self._found: tuple[int, str | None] = (0, None)
+        self._found: tuple[int, int, str | None] = (0, 0, None)
         self._said: list[list[Step]] = [[] for _ in range(choices)]
         self._cancel = cancel
         self._on_step = on_step
@@ -133,9 +134,9 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         if self._on_step is not None:
             self._on_step(step)
 
-    def found(self, tokens: int, lost: str | None) -> None:
-        """So many tokens of the prompt were there; where it left what is kept."""
-        self._found = tokens, lost
+    def found(self, tokens: int, restored: int, lost: str | None) -> None:
+        """So many tokens of the prompt were there, and came from a store; where it left them."""
+        self._found = tokens, restored, lost
 
     def hold(self, choice: int, text: str) -> None:
         """What was held back of a continuation that is cancelled."""

@@ -2,7 +2,7 @@
 
 from kvant.prefixes.keys import fingerprint
 from kvant.prefixes.prefixes import Prefixes
-from kvant.prefixes.shelf import Shelf
+from kvant.prefixes.shelf import Coming, Shelf
 from kvant.prefixes.tree import Lost
 
-__all__ = ["Lost", "Prefixes", "Shelf", "fingerprint"]
+__all__ = ["Coming", "Lost", "Prefixes", "Shelf", "fingerprint"]

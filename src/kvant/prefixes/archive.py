@@ -9,6 +9,7 @@ are written once, whoever has them, and a window reads only those that it still 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,7 +183,7 @@ class Archive:
         tokens: Sequence[int],
         memory: HostCache,
         device: torch.device,
-        seconds: float | None = None,
+        seconds: float = math.inf,
     ) -> Restored | None:
         """A cache of what was found, in pools of its own; what comes later than that is not used.
 
@@ -227,9 +228,9 @@ class Archive:
         tokens: Sequence[int],
         memory: HostCache,
         device: torch.device,
-        seconds: float | None,
+        seconds: float,
     ) -> Restored | None:
-        until = None if seconds is None else time.monotonic() + seconds
+        until = time.monotonic() + seconds
         empty = memory.fork()
         empty.reset()
         like, length, rest, prompt = empty.states, found.length, None, 0
@@ -266,7 +267,7 @@ class Archive:
         like: Cache,
         length: int,
         rest: Snapshot | None,
-        until: float | None,
+        until: float,
     ) -> Iterator[tuple[Page, Blob | None]]:
         """The pages that are needed, in order; None for the first that is not had in time."""
         sizes = page_sizes(like)
@@ -290,8 +291,8 @@ class Archive:
         while asked:
             page, future = asked.pop(0)
             try:
-                left = None if until is None else max(0.0, until - time.monotonic())
-                blob = future.result(left)
+                left = max(0.0, until - time.monotonic())
+                blob = future.result(None if math.isinf(left) else left)
             except Late:
                 self._counts["late"] += 1
                 blob = None

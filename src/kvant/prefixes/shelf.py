@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -94,11 +95,10 @@ class Shelf:
         if archive is None or model is None or names is None:
             return None
         held = max(held, self.owner._held(names.tree, tokens))
-        pace, suffice = self.owner._paces.get(names.pools), self._pages_suffice
-        find = archive.find(names.tree, tokens, memory.states, held, suffice=suffice)
+        find = archive.find(names.tree, tokens, memory.states, held, suffice=self._pages_suffice)
         for found in islice(find, TRIES):
-            patience = None if pace is None else pace * (found.length - held)
-            if patience is not None and archive.seconds(found.length) > patience:
+            patience = self.seconds(found.length - held)
+            if archive.seconds(found.length) > patience:
                 return None
             restored = archive.read(found, tokens, memory, model.device, patience)
             if restored is not None and restored.cache.resumable(len(tokens) - 1) > held:
@@ -114,6 +114,10 @@ class Shelf:
         """So many tokens of a prompt were read in so long."""
         if count >= PAGE:  # fewer tell nothing of many
             self.owner._took(self._names.pools, seconds / count)
+
+    def seconds(self, count: int) -> float:
+        """How long it takes to read so many tokens of a prompt; for ever, before that is known."""
+        return self.owner._paces.get(self._names.pools, math.inf) * count
 
     def begin(self, tokens: Sequence[int], memory: HostCache, prompt: int) -> tuple[HostCache, int]:
         """The memory to read these tokens with: the one given, or one that holds more of them.

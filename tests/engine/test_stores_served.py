@@ -1,0 +1,110 @@
+"""An engine with a store: prompts come back beside those who decode, and within the bytes."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvant
+from engine.test_engine import alone, engine_for, nothing_is_left
+from hf.zoo import build
+from kvant.generation import HostDecoder
+from kvant.prefixes import Prefixes
+from kvant.stores import Folder, Tiers
+from prefixes.test_archive import folder
+from prefixes.test_prefixes import FOREIGN, families, leave_nothing, text
+
+pytestmark = pytest.mark.usefixtures(nothing_is_left.__name__)
+
+
+@pytest.mark.parametrize("name", families())
+def test_every_family_after_a_restart(name: str, tmp_path: Path) -> None:
+    model, shared = build(name), text(150, seed=0)
+    asked = [shared + text(9 + 5 * n, seed=1 + n) for n in range(4)]
+    expected = [alone(model, prompt, max_new_tokens=5) for prompt in asked]
+    keeps = name not in FOREIGN and HostDecoder(model).continues
+    for restarted in (False, True):
+        prefixes = Prefixes(store=folder(tmp_path))
+        with engine_for(model, max_sequences=2, prefixes=prefixes) as engine:
+            streams = [engine.submit(p, max_new_tokens=5, ignore_end=True) for p in asked]
+            results = [stream.result() for stream in streams]
+            engine._batch.check()
+            prefixes.flush()
+        assert [list(result.tokens) for result in results] == expected
+        if keeps and restarted:
+            assert all(result.usage.cached_tokens >= 128 for result in results)
+            assert results[0].usage.restored_tokens >= 128
+        leave_nothing(prefixes)
+        prefixes.close()
+
+
+def test_an_engine_with_a_store_of_its_own(tmp_path: Path) -> None:
+    model, prompt = build("llama"), text(200, seed=0)
+    for restored in (0, 192):  # a few tokens behind the last page are not worth a blob
+        with engine_for(model, max_bytes="64MiB", store=str(tmp_path)) as engine:
+            usage = engine.submit(prompt, max_new_tokens=3, ignore_end=True).result().usage
+            assert (usage.restored_tokens, usage.cached_tokens) == (restored, restored)
+    with pytest.raises(TypeError, match="prefixes and a store"):
+        engine_for(model, prefixes=Prefixes(), store=str(tmp_path))
+
+
+def test_what_was_evicted_comes_back_within_the_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Conversations of 8 users in memory for 3: what does not fit is in the store."""
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    model, spec = build("llama"), "affine8,prefill=stored"
+    three = 3 * kvant.plan(model, spec, context=330).nbytes
+    most: list[int] = []
+
+    def look(step: Any) -> None:
+        told = engine.stats()
+        most.append(told["nbytes_held"] + told["nbytes_free"])
+
+    prefixes = Prefixes(None, store=folder(tmp_path))
+    said = {user: text(64, seed=user) for user in range(8)}
+    asked = hit = 0
+    with engine_for(model, spec, max_bytes=three, prefixes=prefixes) as engine:
+        for turn in range(4):
+            for user, before in said.items():
+                prompt = before + text(40, seed=100 * turn + user)
+                ask = engine.submit(prompt, max_new_tokens=8, ignore_end=True, on_step=look)
+                result = ask.result()
+                prefixes.flush()
+                said[user] = prompt + list(result.tokens)
+                if turn:
+                    asked, hit = asked + len(before), hit + result.usage.cached_tokens
+    assert max(most) <= three
+    assert hit >= 0.9 * asked, f"{hit} of {asked}"
+    assert prefixes.stats()["evicted"]
+    leave_nothing(prefixes)
+    prefixes.close()
+
+
+class Slow(Folder):
+    """A store that answers when it is let."""
+
+    answer = threading.Event()
+
+    def has(self, pages: Any) -> list[frozenset[str]]:
+        self.answer.wait(30)
+        return super().has(pages)
+
+
+def test_a_store_that_does_not_answer_keeps_nobody_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang #32724: prefetching delayed the first token of others."""
+    monkeypatch.setattr("kvant.engine.engine.PATIENCE", 0.05)
+    model, prefixes = build("llama"), Prefixes(store=Tiers([Slow(tmp_path, min_free=0)]))
+    with engine_for(model, max_sequences=1, prefixes=prefixes) as engine:
+        streams = [engine.submit(text(70, seed=n), max_new_tokens=4) for n in range(3)]
+        assert all(len(stream.result().tokens) <= 4 for stream in streams)
+        assert all(not stream.usage.restored_tokens for stream in streams)
+        Slow.answer.set()
+        prefixes.flush()
+    leave_nothing(prefixes)
+    prefixes.close()

@@ -2,8 +2,9 @@
 
 A model of a known shape with random weights reads prompts of random tokens, of which all but the
 last few are the same: stock `generate` and `kvant.generate` without prefixes read all of it,
-`kvant.generate` and the engine with prefixes what is new. `steps` counts decode steps of
-`kvant.generate` at that length, measured behind the same prompts.
+`kvant.generate` and the engine with prefixes what is new. Those that were restarted have nothing in
+memory, and all of it in a store. `steps` counts decode steps of `kvant.generate` at that length,
+measured behind the same prompts.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from itertools import pairwise
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import torch
@@ -31,12 +33,12 @@ STEPS = 8  # decode steps behind each prompt
 
 
 def measured(
-    model: Any, prompts: list[list[int]], spec: str
+    model: Any, prompts: list[list[int]], spec: str, store: str
 ) -> tuple[dict[str, list[float]], list[float], dict[str, Any]]:
     """Seconds to the first token by the way, of decode steps, and what prefixes tell of hits."""
     steps: list[float] = []
     found: dict[str, list[float]] = {}
-    prefixes, half = Prefixes(None), len(prompts) // 2
+    prefixes, half = Prefixes(None, store=store), len(prompts) // 2
     options: Any = {"kv_cache": spec, "max_new_tokens": STEPS, "ignore_end": True}
 
     def stock(prompt: list[int]) -> float:
@@ -62,6 +64,10 @@ def measured(
     steps.clear()
     measure("kvant.generate, hit", ours, prompts[1:half])
     told = prefixes.stats()
+    prefixes.flush()
+    for prompt in prompts[1:half]:
+        with Prefixes(None, store=store) as restarted:
+            measure("kvant.generate, restarted", partial(ours, prefixes=restarted), [prompt])
     with Engine(model, Silent(), spec, pack=False, prefixes=prefixes) as engine:
 
         def served(prompt: list[int]) -> float:
@@ -83,6 +89,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="prompts that hit")] = 5,
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "0.6b",
     layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
+    store: Annotated[str | None, typer.Option(help="of prefixes; a folder that is deleted")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     json: Json = False,
 ) -> None:
@@ -96,7 +103,9 @@ def main(
     vocabulary = task.sizes["vocab_size"]
     common = torch.randint(vocabulary, (shared,), generator=generator).tolist()
     ends = torch.randint(vocabulary, (2 * repeats + 2, own), generator=generator).tolist()
-    found, steps, told = measured(model, [common + end for end in ends], kv_cache)
+    with TemporaryDirectory(prefix="kvant-") as folder:
+        prompts = [common + end for end in ends]
+        found, steps, told = measured(model, prompts, kv_cache, store or folder)
     progress("")
     step = statistics.median(steps)
     rows = [

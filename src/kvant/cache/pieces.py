@@ -140,13 +140,16 @@ def together(
     """The snapshot of a cache like this one, from `pages_of` it and the rest."""
     ranges = pages_of(cache, length, rest)
     tensors = {} if rest is None else dict(rest.tensors)
+    keys: dict[tuple[int, str], dict[str, None]] = {}  # of each leaf, by its kind and name
+    for (kind_of, _), page in pages.items():
+        for key in page:
+            keys.setdefault((kind_of, key.rpartition("/")[0]), {})[key] = None
     for name, leaf in cache.contents.attention():
         kind = cache._ledger.kinds[leaf.kind]
         mine = [pages[leaf.kind, number] for number in ranges[leaf.kind]]
         if rest is None:
             tensors[f"{name}/{NUMBERS}"] = _at(kind, length)
-        keys = dict.fromkeys(key for page in mine for key in page)
-        for key in (key for key in keys if key.rpartition("/")[0] == name):
+        for key in keys.get((leaf.kind, name), ()):
             parts = [_part(page, key, kind) for page in mine]
             if rest is not None and key.endswith(".open"):
                 if (others := tensors.get(key)) is None:

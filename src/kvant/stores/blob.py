@@ -155,22 +155,15 @@ def _fields(told: Mapping[str, Sequence[Any]], payload: memoryview) -> dict[str,
         found[name] = (DTYPES[dtype], shape, at, nbytes)
     if place != len(payload):
         raise ValueError(f"{len(payload)} bytes, its fields are {place}")
-    return {name: _tensor(payload, *one) for name, one in found.items()}
-
-
-def _tensor(
-    payload: memoryview, dtype: torch.dtype, shape: Sequence[int], at: int, nbytes: int
-) -> Tensor:
-    if not nbytes:
-        return torch.empty(tuple(shape), dtype=dtype)
     if payload.readonly:
-        payload = memoryview(bytearray(payload[at : at + nbytes]))
-        at = 0
-    return (
-        torch.frombuffer(payload, dtype=torch.uint8, count=nbytes, offset=at)
-        .view(dtype)
-        .view(tuple(shape))
-    )
+        payload = memoryview(bytearray(payload))
+    flat = torch.frombuffer(payload, dtype=torch.uint8) if place else torch.empty(0)
+    return {
+        name: flat[at : at + nbytes].view(dtype).view(shape)
+        if nbytes
+        else torch.empty(tuple(shape), dtype=dtype)
+        for name, (dtype, shape, at, nbytes) in found.items()
+    }
 
 
 def _word(header: Any, name: str) -> str:

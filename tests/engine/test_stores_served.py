@@ -108,3 +108,32 @@ def test_a_store_that_does_not_answer_keeps_nobody_for_long(
         prefixes.flush()
     leave_nothing(prefixes)
     prefixes.close()
+
+
+def test_a_prompt_that_comes_while_another_is_read(tmp_path: Path) -> None:
+    """Its pages lie in the engine's pools, whoever was first."""
+    model, prompt = build("llama"), text(200, seed=0)
+    with engine_for(model, store=str(tmp_path)) as engine:
+        engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
+    with engine_for(model, store=str(tmp_path), chunk_seconds=1e-9) as engine:
+        first = engine.submit(text(448, seed=1), max_new_tokens=2, ignore_end=True)
+        second = engine.submit(prompt, max_new_tokens=2, ignore_end=True)
+        assert second.result().usage.restored_tokens == 192
+        assert len(first.result().tokens) == 2
+        engine._batch.check()
+
+
+def test_what_cannot_be_kept_is_nobodys_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = build("llama"), text(200, seed=0)
+    with engine_for(model, store=str(tmp_path)) as engine:
+        engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
+
+    def fails(*given: Any) -> None:
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr("kvant.engine.batch.Batch.add", fails)
+    with engine_for(model, store=str(tmp_path)) as engine:
+        result = engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
+        assert (len(result.tokens), result.usage.cached_tokens) == (2, 0)

@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,9 +82,13 @@ class Batch:
         return partial(self._shelf.fork().seek, list(seat.tokens), self._empty.fork())
 
     def add(self, coming: Coming) -> None:
-        """Keep what came from a store."""
-        if self._shelf is not None:
-            self._shelf.add(coming)
+        """Keep what came from a store, in our pools."""
+        if self._shelf is None:
+            return
+        restored = coming.restored
+        cache = self._empty.merged([restored.cache]) if self._shares else restored.cache
+        self._lend(cache)
+        self._shelf.add(coming._replace(restored=replace(restored, cache=cache)))
 
     def took(self, count: int, seconds: float) -> None:
         """So many tokens of a prompt were read in so long."""

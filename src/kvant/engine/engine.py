@@ -84,8 +84,7 @@ class Engine:
         `overcommit` promises so many times the bytes: what turns out to be too much waits in files.
         A chunk of a prompt may keep others from their next token for `chunk_seconds`. `pack` packs
         16-bit weights on a CPU, for as long as the engine serves. What is kept of `prefixes` counts
-        within `max_bytes`, and goes where a request needs the room. A `store` is that of prefixes
-        of the engine's own.
+        within `max_bytes`, and goes where a request needs it. A `store` is for prefixes of its own.
         """
         own = _prefixes_of(store, max_bytes, prefixes)
         prefixes = prefixes if own is None else own
@@ -285,10 +284,8 @@ class Engine:
     def _fetch(self, request: Request, scout: Callable[[], Coming | None]) -> None:
         """Look for a prompt in a store, beside the engine's thread."""
         coming = None
-        try:
-            coming = scout() if request.job in self._requests else None
-        except Exception as error:
-            log.warning("a store was not looked into: %r", error)
+        with suppress(Exception):  # it can still be read; later than that it does not wait
+            coming = scout() if 1e3 * time.monotonic() < request.job.coming else None
         self._inbox.put(lambda: self._arrived(request, coming))
 
     def _arrived(self, request: Request, coming: Coming | None) -> None:
@@ -296,10 +293,14 @@ class Engine:
         self._schedule.arrived(request.job)
         if coming is None or request.job not in self._schedule.waiting:
             return
-        if self._room(len(coming.restored.tokens)):
-            self._batch.add(coming)
-            request.came = coming.came
-            self._weigh()
+        try:
+            if self._room(len(coming.restored.tokens)):
+                self._batch.add(coming)
+                request.came = coming.came
+        except Exception as error:  # it can still be read
+            told = repr(error)  # whoever keeps the error keeps what came
+            log.warning("a prefix from a store was not kept: %s", told)
+        self._weigh()
 
     def _cancel(self, job: Job) -> None:
         if job in self._requests:

@@ -24,7 +24,7 @@ import torch
 from kvant.cache import Cache
 from kvant.cache.pieces import Page, Pieces, page_sizes, pages_of, together
 from kvant.contracts import Fields, Snapshot
-from kvant.errors import CacheError
+from kvant.errors import SnapshotMismatch
 from kvant.hf import HostCache
 from kvant.prefixes.keys import PAGE, chain, digest
 from kvant.stores import Blob, Tiers
@@ -100,9 +100,11 @@ class Write:
 class Archive:
     """Prefixes in stores, for any number of threads."""
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, *, shared: bool = False) -> None:
+        """`shared` ones are others' as well: they go on when this ends."""
         self.tiers = tiers
-        self._there: dict[tuple[str, str], None] = {}  # blobs that were written or read lately
+        self._shared = shared
+        self._there: dict[str, set[str]] = {}  # parts that were written or read lately, by page
         self._threads = ThreadPoolExecutor(AT_ONCE, "kvant-restore")
         self._counts: Counter[str] = Counter()
         self._speed: float | None = None  # tokens a second that come back
@@ -118,10 +120,12 @@ class Archive:
         about: Mapping[str, str],
         *,
         suffice: bool,
+        upto: int | None = None,
     ) -> Write:
         """Write later what is not there yet; the cache must not change.
 
-        Where pages suffice, a few tokens behind the last one are not worth a blob.
+        `upto` so many tokens, if not all. Where pages suffice, a few tokens behind the last one are
+        not worth a blob.
         """
         names = _names(root, tokens)
         pieces, sizes = Pieces(cache), page_sizes(cache)
@@ -130,10 +134,12 @@ class Archive:
             new += [
                 (names[(number + 1) * sizes[kind] // PAGE], f"k{kind}-{number}", (kind, number))
                 for number in numbers
+                if upto is None or (number + 1) * sizes[kind] <= upto
             ]
-        if not suffice or len(tokens) % PAGE * LITTLE > len(tokens):
+        whole = upto is None or upto == len(tokens)
+        if whole and (not suffice or len(tokens) % PAGE * LITTLE > len(tokens)):
             new.append((names[-1], _rest(tokens), None))
-        new = [one for one in new if one[:2] not in self._there]
+        new = [one for one in new if one[1] not in self._there.get(one[0], ())]
         write = Write(self, pieces, tuple(tokens), prompt, names, new, sizes, about)
         if new and not self.tiers.behind.add(sum(pieces.nbytes(page) for _, _, page in new), write):
             write.cancel()
@@ -141,14 +147,14 @@ class Archive:
 
     def put(self, blob: Blob) -> None:
         """Write a blob now."""
-        self.tiers.put(blob)
-        self.know(blob.page, blob.part)
+        if self.tiers.put(blob):
+            self.know(blob.page, blob.part)
 
     def know(self, name: str, part: str) -> None:
         """That blob is there."""
         if len(self._there) >= REMEMBERED:
             self._there.clear()
-        self._there[name, part] = None
+        self._there.setdefault(name, set()).add(part)
 
     # ---- reading
 
@@ -162,6 +168,9 @@ class Archive:
         names = _names(root, tokens)
         first = beyond // PAGE
         parts_of = self.tiers.has(names[first:])
+        for name, parts in zip(names[first:], parts_of, strict=True):
+            if name in self._there:
+                self._there[name] &= parts  # others may have dropped some
         sizes = page_sizes(cache)
         for count in range(len(names) - 1, first - 1, -1):
             parts, length = parts_of[count - first], count * PAGE
@@ -192,11 +201,11 @@ class Archive:
         begin = time.perf_counter()
         try:
             restored = self._read(found, tokens, memory, device, seconds)
-        except (CacheError, MemoryError, RuntimeError, ValueError) as error:
+        except Exception as error:
             log.warning("a prefix of %d tokens was not restored: %r", found.length, error)
             self._counts["refused"] += 1
-            if found.rest is not None:
-                self._forget(found.names[-1], found.rest)
+            if found.rest is not None and isinstance(error, SnapshotMismatch):
+                self._drop(found.names[-1], found.rest)
             return None
         took = max(time.perf_counter() - begin, 1e-6)
         if restored is not None:
@@ -217,7 +226,10 @@ class Archive:
 
     def close(self) -> None:
         """Write what waits."""
-        self.tiers.behind.close()
+        if self._shared:
+            self.tiers.behind.flush()
+        else:
+            self.tiers.behind.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- within
@@ -241,24 +253,26 @@ class Archive:
                 return None
             rest, prompt = Snapshot(blob.fields, blob.numbers), min(blob.prompt, length)
         pages: dict[Page, Fields] = {}
-        read = 0  # of all tokens that pages were read of, so many were prompts
+        sizes, read = page_sizes(like), length  # of all tokens, so many were read as prompts
         for page, one in self._pages(found, tokens, like, length, rest, until):
             if one is None:
                 if found.rest is not None:
                     return None
-                length = _before(page, page_sizes(like))
+                length = _before(page, sizes)
                 break
             pages[page] = one.fields
-            read = max(read, one.prompt)
+            if one.prompt < (page[1] + 1) * sizes[page[0]]:
+                read = min(read, page[1] * sizes[page[0]])
         if not length:
             return None
         whole = together(like, length, rest, pages)
         if device.type != "cpu":
             whole = Snapshot({k: x.to(device) for k, x in whole.tensors.items()}, whole.numbers)
         empty.restore(whole)
-        return Restored(
-            tuple(tokens[:length]), empty, prompt if rest is not None else min(read, length)
-        )
+        if empty.length != length or empty.states.batch != 1:
+            raise SnapshotMismatch(f"{empty.length} tokens, {length} are needed")
+        prompt = min(read, length) if rest is None else min(read, prompt)
+        return Restored(tuple(tokens[:length]), empty, prompt)
 
     def _pages(
         self,
@@ -307,13 +321,13 @@ class Archive:
                 log.warning("%s %s is of other tokens", name, part)
                 self._counts["refused"] += 1
                 self.tiers.drop(name, part)
-            self._there.pop((name, part), None)
+            self._there.pop(name, None)
             return None
         self.know(name, part)
         return blob
 
-    def _forget(self, name: str, part: str) -> None:
-        self._there.pop((name, part), None)
+    def _drop(self, name: str, part: str) -> None:
+        self._there.pop(name, None)
         self.tiers.drop(name, part)
 
 

@@ -63,7 +63,8 @@ class Prefixes:
         self.exact = exact
         self.archive: Archive | None = None
         if store is not None:
-            self.archive = Archive(store if isinstance(store, Tiers) else open_tiers(store))
+            tiers = store if isinstance(store, Tiers) else open_tiers(store)
+            self.archive = Archive(tiers, shared=tiers is store)
             finalize(self, self.archive.close)
         self._lock = RLock()
         self._inside = False  # does this thread change something?
@@ -103,6 +104,8 @@ class Prefixes:
     def clear(self) -> None:
         """Let go of all of them; what is in a store stays there."""
         with self._changing():
+            for kept in (kept for tree in self._trees.values() for kept in tree):
+                kept.cancel()
             self._trees, self._homes, self._most = {}, {}, 0
 
     def evict(self, nbytes: int) -> int:
@@ -214,13 +217,12 @@ class Prefixes:
             suffice = pages_suffice(cache.spec)
             tree = Tree(name, home, pages_suffice=suffice, about=names.about)
         if self.max_bytes is not None and alone > self.max_bytes:
-            self._write(tree, tokens, merged, prompt)
             return
         self._homes[home], self._trees[name] = lends, tree
         kept = tree.keep(tokens, merged, prompt)
         if kept is not None:
             kept.used = time.monotonic()
-            kept.write = self._write(tree, tokens, merged, prompt)
+            kept.writes += self._written(tree, tokens, merged, prompt)
         self._most += alone
         if self.max_bytes is not None and self._most > self.max_bytes:
             self._most = self.nbytes
@@ -228,17 +230,19 @@ class Prefixes:
                 self._shrink(int(SPARED * self.max_bytes), but=kept)
                 self._most = self.nbytes
 
-    def _write(
+    def _written(
         self, tree: Tree, tokens: Sequence[int], cache: HostCache, prompt: int
-    ) -> Write | None:
+    ) -> list[Write]:
         """Let the store have what it has not."""
         if self.archive is None:
-            return None
-        return self.archive.write(
+            return []
+        write = self.archive.write(
             *(tree.top.key, tokens, cache.states, prompt),
             about=tree.about,
             suffice=tree.pages_suffice,
+            upto=prompt // CHUNK * CHUNK if self.exact else None,
         )
+        return [write] if write.pieces is not None else []
 
     def _by_home(self) -> list[list[tuple[Tree, Kept]]]:
         """All that is kept, by the pools in which it lies."""
@@ -283,8 +287,7 @@ class Prefixes:
                 break
             for _, _, own, tree, kept in worth:
                 tree.drop(kept)
-                if kept.write is not None:
-                    kept.write.cancel()
+                kept.cancel()
                 self._counts["evicted"] += 1
                 over -= own
                 if over <= 0:

@@ -82,11 +82,14 @@ class Shelf:
 
         The tokens that came.
         """
-        coming = self.seek(tokens, memory, memory.length)
-        if coming is None:
-            return range(0)
-        self.add(coming)
-        return coming.came
+        try:
+            coming = self.seek(tokens, memory, memory.length)
+            if coming is not None:
+                self.add(coming)
+                return coming.came
+        except Exception as error:  # they can still be read
+            log.warning("a store was not looked into: %r", error)
+        return range(0)
 
     def seek(self, tokens: Sequence[int], memory: HostCache, held: int = 0) -> Coming | None:
         """What a store has of these tokens beyond those that somebody holds; changes nothing."""

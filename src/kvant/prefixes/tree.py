@@ -42,11 +42,16 @@ class Kept:
     prompt: int  # of its tokens, so many were read as prompts; others were decoded
     used: float = 0.0  # when, by the clock of its owner
     uses: int = 0
-    write: Write | None = None  # to a store
+    writes: list[Write] = field(default_factory=list)  # to a store, also of those it stands for
 
     @property
     def length(self) -> int:
         return self.node.length + len(self.rest)
+
+    def cancel(self) -> None:
+        """Let nobody write it any more, who holds its pages for that."""
+        for write in self.writes:
+            write.cancel()
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,7 @@ class Tree:
         new = Kept(path[-1], tuple(tokens[whole:]), cache, prompt)
         gone = [one for node in path for one in node.kept if self._stands_for(new, one, tokens)]
         new.uses = sum(one.uses for one in gone)
+        new.writes = [w for one in gone for w in one.writes if w.pieces is not None]
         # New nodes hang on each other, and all on the tree by one assignment: no interrupt leaves
         # a node that nothing is behind.
         last = path[-1]

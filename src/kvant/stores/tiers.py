@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Condition, Thread, get_native_id
+from threading import Condition, Thread, current_thread, get_native_id
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
@@ -50,12 +50,14 @@ class Guarded:
     def get(self, page: str, part: str) -> Bytes | None:
         return self._tried(lambda: self.store.get(page, part))
 
-    def put(self, page: str, part: str, blob: Bytes) -> None:
+    def put(self, page: str, part: str, blob: Bytes) -> bool:
         def write() -> bool:
             self.store.put(page, part, blob)
             return True
 
-        self.counts["written"] += self._tried(write) is not None
+        written = self._tried(write) is not None
+        self.counts["written"] += written
+        return written
 
     def drop(self, page: str, part: str) -> None:
         self._tried(lambda: self.store.drop(page, part))
@@ -128,9 +130,9 @@ class Tiers:
             return blob
         return None
 
-    def put(self, blob: Blob) -> None:
-        """Write a blob to all of them, now."""
-        self._write(blob.page, blob.part, packed(blob, self.secret), len(self.stores))
+    def put(self, blob: Blob) -> bool:
+        """Write a blob to all of them, now; did they all take it?"""
+        return self._write(blob.page, blob.part, packed(blob, self.secret), len(self.stores))
 
     def drop(self, page: str, part: str) -> None:
         """Forget a blob."""
@@ -140,9 +142,9 @@ class Tiers:
     def stats(self) -> dict[str, Any]:
         return {**self.behind.stats(), "stores": [guarded.stats() for guarded in self.stores]}
 
-    def _write(self, page: str, part: str, data: Bytes, before: int) -> None:
-        for guarded in self.stores[:before]:
-            guarded.put(page, part, data)
+    def _write(self, page: str, part: str, data: Bytes, before: int) -> bool:
+        written = [guarded.put(page, part, data) for guarded in self.stores[:before]]
+        return all(written)
 
 
 class Behind:
@@ -150,14 +152,14 @@ class Behind:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._calls: list[tuple[int, Callable[[], None]]] = []
+        self._calls: list[tuple[int, Callable[[], object]]] = []
         self._nbytes = 0  # of what waits, and of what is being done
         self._dropped = 0
         self._changed = Condition()
         self._thread: Thread | None = None
         self._ended = False
 
-    def add(self, nbytes: int, call: Callable[[], None]) -> bool:
+    def add(self, nbytes: int, call: Callable[[], object]) -> bool:
         """Do this later; False where it does not fit beside what waits, so that it never is."""
         with self._changed:
             if self._ended or (self._calls and self._nbytes + nbytes > self.most):
@@ -173,6 +175,8 @@ class Behind:
 
     def flush(self, seconds: float | None = None) -> bool:
         """Wait until nothing waits any more, so long at most; is that so?"""
+        if current_thread() is self._thread:  # it would wait for itself
+            return False
         with self._changed:
             return self._changed.wait_for(lambda: not self._calls, seconds)
 

@@ -75,9 +75,14 @@ class Batch:
             home.backend = self._empty.backend
             self._empty = home
 
+    @property
+    def stores(self) -> bool:
+        """Is what is kept also written to a store?"""
+        return self._shelf is not None and self._shelf.owner.archive is not None
+
     def scout(self, seat: Seat) -> Callable[[], Coming | None] | None:
         """What looks for a prompt in a store, in another thread; None: there is no store."""
-        if self._shelf is None or self._shelf.owner.archive is None:
+        if self._shelf is None or not self.stores:
             return None
         return partial(self._shelf.fork().seek, list(seat.tokens), self._empty.fork())
 

@@ -341,7 +341,8 @@ class Engine:
 
     def _keep(self, seat: Seat) -> None:
         """Let others go on from a sequence, if there is room for it."""
-        if not self._open or not self._room(len(seat.tokens)):
+        room = self._room if self._batch.stores else self._schedule.keeps  # others are stored
+        if not self._open or not room(len(seat.tokens)):
             return
         kept = True
         try:

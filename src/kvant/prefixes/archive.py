@@ -174,17 +174,17 @@ class Archive:
         sizes = page_sizes(cache)
         for count in range(len(names) - 1, first - 1, -1):
             parts, length = parts_of[count - first], count * PAGE
-            some = tuple(names[: count + 1])
-            for end in range(min(len(tokens), length + PAGE - 1), max(length - 1, beyond), -1):
-                if (rest := _rest(tokens[:end])) in parts:
-                    yield Found(end, some, rest)
+            most = min(len(tokens), length + PAGE - 1)
+            for end in sorted({_end(part) for part in parts}, reverse=True):
+                if length <= end <= most and end > beyond and _rest(tokens[:end]) in parts:
+                    yield Found(end, tuple(names[: count + 1]), _rest(tokens[:end]))
             last = {
                 f"k{kind}-{length // size - 1}"
                 for kind, size in enumerate(sizes)
                 if not length % size
             }
             if suffice and length > beyond and len(last) == len(sizes) and last <= parts:
-                yield Found(length, some, None)
+                yield Found(length, tuple(names[: count + 1]), None)
 
     def read(
         self,
@@ -342,6 +342,12 @@ def _rest(tokens: Sequence[int]) -> str:
     return (
         f"a-{digest(*(token.to_bytes(8, 'little') for token in behind)).hex()[:16]}-{len(tokens)}"
     )
+
+
+def _end(part: str) -> int:
+    """The length of the text that a rest is of; -1 for other parts."""
+    kind, _, length = part.rpartition("-")
+    return int(length) if kind.startswith("a-") and length.isdecimal() else -1
 
 
 def _before(page: Page, sizes: Sequence[int]) -> int:

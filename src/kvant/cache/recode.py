@@ -162,7 +162,7 @@ class Recoding:
     def kept(self, name: str) -> bool:
         """Are the pages and rows of this side taken over as they are?"""
         old, new = self.old, self.new
-        same = old.spec.page == new.spec.page and old.spec.seals and new.spec.seals
+        same = old.spec.page == new.spec.page and old.spec.seals == new.spec.seals
         same = same and old.spec.sides[name] == new.spec.sides[name]
         return same and old.geometry.dtypes[name] == new.geometry.dtypes[name]
 
@@ -173,11 +173,12 @@ class Recoding:
         for number in numbers[which == self.which].tolist():
             slot = int(self.now.open[self.which, number])
             start, stop = number * page, min((number + 1) * page, int(self.was.rows[self.which]))
-            rows = self.rows(name, start, stop)
             opened = number >= self.was.first_open[self.which] or number < self.was.kind.sink_pages
             if self.kept(name) and opened:
                 there = int(self.was.open[self.which, number])
                 rows = self.old.sides[name].open[there : there + 1, :, : stop - start]
+            else:
+                rows = self.rows(name, start, stop)
             stored.open[slot, :, : stop - start] = rows[0]
 
     def seal(self, name: str) -> None:

@@ -158,13 +158,13 @@ class Mask:
 class Tiles(Protocol):
     """How the bytes of a sealed page lie in memory. Only an arena and a backend know of it."""
 
-    def pack(self, name: str, field: Tensor) -> Tensor:
+    def pack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor:
         """[..., rows, width] in canonical order -> the same shape and bytes, rearranged.
 
-        The name says the side too, as in "keys.codes".
+        The name says the side too, as in "keys.codes". With `into` they are put there.
         """
 
-    def unpack(self, name: str, field: Tensor) -> Tensor: ...
+    def unpack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor: ...
 
 
 @dataclass

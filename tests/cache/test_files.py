@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 import kvant.cache.files
 from cache.tagged import forward, layer, same, told
+from cache.tiled import Tiled
 from kvant import (
     Cache,
     CacheFileError,
@@ -27,7 +28,6 @@ from kvant import (
     load,
     save,
 )
-from kvant.cache.storage import Tiled
 
 SPECS = (
     "raw",

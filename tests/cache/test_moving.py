@@ -10,10 +10,10 @@ import torch
 
 from attention.kernels import needed
 from cache.tagged import forward, layer, rows, same
+from cache.tiled import Tiled
 from kvant import Cache, CacheSpec, RecurrentSpec, attend, explain
 from kvant.attention.native import LANES
 from kvant.cache import storage
-from kvant.cache.storage import Tiled
 from kvant.contracts import Tiles
 from kvant.native import library
 

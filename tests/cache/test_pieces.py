@@ -7,7 +7,7 @@ import torch
 
 import kvant
 from kvant.cache.pieces import Pieces, pages_of, together
-from kvant.contracts import Snapshot
+from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 
 SPECS = (
@@ -31,22 +31,24 @@ def filled(spec: str, length: int) -> kvant.Cache:
     return cache
 
 
+def pages_in(pieces: Pieces, kind: int, numbers: range) -> Fields:
+    found = {
+        name: torch.empty(len(numbers), *shape, dtype=dtype)
+        for name, (dtype, shape) in pieces.shapes(kind).items()
+    }
+    if numbers:
+        pieces.copy(kind, numbers, found)
+    return found
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("spec", SPECS)
 def test_together_they_are_the_cache(spec: str, length: int) -> None:
     cache = filled(spec, length)
     pieces, whole = Pieces(cache), cache.snapshot()
-    pages = {
-        (kind, number): {name: tensor.clone() for name, tensor in pieces.page(kind, number).items()}
-        for kind, numbers in enumerate(pieces.ranges)
-        for number in numbers
-    }
+    pages = {kind: pages_in(pieces, kind, numbers) for kind, numbers in enumerate(pieces.ranges)}
     empty, rest = kvant.Cache(3, spec), pieces.rest()
-    assert set(pages) == {
-        (kind, number)
-        for kind, numbers in pages_of(empty, length, rest).items()
-        for number in numbers
-    }
+    assert dict(enumerate(pieces.ranges)) == pages_of(empty, length, rest)
     again = together(empty, length, rest, pages)
     assert again.tensors.keys() == whole.tensors.keys()
     for name, tensor in whole.tensors.items():
@@ -63,10 +65,8 @@ def test_whole_pages_need_no_rest(spec: str) -> None:
     cache = filled(spec, 300)
     pieces = Pieces(cache)
     empty = kvant.Cache(3, spec)
-    pages = {
-        (0, number): pieces.page(0, number) for number in range(256 // cache.spec.layers[0].page)
-    }
-    empty.restore(together(empty, 256, None, pages))
+    pages = pages_in(pieces, 0, range(256 // cache.spec.layers[0].page))
+    empty.restore(together(empty, 256, None, {0: pages}))
     assert empty.length == 256
     cache.rewind(256)
     for layer in range(3):
@@ -78,17 +78,22 @@ def test_what_does_not_fit_together_is_refused() -> None:
     cache, empty = filled("affine8", 200), kvant.Cache(3, "affine8")
     pieces = Pieces(cache)
     rest = pieces.rest()
-    pages = {(0, number): pieces.page(0, number) for number in pieces.ranges[0]}
+    pages = pages_in(pieces, 0, pieces.ranges[0])
     another = Pieces(filled("affine8", 201)).rest()
     with pytest.raises(SnapshotMismatch, match="200 tokens"):
-        together(empty, 200, another, pages)
+        together(empty, 200, another, {0: pages})
     without = Snapshot({k: v for k, v in rest.tensors.items() if not k.endswith("numbers")}, {})
     with pytest.raises(SnapshotMismatch, match="numbers"):
-        together(empty, 200, without, pages)
-    with pytest.raises(SnapshotMismatch, match="is missing"):
-        together(empty, 200, rest, pages | {(0, 1): {}, (0, 0): {}} | {(0, 2): pages[0, 2]})
-    twice = {name: torch.cat([x, x]) for name, x in pages[0, 1].items()}
-    with pytest.raises(SnapshotMismatch, match="not of one page"):
-        together(empty, 200, rest, pages | {(0, 1): twice})
+        together(empty, 200, without, {0: pages})
+    for wrong in (
+        {name: x[1:] for name, x in pages.items()},
+        pages | {"0/keys.open": rest.tensors["0/keys.open"]},
+    ):
+        with pytest.raises(SnapshotMismatch, match=r"of \d pages"):
+            together(empty, 200, rest, {0: wrong})
+    fewer = {name: x for name, x in pages.items() if name != "1/keys.codes"}
+    with pytest.raises(SnapshotMismatch, match=r"keys\.codes"):
+        empty.restore(together(empty, 200, rest, {0: fewer}))
+    assert not empty.length
     with pytest.raises(ValueError, match="one with tokens"):
         Pieces(empty)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from cache.tiled import Tiled
 from kvant import Cache, CacheSpec, RecurrentSpec, merge, parse
-from kvant.cache.storage import Tiled
 from kvant.recipes import Recipe
 
 

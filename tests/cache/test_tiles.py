@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cache.tiled import Tiled
 from kvant import Cache, attend, load, save
-from kvant.cache.storage import Tiled
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (2, 3, 64, 8), (16, 4), (1, 2, 128, 20)])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvant.stores import Blob, Folder, Tiers
+from kvant.stores import Blob, Folder, Payload, Tiers
 
 DAY = 86_400.0
 ONE, OTHER = "a" * 16, "b" * 16
@@ -32,7 +32,9 @@ def filled(path: Path, secret: bytes | None = None, model: str = "llama") -> Fol
     for days, (space, number, part) in enumerate(listed):
         told = {"model": model, "spec": "affine8"} if space == ONE else {}
         rows = {"0/keys": torch.ones(1000)}
-        tiers.put(Blob(page(space, number), part, page(space, 0), (1,), rows, about=told))
+        tiers.put(
+            Blob(page(space, number), part, page(space, 0), (1,), Payload.of(rows), about=told)
+        )
         then = time.time() - days * DAY
         os.utime(file(store, page(space, number), part), (then, then))
     return store

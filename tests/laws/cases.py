@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cache.tagged import One
+from cache.tiled import Tiled
 from kvant.attention import BACKENDS as READERS
-from kvant.cache.storage import Tiled
 from kvant.contracts import View
 from kvant.recipes import LayerSpec, Prefill
 from kvant.spec import parse

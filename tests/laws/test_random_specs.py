@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from cache.tagged import One
+from cache.tiled import Tiled
 from kvant import LayerSpec, attend
-from kvant.cache.storage import Tiled
 from kvant.codecs import Affine, Codebook, Fp8, Raw
 from kvant.codecs.frames import Rotation
 from kvant.retention import All, Window

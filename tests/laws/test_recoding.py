@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from cache.tagged import One
+from cache.tiled import Tiled
 from kvant import SpecError, attend, parse
-from kvant.cache.storage import Tiled
 from kvant.codecs import Raw
 from kvant.contracts import Snapshot
 from kvant.recipes import LayerSpec

@@ -32,7 +32,7 @@ def after_a_restart(model: Any, spec: str, path: Path) -> None:
     prompts, expected, hits, before = [], [], 0, text(150, seed=0)
     with Prefixes(store=folder(path)) as prefixes:
         for turn in range(4):
-            prompts.append(before + text(40 + 30 * turn, seed=1 + turn))
+            prompts.append(before + text(40 + 20 * turn, seed=1 + turn))
             before = prompts[-1] + said(model, prompts[-1], spec, prefixes=prefixes)
         for prompt in prompts:
             hit = prefixes.stats()["tokens_hit"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from kvant.generation.reader import Reader
 from kvant.hf import HostCache
 from kvant.prefixes import Prefixes
 from kvant.prefixes.keys import key
+from laws.cases import FORMATS
+from thin import once
 
 VOCABULARY = 128
 FOREIGN = ("deepseek_v32", "mllama")  # some of whose layers transformers keeps
@@ -87,10 +90,13 @@ def test_a_hit_in_every_format(spec: str) -> None:
     leave_nothing(prefixes)
 
 
-@pytest.mark.parametrize("spec", ["raw", "affine8,prefill=stored", "turbo4v4,prefill=stored"])
-@pytest.mark.parametrize("name", ["llama", "falcon_h1"])
-def test_exact_hits_have_the_bits_of_a_cold_run(name: str, spec: str) -> None:
-    model = build(name)
+EXACT = ("llama", "falcon_h1", "gemma3", "qwen3_next", "llama4")  # read without kvant.attach
+WINDOWS = ("", "sinks=3", "window=70,sinks=4", "window=200")
+
+
+@pytest.mark.parametrize(("name", "codec", "window"), once(product(EXACT, FORMATS, WINDOWS)))
+def test_exact_hits_have_the_bits_of_a_cold_run(name: str, codec: str, window: str) -> None:
+    model, spec = build(name), ",".join(filter(None, (codec, window, "prefill=stored")))
     decoder, shared = HostDecoder(model), text(1100, seed=0)
 
     def logits(prompt: list[int], prefixes: Prefixes) -> torch.Tensor:

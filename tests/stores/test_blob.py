@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvant.errors import BlobError
-from kvant.stores import Blob, about, opened, opened_as, packed
+from kvant.stores import Blob, Payload, about, opened, opened_as, packed
 from kvant.stores.blob import HEAD, MAGIC, _aligned, _checksum
 
 SECRETS = (None, b"known to all who share the store", b"k" * 100)
@@ -26,7 +26,8 @@ def small() -> Blob:
         "0/scale": torch.tensor(0.5),
     }
     told = {"model": "llama", "spec": "raw"}
-    return Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2, 3), fields, {"n": 5}, 3, told)
+    held = Payload.of(fields)
+    return Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2, 3), held, {"n": 5}, 3, told)
 
 
 @pytest.mark.parametrize("secret", SECRETS)
@@ -34,10 +35,11 @@ def small() -> Blob:
 def test_round_trip(secret: bytes | None, kind: Callable[[Any], Any]) -> None:
     blob = small()
     again = opened(kind(packed(blob, secret)), secret)
-    assert again.fields.keys() == blob.fields.keys()
-    for name, tensor in blob.fields.items():
-        assert torch.equal(again.fields[name], tensor), name
-        assert again.fields[name].dtype == tensor.dtype
+    fields = again.payload.fields
+    assert fields.keys() == blob.payload.fields.keys()
+    for name, tensor in blob.payload.fields.items():
+        assert torch.equal(fields[name], tensor), name
+        assert fields[name].dtype == tensor.dtype
     for name in ("page", "part", "before", "tokens", "numbers", "prompt", "about"):
         assert getattr(again, name) == getattr(blob, name)
 
@@ -71,32 +73,36 @@ def test_who_does_not_know_the_secret_can_neither_read_nor_write() -> None:
             opened(data, secret)
 
 
-def forged(change: Callable[[dict[str, Any]], None]) -> bytes:
-    """A blob whose checksum is right, and whose header says something else."""
+Told = dict[str, Any]
+
+
+def forged(change: Callable[[Told, Told], object]) -> bytes:
+    """A blob whose checksum is right, and whose header or layout says something else."""
     data = bytes(packed(small()))
-    size = HEAD.unpack_from(data)[1]
-    header = json.loads(data[HEAD.size : HEAD.size + size])
-    payload = data[_aligned(HEAD.size + size) : -4]
-    change(header)
-    raw = json.dumps(header).encode()
-    body = HEAD.pack(MAGIC, len(raw)) + raw
+    _, length, more = HEAD.unpack_from(data)
+    begin, stop = HEAD.size + length, HEAD.size + length + more
+    header, layout = json.loads(data[HEAD.size : begin]), json.loads(data[begin:stop])
+    payload = data[_aligned(stop) : -4]
+    layout = change(header, layout) or layout
+    parts = [json.dumps(one).encode() for one in (header, layout)]
+    body = HEAD.pack(MAGIC, *map(len, parts)) + b"".join(parts)
     body += bytes(_aligned(len(body)) - len(body)) + payload
     return body + _checksum(memoryview(body), None)
 
 
-def _field(place: int, value: Any, name: str = "0/keys.codes") -> Callable[[dict[str, Any]], None]:
-    def change(header: dict[str, Any]) -> None:
-        header["fields"][name][place] = value
+def _field(place: int, value: Any, name: str = "0/keys.codes") -> Callable[[Told, Told], None]:
+    def change(_: Told, layout: Told) -> None:
+        layout[name][place] = value
 
     return change
 
 
-def _entry(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
-    return lambda header: header.__setitem__(name, value)
+def _entry(name: str, value: Any) -> Callable[[Told, Told], None]:
+    return lambda header, _: header.__setitem__(name, value)
 
 
 FORGED = {
-    "another version": _entry("version", 2),
+    "another version": _entry("version", 1),
     "more than there is": _field(1, [1 << 40]),
     "less than there is": _field(1, [0]),
     "a shape below zero": _field(1, [-7, -1]),
@@ -113,16 +119,16 @@ FORGED = {
     "numbers that are floats": _entry("numbers", {"n": 0.5}),
     "numbers that are a list": _entry("numbers", [1]),
     "empty, and beyond all counting": _field(1, [0, 1 << 62, 1 << 62], "0/values.open"),
-    "fields that are a list": _entry("fields", [[]]),
-    "fields that are a number": _entry("fields", 1),
-    "no fields": lambda header: header.pop("fields"),
-    "fewer fields than bytes": lambda header: header["fields"].pop("0/numbers"),
+    "fields that are a list": lambda *_: [[]],
+    "fields that are a number": lambda *_: 1,
+    "a field that is a number": lambda *_: {"0/keys.codes": 1},
+    "fewer fields than bytes": lambda _, layout: layout.clear(),
 }
 
 
 @pytest.mark.parametrize("what", FORGED)
 def test_a_header_that_lies_is_refused(what: str) -> None:
-    assert opened(forged(lambda header: None)).tokens == (1, 2, 3)
+    assert opened(forged(lambda *_: None)).tokens == (1, 2, 3)
     with pytest.raises(BlobError):
         opened(forged(FORGED[what]))
 
@@ -143,10 +149,11 @@ def test_what_a_blob_says_for_people_needs_no_secret() -> None:
     for size in range(HEAD.size + HEAD.unpack_from(data)[1]):
         assert about(data[:size]) == {}
     for raw in (b"[]", b"1", b'{"about": 1}', b'{"about": []}', b"\xff", b"[" * 100_000):
-        assert about(HEAD.pack(MAGIC, len(raw)) + raw) == {}
+        assert about(HEAD.pack(MAGIC, len(raw), 0) + raw) == {}
 
 
-def test_a_header_longer_than_all_bytes_is_refused() -> None:
-    body = HEAD.pack(MAGIC, 1 << 62) + bytes(64)
+@pytest.mark.parametrize("lengths", [(1 << 62, 0), (0, 1 << 62), (60, 60), (1 << 62, 1 << 62)])
+def test_a_header_longer_than_all_bytes_is_refused(lengths: tuple[int, int]) -> None:
+    body = HEAD.pack(MAGIC, *lengths) + bytes(64)
     with pytest.raises(BlobError, match="a header of"):
         opened(body + _checksum(memoryview(body), None))

@@ -77,7 +77,7 @@ def all_are_right(path: Path) -> int:
         again = tiers.get(name, "k0-1")
         assert (again is not None) == bool(parts)
         if again is not None:
-            assert torch.equal(again.fields["0/keys.open"], blob(name).fields["0/keys.open"])
+            assert torch.equal(again.payload.data, blob(name).payload.data)
             count += 1
     (stats,) = tiers.stats()["stores"]
     assert (stats["damaged"], stats["errors"]) == (0, 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvant.errors import StoreError
-from kvant.stores import Blob, Folder, Objects, Redis, Store, Tiers, open_store
+from kvant.stores import Blob, Folder, Objects, Payload, Redis, Store, Tiers, open_store
 from kvant.stores import tiers as module
 from kvant.stores.redis import TTL
 from kvant.stores.tiers import IN_A_ROW, REST
@@ -21,7 +21,7 @@ PAGE = "ab/" + "0" * 64
 
 
 def blob(page: str = PAGE) -> Blob:
-    return Blob(page, "k0-1", PAGE, (1, 2), {"0/keys": torch.ones(3)})
+    return Blob(page, "k0-1", PAGE, (1, 2), Payload.of({"0/keys": torch.ones(3)}))
 
 
 def client(server: Server) -> Any:

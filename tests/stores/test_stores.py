@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvant.errors import StoreError
-from kvant.stores import Blob, Store, Tiers, open_store
+from kvant.stores import Blob, Payload, Store, Tiers, open_store
 
 SIZES = (1, 100_000, 6_000_000)
 NO_PAGES = (
@@ -28,8 +28,9 @@ def page(number: int, test: str = "") -> str:
 
 def blob(name: str, part: str = "k0-1", seed: int = 0) -> Blob:
     rows = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(seed))
+    held = Payload.of({"0/keys.open": rows})
     told = {"model": "llama", "spec": "raw"}
-    return Blob(name, part, page(99), (1, 2, 3), {"0/keys.open": rows}, {"n": 5}, 3, told)
+    return Blob(name, part, page(99), (1, 2, 3), held, {"n": 5}, 3, told)
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
@@ -122,8 +123,9 @@ def test_a_blob_comes_back(store: Store, secret: bytes | None) -> None:
     told = blob(page(0, f"blob {secret!r}"))
     tiers.put(told)
     found = tiers.get(told.page, told.part)
-    assert found is not None and torch.equal(*(b.fields["0/keys.open"] for b in (found, told)))
-    assert replace(found, fields={}) == replace(told, fields={})
+    assert found is not None and torch.equal(found.payload.data, told.payload.data)
+    assert found.payload.layout == told.payload.layout
+    assert replace(found, payload=told.payload) == told
     (stats,) = tiers.stats()["stores"]
     assert (stats["written"], stats["hits"], stats["errors"]) == (1, 1, 0)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from kvant.errors import CacheError
-from kvant.stores import Blob, Bytes, Tiers, packed
+from kvant.stores import Blob, Bytes, Payload, Tiers, packed
 from kvant.stores import tiers as module
 from kvant.stores.tiers import IN_A_ROW, REST, Behind
 
@@ -63,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def blob(page: str = PAGE, part: str = "k0-1") -> Blob:
-    return Blob(page, part, OTHER, (1, 2), {"0/keys": torch.ones(3)})
+    return Blob(page, part, OTHER, (1, 2), Payload.of({"0/keys": torch.ones(3)}))
 
 
 def counts(tiers: Tiers, place: int = 0) -> dict[str, int]:
@@ -216,13 +217,13 @@ class Held:
         assert self.behind.add(nbytes, self._first)
         assert self.begun.wait(60)
 
-    def _first(self) -> None:
+    def _first(self) -> list[int]:
         self.begun.set()
         assert self.go.wait(60)
-        self.done.append("first")
+        return [self.done.append("first") or 0]
 
     def add(self, nbytes: int, what: Any) -> bool:
-        return self.behind.add(nbytes, lambda: self.done.append(what))
+        return self.behind.add(nbytes, lambda: [self.done.append(what) or 0])
 
 
 def test_what_waits_is_bounded_by_bytes_and_done_in_order() -> None:
@@ -275,9 +276,25 @@ def test_who_closes_in_a_hurry_drops_what_waits() -> None:
     held.behind.close(60)
 
 
+def test_it_works_a_part_of_the_time_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE", 1e-9)  # the first pause would take years
+    behind, first, done = Behind(10), Event(), list[int]()
+
+    def pieces() -> Iterator[int]:
+        for number in range(3):
+            time.sleep(1e-3)
+            done.append(number)
+            first.set()
+            yield 1
+
+    behind.add(1, pieces)
+    assert first.wait(60) and done == [0]
+    assert behind.flush(60) and done == [0, 1, 2]
+
+
 def test_an_error_behind_ends_nothing() -> None:
     held = Held(100)
-    held.behind.add(1, lambda: {}["nothing"])
+    held.behind.add(1, lambda: [{}["nothing"]])
     held.add(1, 1)
     held.go.set()
     assert held.behind.flush(60) and held.done == ["first", 1]
@@ -287,4 +304,4 @@ def test_an_unused_queue_closes() -> None:
     behind = Behind(10)
     assert behind.flush(60)
     behind.close(60)
-    assert not behind.add(1, lambda: None)
+    assert not behind.add(1, list[int])

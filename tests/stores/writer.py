@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from kvant.stores import Blob, Bytes, Folder, packed
+from kvant.stores import Blob, Bytes, Folder, Payload, packed
 
 PAGES = tuple(f"ab/{number:064x}" for number in range(4))
 ROWS = 1 << 17  # 512 KiB
@@ -25,7 +25,7 @@ PIECE = 1 << 12
 def blob(page: str) -> Blob:
     seed = torch.Generator().manual_seed(PAGES.index(page))
     rows = torch.randn(ROWS, generator=seed)
-    return Blob(page, "k0-1", PAGES[0], (1, 2), {"0/keys.open": rows})
+    return Blob(page, "k0-1", PAGES[0], (1, 2), Payload.of({"0/keys.open": rows}))
 
 
 class Writers:

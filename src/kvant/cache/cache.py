@@ -27,7 +27,6 @@ from kvant.cache.ledger import Book, Ledger, Retired
 from kvant.cache.recode import attending, spec_after, within
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import joined as joined_pasts
-from kvant.cache.recurrent import shared_snapshot as past_snapshot
 from kvant.contracts import HostState, Snapshot, Tally, Tiles
 from kvant.errors import CacheError, Refusals, RewindError
 from kvant.extent import LENGTH, PADDING, Change, Extent, Ints
@@ -322,18 +321,9 @@ class Cache(Refusals):
         """A snapshot that may share memory with the cache: to be read before anything else."""
         self.rollback()
         ledger = self._ledger
-        tensors: dict[str, Tensor] = {}
-        numbers: dict[str, int] = {}
-        for name, leaf in self.contents.leaves.items():
-            if isinstance(leaf, Attention):
-                piece = snapshot.shared_snapshot(leaf.storage, ledger.committed(leaf.kind))
-            elif isinstance(leaf, Recurrent):
-                piece = past_snapshot(leaf.past)
-            else:
-                piece = leaf.shared_snapshot()
-            tensors |= {f"{name}/{key}": tensor for key, tensor in piece.tensors.items()}
-            numbers |= {f"{name}/{key}": number for key, number in piece.numbers.items()}
-        return Snapshot(tensors, numbers)
+        return self.contents.gathered(
+            lambda leaf: snapshot.shared_snapshot(leaf.storage, ledger.committed(leaf.kind))
+        )
 
     def restore(self, snapshot: Snapshot) -> None:
         """Become what the snapshot holds; every layer, or an error and none."""

@@ -5,7 +5,7 @@ It is replaced as a whole: a restore or a recode fills an empty one, and the cac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,6 +21,7 @@ from kvant.cache.layer import Attention, kind_of
 from kvant.cache.ledger import Ledger
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import restored as restored_past
+from kvant.cache.recurrent import shared_snapshot as past_snapshot
 from kvant.contracts import HostState, Snapshot, Tiles
 from kvant.errors import CacheError, SnapshotMismatch
 from kvant.extent import Extent, Ints
@@ -121,6 +122,21 @@ class Layers:
 
     def recurrent(self) -> list[tuple[str, Recurrent]]:
         return [(name, leaf) for name, leaf in self.leaves.items() if isinstance(leaf, Recurrent)]
+
+    def gathered(self, rows_of: Callable[[Attention], Snapshot]) -> Snapshot:
+        """A snapshot of all layers, with what attention layers give."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, int] = {}
+        for name, leaf in self.leaves.items():
+            if isinstance(leaf, Attention):
+                piece = rows_of(leaf)
+            elif isinstance(leaf, Recurrent):
+                piece = past_snapshot(leaf.past)
+            else:
+                piece = leaf.shared_snapshot()
+            tensors |= {f"{name}/{key}": tensor for key, tensor in piece.tensors.items()}
+            numbers |= {f"{name}/{key}": number for key, number in piece.numbers.items()}
+        return Snapshot(tensors, numbers)
 
     def host_states(self) -> dict[str, HostState]:
         ours = (Attention, Recurrent)

@@ -7,7 +7,7 @@ little is believed of them: `Cache.restore` compares all of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,10 +15,8 @@ from torch import Tensor
 
 from kvant.cache.cache import Cache
 from kvant.cache.layer import Attention
-from kvant.cache.recurrent import Recurrent
-from kvant.cache.recurrent import shared_snapshot as past_snapshot
 from kvant.cache.snapshot import NUMBERS, canonical, open_rows
-from kvant.cache.storage import retiled
+from kvant.cache.storage import Storage, retiled
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.extent import FIRST_OPEN, FIRST_SEALED, LENGTH, STOP_SEALED, Extent, Ints, Kind
@@ -57,42 +55,42 @@ class Pieces:
             total += sum(state.nbytes for state in contents.host_states().values())
         return total
 
-    def page(self, kind: int, number: int) -> Fields:
-        """What the layers of a kind have of a page."""
-        found: dict[str, Tensor] = {}
+    def shapes(self, kind: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The tensors of a page: what the layers of a kind have of it."""
+        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        for name, leaf in self._layers(kind):
+            rows = 0 if self.kinds[kind].seals else self.kinds[kind].page
+            for side, stored in leaf.sides.items():
+                found[f"{name}/{side}.open"] = stored.open.dtype, (rows, stored.heads, stored.dim)
+                for field, tensor in stored.sealed.items():
+                    found[f"{name}/{side}.{field}"] = tensor.dtype, tuple(tensor.shape[1:])
+        return found
+
+    def copy(self, kind: int, numbers: Sequence[int], into: Fields) -> None:
+        """Pages of a kind, one an entry of every tensor, to where they are wanted."""
         extent = self._extents[kind]
-        for name, leaf in self._cache.contents.attention():
-            storage = leaf.storage
-            if leaf.kind != kind or storage is None:
-                continue
-            for side, stored in storage.sides.items():
+        slots = (extent.sealed if extent.kind.seals else extent.open)[0, list(numbers)]
+        first = int(slots[0])
+        behind = bool((slots == np.arange(first, first + len(slots))).all())
+        there = slice(first, first + len(slots)) if behind else torch.from_numpy(slots)
+        for name, leaf in self._layers(kind):
+            for side, stored in leaf.sides.items():
                 if not extent.kind.seals:
-                    slot = int(extent.open[0, number])
-                    found[f"{name}/{side}.open"] = stored.open[slot].transpose(0, 1)
-                    continue
-                slot = int(extent.sealed[0, number])
-                found[f"{name}/{side}.open"] = stored.open[0, :, :0].transpose(0, 1)
+                    into[f"{name}/{side}.open"].copy_(stored.open[there].transpose(1, 2))
                 for field, tensor in stored.sealed.items():
                     key = f"{side}.{field}"
-                    found[f"{name}/{key}"] = retiled(
-                        key, tensor[slot : slot + 1], stored.tiles, None
-                    )
-        return found
+                    retiled(key, tensor[there], stored.tiles, None, into[f"{name}/{key}"])
+
+    def _layers(self, kind: int) -> Iterator[tuple[str, Storage]]:
+        for name, leaf in self._cache.contents.attention():
+            if leaf.kind == kind and leaf.storage is not None:
+                yield name, leaf.storage
 
     def rest(self) -> Snapshot:
         """All that is in none of the pages."""
-        tensors: dict[str, Tensor] = {}
-        numbers: dict[str, int] = {}
-        for name, leaf in self._cache.contents.leaves.items():
-            if isinstance(leaf, Attention):
-                piece = self._rows(leaf, self._extents[leaf.kind])
-            elif isinstance(leaf, Recurrent):
-                piece = past_snapshot(leaf.past)
-            else:
-                piece = leaf.shared_snapshot()
-            tensors |= {f"{name}/{key}": tensor for key, tensor in piece.tensors.items()}
-            numbers |= {f"{name}/{key}": number for key, number in piece.numbers.items()}
-        return Snapshot(tensors, numbers)
+        return self._cache.contents.gathered(
+            lambda leaf: self._rows(leaf, self._extents[leaf.kind])
+        )
 
     def _rows(self, leaf: Attention, extent: Extent) -> Snapshot:
         assert leaf.storage is not None
@@ -129,47 +127,44 @@ def pages_of(cache: Cache, length: int, rest: Snapshot | None) -> dict[int, rang
         row = numbers[0].numpy()
         if int(row[LENGTH]) != length or not (row[1:] >= 0).all() or (row[1:] > length).any():
             raise SnapshotMismatch(f"layer {name}: numbers {row.tolist()} of {length} tokens")
-        if found.setdefault(leaf.kind, _whole(kind, row)) != _whole(kind, row):
+        pages = _whole(kind, row)
+        if pages.stop * kind.page > length:
+            raise SnapshotMismatch(f"layer {name}: pages up to {pages.stop} of {length} tokens")
+        if found.setdefault(leaf.kind, pages) != pages:
             raise SnapshotMismatch(f"layer {name}: other pages than a layer of the same kind")
     return found
 
 
 def together(
-    cache: Cache, length: int, rest: Snapshot | None, pages: Mapping[Page, Fields]
+    cache: Cache, length: int, rest: Snapshot | None, pages: Mapping[int, Fields]
 ) -> Snapshot:
-    """The snapshot of a cache like this one, from `pages_of` it and the rest."""
+    """The snapshot of a cache like this one, from all of `pages_of` it, by kind, and the rest."""
     ranges = pages_of(cache, length, rest)
     tensors = {} if rest is None else dict(rest.tensors)
-    keys: dict[tuple[int, str], dict[str, None]] = {}  # of each leaf, by its kind and name
-    for (kind_of, _), page in pages.items():
-        for key in page:
-            keys.setdefault((kind_of, key.rpartition("/")[0]), {})[key] = None
+    fields: dict[tuple[int, str], list[str]] = {}  # by the kind and the name of a layer
+    for which, some in pages.items():
+        for key in some:
+            fields.setdefault((which, key.rpartition("/")[0]), []).append(key)
     for name, leaf in cache.contents.attention():
-        kind = cache._ledger.kinds[leaf.kind]
-        mine = [pages[leaf.kind, number] for number in ranges[leaf.kind]]
+        kind, wanted = cache._ledger.kinds[leaf.kind], ranges[leaf.kind]
         if rest is None:
             tensors[f"{name}/{NUMBERS}"] = _at(kind, length)
-        for key in keys.get((leaf.kind, name), ()):
-            parts = [_part(page, key, kind) for page in mine]
-            if rest is not None and key.endswith(".open"):
-                if (others := tensors.get(key)) is None:
+        for key in fields.get((leaf.kind, name), ()):
+            tensor = pages[leaf.kind][key]
+            count = 0 if kind.seals else kind.page  # rows of a page
+            rows = key.endswith(".open")
+            if tensor.shape[:1] != (len(wanted),) or (rows and tensor.shape[1:2] != (count,)):
+                raise SnapshotMismatch(f"{key} is {list(tensor.shape)} of {len(wanted)} pages")
+            tensors[key] = tensor.flatten(0, 1) if rows else tensor
+            if rest is not None and rows:
+                if (others := rest.tensors.get(key)) is None:
                     raise SnapshotMismatch(f"{key} is missing")
-                first = min(kind.sink_pages * kind.page, ranges[leaf.kind].start * kind.page)
-                parts = [others[:first], *parts, others[first:]]
-            tensors[key] = _joined(key, parts)
+                first = min(kind.sink_pages * kind.page, wanted.start * kind.page)
+                tensors[key] = _joined(key, others[:first], tensors[key], others[first:])
     return Snapshot(tensors, {} if rest is None else rest.numbers)
 
 
-def _part(page: Fields, key: str, kind: Kind) -> Tensor:
-    """What a page has under a name: one sealed page, or rows, as many as it is to have."""
-    tensor = page.get(key)
-    count = 1 if not key.endswith(".open") else 0 if kind.seals else kind.page
-    if tensor is None or not tensor.ndim or len(tensor) != count:
-        raise SnapshotMismatch(f"{key} is missing, or not of one page")
-    return tensor
-
-
-def _joined(key: str, parts: list[Tensor]) -> Tensor:
+def _joined(key: str, *parts: Tensor) -> Tensor:
     if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
         raise SnapshotMismatch(f"{key} has other shapes in other pages")
     return torch.cat(parts)

@@ -79,7 +79,7 @@ def restored(
         _fill(stored.open, snapshot.tensors[f"{name}.open"], opened)
         for field, tensor in stored.sealed.items():
             key = f"{name}.{field}"
-            tensor[:sealed] = retiled(key, snapshot.tensors[key], None, stored.tiles)
+            retiled(key, snapshot.tensors[key], None, stored.tiles, tensor[:sealed])
     return numbers, storage
 
 

@@ -47,34 +47,19 @@ def _mapping(nbytes: int) -> mmap.mmap:
         ) from error
 
 
-def retiled(name: str, field: Tensor, old: Tiles | None, new: Tiles | None) -> Tensor:
-    """A field of sealed pages, from the old tiles to the new ones; None is rows as they are."""
+def retiled(
+    name: str, field: Tensor, old: Tiles | None, new: Tiles | None, into: Tensor | None = None
+) -> Tensor:
+    """A field of sealed pages, from the old tiles to the new ones; None is rows as they are.
+
+    With `into` it is put there.
+    """
     if old == new:
-        return field
-    rows = field if old is None else old.unpack(name, field)
-    return rows if new is None else new.pack(name, rows)
-
-
-@dataclass(frozen=True)
-class Tiled:
-    """Tiles of `rows` rows x `width` values for every field that they divide."""
-
-    rows: int = 16
-    width: int = 4
-
-    def pack(self, name: str, field: Tensor) -> Tensor:
-        return self._swap(field, self.rows, self.width, packed=False)
-
-    def unpack(self, name: str, field: Tensor) -> Tensor:
-        return self._swap(field, self.rows, self.width, packed=True)
-
-    def _swap(self, field: Tensor, rows: int, width: int, packed: bool) -> Tensor:
-        *lead, height, wide = field.shape
-        if height % rows or wide % width:
-            return field
-        inner = (wide // width, rows) if packed else (rows, wide // width)
-        tiles = field.reshape(*lead, height // rows, *inner, width).transpose(-3, -2)
-        return tiles.reshape(field.shape)
+        return field if into is None else into.copy_(field)
+    if old is None or new is None:
+        one = new.pack if new is not None else old.unpack  # type: ignore[union-attr]
+        return one(name, field, into)
+    return new.pack(name, old.unpack(name, field), into)
 
 
 MOVED_AT_ONCE = 32  # pages: bounds the scratch of a move

@@ -334,8 +334,7 @@ class Engine:
             log.warning("prefixes were not looked for: %r", error)
             self._batch.drop(request.seat)
             held, stops, lost = 0, (), None
-        came = range(request.came.start, min(request.came.stop, held))
-        request.stream.found(held, len(came), lost)
+        request.stream.found(held, request.came, lost)
         self._schedule.begun(job, held, stops)
         self._weigh()
 
@@ -395,6 +394,7 @@ class Engine:
         if not request.served:
             request.served = True
             self._batch.count(action.job.prompt, action.job.read)
+            self._figures.found(request.stream.usage)
         last = action.job.read + action.count == action.job.prompt
         try:
             logits = self._batch.read(request.seat, action.count)

@@ -8,6 +8,7 @@ from statistics import quantiles
 from typing import Any
 
 from kvant.engine.schedule import Job
+from kvant.engine.stream import Usage
 
 RECENT = 1000  # waits that are remembered
 
@@ -22,6 +23,8 @@ class Figures:
     failed: int = 0
     put_aside: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0  # of prompts, that were not read again,
+    restored_tokens: int = 0  # and of those, that a store had
     completion_tokens: int = 0
     first: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     between: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -29,6 +32,11 @@ class Figures:
     def asked(self, job: Job) -> None:
         self.requests += 1
         self.prompt_tokens += job.prompt
+
+    def found(self, usage: Usage) -> None:
+        """What was there of a prompt when it began."""
+        self.cached_tokens += usage.cached_tokens
+        self.restored_tokens += usage.restored_tokens
 
     def said(self, before: float, now: float, *, first: bool) -> None:
         """A token came; what it waited for came before."""

@@ -134,9 +134,9 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         if self._on_step is not None:
             self._on_step(step)
 
-    def found(self, tokens: int, restored: int, lost: str | None) -> None:
-        """So many tokens of the prompt were there, and came from a store; where it left them."""
-        self._found = tokens, restored, lost
+    def found(self, tokens: int, came: range, lost: str | None) -> None:
+        """So many tokens of the prompt were there, and which from a store; where it left them."""
+        self._found = tokens, len(range(came.start, min(came.stop, tokens))), lost
 
     def hold(self, choice: int, text: str) -> None:
         """What was held back of a continuation that is cancelled."""

@@ -15,9 +15,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,11 +28,12 @@ from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.hf import HostCache
 from kvant.prefixes.keys import PAGE, chain, digest
-from kvant.stores import Blob, Tiers
+from kvant.stores import Blob, Layout, Payload, Tiers
 
 log = logging.getLogger("kvant")
 
 AT_ONCE = 4  # blobs that are read at a time
+COPIED = 8 << 20  # bytes of pages that are copied at once, to be written
 LITTLE = 20  # tokens behind the last page are worth a blob where they are more than such a part
 REMEMBERED = 1 << 17  # names of blobs that are known to be there
 LATELY = 0.5  # the weight of the newest measurement
@@ -55,46 +57,114 @@ class Restored:
     prompt: int  # of the tokens, so many were read as prompts
 
 
+class Due(NamedTuple):
+    """A blob that is to be written."""
+
+    name: str  # of the page at which it ends
+    part: str
+    page: Page | None  # None: what is no pages
+
+
 @dataclass(eq=False)
 class Write:
-    """Pages of a cache that are to be written, unless their memory is needed before."""
+    """What a store lacks of a cache, to be written unless its memory is needed before."""
 
     archive: Archive
     pieces: Pieces | None  # None: it was cancelled, or is done
     tokens: tuple[int, ...]
     prompt: int
     names: list[str]
-    new: list[tuple[str, str, Page | None]]  # blobs, and of which page; None: of the rest
-    sizes: tuple[int, ...]  # positions of a page, by kind
+    due: list[Due]
     about: Mapping[str, str]
 
-    def __call__(self) -> None:
-        names = list(dict.fromkeys(name for name, _, _ in self.new))
+    def __call__(self) -> Iterator[int]:
+        """Write, some pages at a time; the bytes of each."""
+        names = list(dict.fromkeys(one.name for one in self.due))
         there = dict(zip(names, self.archive.tiers.has(names), strict=True))
-        for name, part, page in self.new:
-            if part in there[name]:
-                self.archive.know(name, part)
-            elif (blob := self._blob(name, part, page)) is not None:
+        lacking = []
+        for one in self.due:
+            if one.part in there[one.name]:
+                self.archive.know(one.name, one.part)
+            else:
+                lacking.append(one)
+        for some in self._together(lacking):
+            for blob in self._blobs(some):
+                if self.pieces is None:
+                    return
                 self.archive.put(blob)
+                yield len(blob.payload.data)
         self.cancel()
 
     def cancel(self) -> None:
         """Let go of the pages."""
         self.pieces = None
 
-    def _blob(self, name: str, part: str, page: Page | None) -> Blob | None:
+    def _together(self, due: Sequence[Due]) -> Iterator[Sequence[Due]]:
+        """Pages of a kind, so many that they are copied at once, and all else by itself."""
+        for _, group in groupby(due, lambda one: None if one.page is None else one.page[0]):
+            some = list(group)
+            if (pieces := self.pieces) is None:
+                return
+            at_once = max(1, COPIED // max(pieces.nbytes(some[0].page), 1))
+            del pieces
+            yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
+
+    def _blobs(self, some: Sequence[Due]) -> list[Blob]:
+        """Copies of some that belong together; none where it was cancelled."""
         pieces = self.pieces
         if pieces is None:
-            return None
-        if page is None:
-            begin, end, held = (len(self.names) - 1) * PAGE, len(self.tokens), pieces.rest()
-        else:
-            size = self.sizes[page[0]]
-            begin, end = page[1] * size, (page[1] + 1) * size
-            held = Snapshot(pieces.page(*page), {})
-        own, prompt = self.tokens[begin:end], min(self.prompt, end)
-        before = self.names[begin // PAGE]
-        return Blob(name, part, before, own, held.tensors, held.numbers, prompt, self.about)
+            return []
+        pages = [one.page for one in some if one.page is not None]
+        if not pages:
+            rest, begin = pieces.rest(), (len(self.names) - 1) * PAGE
+            held = Payload.of(rest.tensors)
+            return [self._blob(some[0], begin, len(self.tokens), held, rest.numbers)]
+        kind = pages[0][0]
+        size, layout = pieces.kinds[kind].page, Layout.of(pieces.shapes(kind))
+        data = torch.zeros(len(pages), layout.nbytes, dtype=torch.uint8)
+        pieces.copy(kind, [number for _, number in pages], layout.fields(data))
+        return [
+            self._blob(one, number * size, (number + 1) * size, Payload(layout, held))
+            for one, (_, number), held in zip(some, pages, data, strict=True)
+        ]
+
+    def _blob(
+        self,
+        due: Due,
+        begin: int,
+        end: int,
+        held: Payload,
+        numbers: Mapping[str, int] | None = None,
+    ) -> Blob:
+        before, own, prompt = self.names[begin // PAGE], self.tokens[begin:end], self.prompt
+        names = due.name, due.part, before
+        return Blob(*names, own, held, numbers or {}, min(prompt, end), self.about)
+
+
+class Arriving:
+    """The pages of a kind as they come, in one piece of memory."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._first: Blob | None = None  # that came: all others have the same tensors
+        self._data = torch.empty(0)
+        self._lock = Lock()
+
+    def put(self, place: int, blob: Blob) -> Blob | None:
+        """One of them, for any number of threads; the one that it is unlike, where it is."""
+        layout = blob.payload.layout
+        with self._lock:
+            if self._first is None:
+                self._data = torch.empty(self._count, layout.nbytes, dtype=torch.uint8)
+                self._first = replace(blob, payload=Payload(layout, self._data[place]))
+        if layout != self._first.payload.layout:
+            return self._first
+        self._data[place] = blob.payload.data
+        return None
+
+    def fields(self, count: int) -> Fields:
+        """What so many of them are, from the first on."""
+        return {} if self._first is None else self._first.payload.layout.fields(self._data[:count])
 
 
 class Archive:
@@ -128,20 +198,21 @@ class Archive:
         not worth a blob.
         """
         names = _names(root, tokens)
-        pieces, sizes = Pieces(cache), page_sizes(cache)
-        new: list[tuple[str, str, Page | None]] = []
+        pieces = Pieces(cache)
+        new: list[Due] = []
         for kind, numbers in enumerate(pieces.ranges):
+            size = pieces.kinds[kind].page
             new += [
-                (names[(number + 1) * sizes[kind] // PAGE], f"k{kind}-{number}", (kind, number))
+                Due(names[(number + 1) * size // PAGE], f"k{kind}-{number}", (kind, number))
                 for number in numbers
-                if upto is None or (number + 1) * sizes[kind] <= upto
+                if upto is None or (number + 1) * size <= upto
             ]
         whole = upto is None or upto == len(tokens)
-        if whole and (not suffice or len(tokens) % PAGE * LITTLE > len(tokens)):
-            new.append((names[-1], _rest(tokens), None))
-        new = [one for one in new if one[1] not in self._there.get(one[0], ())]
-        write = Write(self, pieces, tuple(tokens), prompt, names, new, sizes, about)
-        if new and not self.tiers.behind.add(sum(pieces.nbytes(page) for _, _, page in new), write):
+        if whole and (not suffice or len(tokens) % max(page_sizes(cache)) * LITTLE > len(tokens)):
+            new.append(Due(names[-1], _rest(tokens), None))
+        new = [one for one in new if one.part not in self._there.get(one.name, ())]
+        write = Write(self, pieces, tuple(tokens), prompt, names, new, about)
+        if new and not self.tiers.behind.add(sum(pieces.nbytes(one.page) for one in new), write):
             write.cancel()
         return write
 
@@ -183,7 +254,8 @@ class Archive:
                 for kind, size in enumerate(sizes)
                 if not length % size
             }
-            if suffice and length > beyond and len(last) == len(sizes) and last <= parts:
+            whole = len(last) == len(sizes) and last <= parts
+            if suffice and whole and beyond < length < len(tokens):  # one is read at least
                 yield Found(length, tuple(names[: count + 1]), None)
 
     def read(
@@ -204,8 +276,8 @@ class Archive:
         except Exception as error:
             log.warning("a prefix of %d tokens was not restored: %r", found.length, error)
             self._counts["refused"] += 1
-            if found.rest is not None and isinstance(error, SnapshotMismatch):
-                self._drop(found.names[-1], found.rest)
+            if isinstance(error, SnapshotMismatch):
+                self._forget(found, page_sizes(memory.states))
             return None
         took = max(time.perf_counter() - begin, 1e-6)
         if restored is not None:
@@ -224,12 +296,12 @@ class Archive:
         names = ("restored", "tokens_restored", "late", "refused")
         return {**{name: self._counts[name] for name in names}, **self.tiers.stats()}
 
-    def close(self) -> None:
-        """Write what waits."""
+    def close(self, seconds: float | None = None) -> None:
+        """Write what waits, so long at most."""
         if self._shared:
-            self.tiers.behind.flush()
+            self.tiers.behind.flush(seconds)
         else:
-            self.tiers.behind.close()
+            self.tiers.behind.close(seconds)
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- within
@@ -245,90 +317,111 @@ class Archive:
         until = time.monotonic() + seconds
         empty = memory.fork()
         empty.reset()
-        like, length, rest, prompt = empty.states, found.length, None, 0
+        like, length, rest, prompt = empty.states, found.length, None, found.length
         if found.rest is not None:
             begin = (len(found.names) - 1) * PAGE
             blob = self._get(found.names[-1], found.rest, tokens[begin:length])
             if blob is None:
                 return None
-            rest, prompt = Snapshot(blob.fields, blob.numbers), min(blob.prompt, length)
-        pages: dict[Page, Fields] = {}
-        sizes, read = page_sizes(like), length  # of all tokens, so many were read as prompts
-        for page, one in self._pages(found, tokens, like, length, rest, until):
-            if one is None:
+            rest = Snapshot(blob.payload.fields, blob.numbers)
+            prompt = min(blob.prompt, length)
+        sizes, ranges = page_sizes(like), pages_of(like, length, rest)
+        arriving = {kind: Arriving(len(numbers)) for kind, numbers in ranges.items()}
+        for (kind, number), read in self._pages(found, tokens, sizes, ranges, arriving, until):
+            if read is None:
                 if found.rest is not None:
                     return None
-                length = _before(page, sizes)
+                length = _before((kind, number), sizes)
                 break
-            pages[page] = one.fields
-            if one.prompt < (page[1] + 1) * sizes[page[0]]:
-                read = min(read, page[1] * sizes[page[0]])
+            if read < (number + 1) * sizes[kind]:  # of all tokens, so many were read as prompts
+                prompt = min(prompt, number * sizes[kind])
         if not length:
             return None
+        count = {k: len(x) if rest is not None else length // sizes[k] for k, x in ranges.items()}
+        pages = {kind: some.fields(count[kind]) for kind, some in arriving.items()}
         whole = together(like, length, rest, pages)
         if device.type != "cpu":
             whole = Snapshot({k: x.to(device) for k, x in whole.tensors.items()}, whole.numbers)
         empty.restore(whole)
         if empty.length != length or empty.states.batch != 1:
             raise SnapshotMismatch(f"{empty.length} tokens, {length} are needed")
-        prompt = min(read, length) if rest is None else min(read, prompt)
-        return Restored(tuple(tokens[:length]), empty, prompt)
+        return Restored(tuple(tokens[:length]), empty, min(prompt, length))
 
     def _pages(
         self,
         found: Found,
         tokens: Sequence[int],
-        like: Cache,
-        length: int,
-        rest: Snapshot | None,
+        sizes: Sequence[int],
+        ranges: Mapping[int, range],
+        arriving: Mapping[int, Arriving],
         until: float,
-    ) -> Iterator[tuple[Page, Blob | None]]:
-        """The pages that are needed, in order; None for the first that is not had in time."""
-        sizes = page_sizes(like)
-        wanted = sorted(
-            (
-                (kind, number)
-                for kind, numbers in pages_of(like, length, rest).items()
-                for number in numbers
-            ),
-            key=lambda page: (page[1] * sizes[page[0]], page[0]),
-        )
+    ) -> Iterator[tuple[Page, int | None]]:
+        """Let pages arrive in order, and tell how many of the tokens up to each were prompts.
 
-        def ask(page: Page) -> Any:
+        None for the first that is not had in time: it is the last.
+        """
+
+        def get(page: Page) -> int | None:
             kind, number = page
             begin, end = number * sizes[kind], (number + 1) * sizes[kind]
-            name = found.names[end // PAGE]
-            return self._threads.submit(self._get, name, f"k{kind}-{number}", tokens[begin:end])
+            blob = self._get(found.names[end // PAGE], f"k{kind}-{number}", tokens[begin:end])
+            if blob is None:
+                return None
+            other = arriving[kind].put(number - ranges[kind].start, blob)
+            if other is not None:  # nobody knows which of them is right: both are written anew
+                self._refuse(blob, f"has other tensors than {other.page} {other.part}")
+                self._refuse(other, f"has other tensors than {blob.page} {blob.part}")
+                return None
+            return blob.prompt
 
+        wanted = [(kind, number) for kind, numbers in ranges.items() for number in numbers]
+        wanted.sort(key=lambda page: (page[1] * sizes[page[0]], page[0]))
         coming = iter(wanted)
-        asked = [(page, ask(page)) for page in islice(coming, 2 * AT_ONCE)]
-        while asked:
-            page, future = asked.pop(0)
-            try:
-                left = max(0.0, until - time.monotonic())
-                blob = future.result(None if math.isinf(left) else left)
-            except Late:
-                self._counts["late"] += 1
-                blob = None
-            yield page, blob
-            asked += [(page, ask(page)) for page in islice(coming, 1)]
+        asked = [(page, self._threads.submit(get, page)) for page in islice(coming, 2 * AT_ONCE)]
+        try:
+            while asked:
+                page, future = asked.pop(0)
+                try:
+                    left = max(0.0, until - time.monotonic())
+                    read = future.result(None if math.isinf(left) else left)
+                except Late:
+                    self._counts["late"] += 1
+                    read = None
+                yield page, read
+                if read is None:
+                    return
+                asked += [(page, self._threads.submit(get, page)) for page in islice(coming, 1)]
+        finally:
+            for _, future in asked:
+                future.cancel()
 
     def _get(self, name: str, part: str, tokens: Sequence[int]) -> Blob | None:
         """A blob of these tokens."""
         blob = self.tiers.get(name, part)
-        if blob is None or blob.tokens != tuple(tokens):
-            if blob is not None:
-                log.warning("%s %s is of other tokens", name, part)
-                self._counts["refused"] += 1
-                self.tiers.drop(name, part)
+        if blob is None:
             self._there.pop(name, None)
+            return None
+        if blob.tokens != tuple(tokens):
+            self._refuse(blob, "is of other tokens")
             return None
         self.know(name, part)
         return blob
 
-    def _drop(self, name: str, part: str) -> None:
-        self._there.pop(name, None)
-        self.tiers.drop(name, part)
+    def _refuse(self, blob: Blob, why: str) -> None:
+        """It is not what it should be: drop it."""
+        log.warning("%s %s %s", blob.page, blob.part, why)
+        self._counts["refused"] += 1
+        self._there.pop(blob.page, None)
+        self.tiers.drop(blob.page, blob.part)
+
+    def _forget(self, found: Found, sizes: Sequence[int]) -> None:
+        """Drop what does not fit, so that it is written anew: the rest, or the first pages."""
+        parts = [(found.names[size // PAGE], f"k{kind}-0") for kind, size in enumerate(sizes)]
+        if found.rest is not None:
+            parts = [(found.names[-1], found.rest)]
+        for name, part in parts:
+            self._there.pop(name, None)
+            self.tiers.drop(name, part)
 
 
 def _names(root: bytes, tokens: Sequence[int]) -> list[str]:

@@ -26,7 +26,7 @@ from kvant.spec.headers import dumps
 from kvant.weights import PackedWeight
 
 PAGE = 64  # tokens under one key
-EDITION = b"kvant prefix 1"
+EDITION = b"kvant prefix 2"
 LOOKED_AT = 16  # values of a weight, by which a change is noticed that nothing else tells
 Media = Sequence[tuple[int, bytes]]  # where in a page one begins, and its digest
 

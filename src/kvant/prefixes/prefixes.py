@@ -30,9 +30,6 @@ log = logging.getLogger("kvant")
 
 SPARED = 0.9  # of the limit: so much is left once something had to go
 PATIENCE = 1.0  # seconds that a reply waits to be kept
-TRIES = 4  # prefixes of a store that are tried for a prompt, the longest first
-
-
 LATELY = 0.5  # the weight of the newest measurement
 
 
@@ -96,10 +93,20 @@ class Prefixes:
             self.archive.close()
         self.clear()
 
-    def flush(self) -> None:
-        """Wait until all that is kept is in the store, where there is one."""
+    def abandon(self) -> None:
+        """Let go of all of them; what is not in the store yet does not come there."""
+        self.clear()
         if self.archive is not None:
-            self.archive.tiers.behind.flush()
+            self.archive.close(0.0)
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Wait until all that is kept is in the store, where there is one, so long at most."""
+        return self.archive is None or self.archive.tiers.behind.flush(seconds)
+
+    @property
+    def nbytes_unwritten(self) -> int:
+        """Bytes that wait to be written to the store."""
+        return 0 if self.archive is None else self.archive.tiers.behind.nbytes
 
     def clear(self) -> None:
         """Let go of all of them; what is in a store stays there."""

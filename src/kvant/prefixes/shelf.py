@@ -61,6 +61,7 @@ class Shelf:
         self._model = ref(model)
         self._spec = cache.spec
         self._pages_suffice = pages_suffice(cache.spec)
+        self._page = max([PAGE, *(layer.page for layer in attention_in(*cache.spec.layers))])
         self._recurs = any(isinstance(part, RecurrentSpec) for part in _parts(cache.spec))
         self._junction = 0  # up to which the last prompt shared pages that served it nothing
         self._backend = str(cache.backend)
@@ -69,7 +70,14 @@ class Shelf:
         elif not continues(model):
             self.refusal = "it does not go on from several tokens at once"
         self._never = self.refusal is not None
-        self._names = self._named() or Names()  # when the last prompt began
+        self._begun: Names | None = None
+
+    @property
+    def _names(self) -> Names:
+        """Who computed rows when the last prompt began; before the first, who does now."""
+        if self._begun is None:
+            self._begun = self._named() or Names()
+        return self._begun
 
     def fork(self) -> Shelf:
         """The same for another reader."""
@@ -127,14 +135,14 @@ class Shelf:
 
         `prompt` of the tokens that it holds were read as prompts; so many are of what is returned.
         """
-        before, exact = self._names, self.owner.exact
+        before, exact = self._begun, self.owner.exact
         self.lost, self._junction = None, 0
         names = self._named()
         if names is None:
             return memory, prompt
-        self._names = names
-        held = 0 if exact or self._names != before else memory.length
-        match = self.owner._match(self._names.tree, tokens, held)
+        self._begun = names
+        held = 0 if exact or names != (before or names) else memory.length
+        match = self.owner._match(names.tree, tokens, held)
         self.lost = match.lost
         self._junction = match.shared if match.shared > max(match.length, held) else 0
         if match.kept is not None and match.length > held:
@@ -173,8 +181,10 @@ class Shelf:
         count = len(tokens)
         if self.refusal is not None:
             return []
-        short = self.owner.archive is not None and count % PAGE * LITTLE > count
-        end = {count} if short and self.chunk is None and not self._recurs else set[int]()
+        short = self.owner.archive is not None and (count - 1) % self._page * LITTLE > count
+        last = count if count % self._page else count - 1  # nobody goes back into a whole page
+        ends = short and self.chunk is None and not self._recurs and last > begin
+        end = {last} if ends else set[int]()
         if self._pages_suffice:
             return sorted(end)
         found = {self._junction, (count - 1) // PAGE * PAGE, *marks}

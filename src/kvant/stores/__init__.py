@@ -1,6 +1,6 @@
 """Where prefixes outlive a process: a folder, a Redis, an object store, or several of them."""
 
-from kvant.stores.blob import Blob, about, opened, opened_as, packed
+from kvant.stores.blob import Blob, Layout, Payload, about, opened, opened_as, packed
 from kvant.stores.contract import Bytes, Store
 from kvant.stores.folder import Entry, Folder, surplus
 from kvant.stores.object import Objects
@@ -14,7 +14,9 @@ __all__ = [
     "Bytes",
     "Entry",
     "Folder",
+    "Layout",
     "Objects",
+    "Payload",
     "Redis",
     "Store",
     "Tiers",

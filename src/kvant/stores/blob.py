@@ -1,11 +1,13 @@
 """A blob: a page of one kind of layers, or what one needs besides pages, as bytes that are checked.
 
-    magic | length of the header | header, JSON | zeros up to 64 | tensors, each at 64 | checksum
+    magic | lengths of header and layout | header, JSON | layout, JSON | zeros up to 64
+    | tensors, each at 64 | checksum
 
-Anybody may have written them. So a blob is believed only if its checksum is right, and its tensors
-lie one behind the other and fill it, before any of them is made. With a secret, which all who share
-a store have, the checksum is an HMAC of SHA-256 that nobody else can make; without, CRC-32 finds
-what was damaged. No pickle.
+The layout says which tensors there are: it is the same bytes for all pages of a kind, and is read
+once. Anybody may have written a blob. So it is believed only if its checksum is right, and its
+tensors lie one behind the other and fill it, before any of them is made. With a secret, which all
+who share a store have, the checksum is an HMAC of SHA-256 that nobody else can make; without,
+CRC-32 finds what was damaged. No pickle.
 """
 
 from __future__ import annotations
@@ -14,10 +16,11 @@ import hmac
 import json
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,12 +31,13 @@ from kvant.errors import BlobError
 from kvant.spec import distinct
 from kvant.stores.contract import MAX_BLOB, Bytes
 
-MAGIC = b"kvantpg1"
-VERSION = 1
+MAGIC = b"kvantpg2"
+VERSION = 2
 ALIGNED = 64
-HEAD = struct.Struct("<8sQ")
-MAX_HEADER = 1 << 24
+HEAD = struct.Struct("<8sQQ")
+MAX_HEADER, MAX_LAYOUT = 1 << 24, 1 << 18
 MAX_TOKENS = 1 << 20  # that one blob tells
+LAYOUTS = 16  # that are remembered
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -41,6 +45,77 @@ DTYPES = {
         *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
     )
 }
+
+
+class Place(NamedTuple):
+    """One tensor of a payload."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors lie in a payload, one behind the other, and where each begins."""
+
+    places: Mapping[str, Place]
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> Layout:
+        places, at = {}, 0
+        for name, (dtype, shape) in shapes.items():
+            places[name] = Place(dtype, shape, at)
+            at += _aligned(places[name].nbytes)
+        return cls(places)
+
+    @cached_property
+    def nbytes(self) -> int:
+        return sum(_aligned(place.nbytes) for place in self.places.values())
+
+    def fields(self, payloads: Tensor) -> Fields:
+        """The tensors [..., *shape] within payloads [..., nbytes]."""
+        found = {}
+        for name, place in self.places.items():
+            shape = (*payloads.shape[:-1], *place.shape)
+            if 0 in shape:
+                found[name] = torch.empty(shape, dtype=place.dtype)
+            else:
+                raw = payloads[..., place.at : place.at + place.nbytes]
+                found[name] = raw.view(place.dtype).view(shape)
+        return found
+
+    @cached_property
+    def text(self) -> bytes:
+        told = {
+            name: [str(place.dtype).removeprefix("torch."), list(place.shape), place.at]
+            for name, place in self.places.items()
+        }
+        return json.dumps(told, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, eq=False)
+class Payload:
+    """Tensors in one piece of memory."""
+
+    layout: Layout
+    data: Tensor  # bytes
+
+    @classmethod
+    def of(cls, fields: Fields) -> Payload:
+        layout = Layout.of({name: (x.dtype, tuple(x.shape)) for name, x in fields.items()})
+        data = torch.zeros(layout.nbytes, dtype=torch.uint8)
+        for name, tensor in layout.fields(data).items():
+            tensor.copy_(fields[name])
+        return cls(layout, data)
+
+    @property
+    def fields(self) -> Fields:
+        return self.layout.fields(self.data)
 
 
 @dataclass(frozen=True)
@@ -51,7 +126,7 @@ class Blob:
     part: str
     before: str  # the page before it
     tokens: tuple[int, ...]  # that it is of, behind that page
-    fields: Fields
+    payload: Payload
     numbers: Mapping[str, int] = field(default_factory=dict)
     prompt: int = 0  # of all tokens up to its end, so many were read as prompts
     about: Mapping[str, str] = field(default_factory=dict)  # for people: model, spec
@@ -59,12 +134,6 @@ class Blob:
 
 def packed(blob: Blob, secret: bytes | None = None) -> bytearray:
     """The bytes of a blob."""
-    fields: dict[str, Any] = {}
-    place = 0
-    tensors = {name: tensor.contiguous() for name, tensor in blob.fields.items()}
-    for name, tensor in tensors.items():
-        fields[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), place]
-        place += _aligned(tensor.nbytes)
     header = {
         "version": VERSION,
         "page": blob.page,
@@ -74,16 +143,13 @@ def packed(blob: Blob, secret: bytes | None = None) -> bytearray:
         "prompt": blob.prompt,
         "numbers": dict(blob.numbers),
         "about": dict(blob.about),
-        "fields": fields,
     }
-    raw = json.dumps(header, separators=(",", ":")).encode()
-    begin = _aligned(HEAD.size + len(raw))
-    data = bytearray(begin + place)
-    HEAD.pack_into(data, 0, MAGIC, len(raw))
-    data[HEAD.size : HEAD.size + len(raw)] = raw
-    for (_, _, at), tensor in zip(fields.values(), tensors.values(), strict=True):
-        flat = tensor.cpu().reshape(-1).view(torch.uint8)
-        np.frombuffer(data, np.uint8, tensor.nbytes, begin + at)[:] = flat.numpy()
+    text, layout = json.dumps(header, separators=(",", ":")).encode(), blob.payload.layout.text
+    begin, nbytes = _aligned(HEAD.size + len(text) + len(layout)), len(blob.payload.data)
+    data = bytearray(begin + nbytes)
+    HEAD.pack_into(data, 0, MAGIC, len(text), len(layout))
+    data[HEAD.size : HEAD.size + len(text) + len(layout)] = text + layout
+    np.frombuffer(data, np.uint8, nbytes, begin)[:] = blob.payload.data.numpy()
     data += _checksum(memoryview(data), secret)
     return data
 
@@ -96,13 +162,14 @@ def opened(data: Bytes, secret: bytes | None = None) -> Blob:
     body = memoryview(data)[:size]
     if not hmac.compare_digest(_checksum(body, secret), bytes(data[size:])):
         raise BlobError("damaged, or written with another secret: its checksum does not match")
-    length = HEAD.unpack_from(data)[1]
-    if length > min(MAX_HEADER, size - HEAD.size):
-        raise BlobError(f"a header of {length} bytes in {size}")
+    _, length, more = HEAD.unpack_from(data)
+    if length > MAX_HEADER or more > MAX_LAYOUT or length + more > size - HEAD.size:
+        raise BlobError(f"a header of {length} and {more} bytes in {size}")
+    begin, stop = HEAD.size + length, HEAD.size + length + more
     try:
-        header = json.loads(bytes(body[HEAD.size : HEAD.size + length]), object_pairs_hook=distinct)
-        return _blob(header, body[_aligned(HEAD.size + length) :])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        header = json.loads(bytes(body[HEAD.size : begin]), object_pairs_hook=distinct)
+        return _blob(header, bytes(body[begin:stop]), body[_aligned(stop) :])
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise BlobError(f"its header cannot be read: {error}") from error
 
 
@@ -124,46 +191,46 @@ def about(data: Bytes) -> Mapping[str, str]:
         return {}
 
 
-def _blob(header: Any, payload: memoryview) -> Blob:
+def _blob(header: Any, layout: bytes, payload: memoryview) -> Blob:
     if header["version"] != VERSION:
         raise ValueError(f"version {header['version']!r}, {VERSION} is needed")
-    words = {name: _word(header, name) for name in ("page", "part", "before")}
+    page, part, before = (_word(header, name) for name in ("page", "part", "before"))
     tokens, prompt = header["tokens"], header["prompt"]
     if not isinstance(tokens, list) or len(tokens) > MAX_TOKENS or not _whole([*tokens, prompt]):
         raise ValueError("tokens that are no whole numbers, or too many")
     numbers, about = dict(header["numbers"]), dict(header["about"])
     if not _whole(list(numbers.values())) or not all(isinstance(x, str) for x in about.values()):
         raise ValueError("numbers that are no whole numbers")
-    fields = _fields(header["fields"], payload)
-    return Blob(
-        words["page"], words["part"], words["before"], tuple(tokens), fields, numbers, prompt, about
-    )
+    held = _payload(_layout(layout), payload)
+    return Blob(page, part, before, tuple(tokens), held, numbers, prompt, about)
 
 
-def _fields(told: Mapping[str, Sequence[Any]], payload: memoryview) -> dict[str, Tensor]:
-    """The tensors, which lie one behind the other and fill the payload."""
-    place, found = 0, {}
-    for name, (dtype, shape, at) in dict(told).items():
-        if dtype not in DTYPES or not _whole(shape) or len(shape) > 8 or at != place:
-            raise ValueError(f"field {name}: {dtype} {shape} at {at}")
+@lru_cache(LAYOUTS)
+def _layout(text: bytes) -> Layout:
+    """Tensors that lie one behind the other."""
+    told = json.loads(text, object_pairs_hook=distinct)
+    if not isinstance(told, dict):
+        raise ValueError("a layout that is no object")
+    for name, (dtype, shape, _) in told.items():
+        if dtype not in DTYPES or not _whole(shape) or len(shape) > 8:
+            raise ValueError(f"field {name}: {dtype} {shape}")
         if prod(side or 1 for side in shape) > MAX_BLOB:  # empty, and beyond all counting
             raise ValueError(f"field {name}: {shape}")
-        nbytes = prod(shape) * DTYPES[dtype].itemsize
-        place += _aligned(nbytes)
-        if place > len(payload):
-            raise ValueError(f"field {name}: {nbytes} bytes at {at} of {len(payload)}")
-        found[name] = (DTYPES[dtype], shape, at, nbytes)
-    if place != len(payload):
-        raise ValueError(f"{len(payload)} bytes, its fields are {place}")
-    if payload.readonly:
-        payload = memoryview(bytearray(payload))
-    flat = torch.frombuffer(payload, dtype=torch.uint8) if place else torch.empty(0)
-    return {
-        name: flat[at : at + nbytes].view(dtype).view(shape)
-        if nbytes
-        else torch.empty(tuple(shape), dtype=dtype)
-        for name, (dtype, shape, at, nbytes) in found.items()
-    }
+    layout = Layout.of({n: (DTYPES[dtype], tuple(shape)) for n, (dtype, shape, _) in told.items()})
+    for name, place in layout.places.items():
+        if told[name][2] != place.at:
+            raise ValueError(f"field {name}: at {told[name][2]}, it is due at {place.at}")
+    return layout
+
+
+def _payload(layout: Layout, data: memoryview) -> Payload:
+    """The tensors, if they fill it."""
+    if layout.nbytes != len(data):
+        raise ValueError(f"{len(data)} bytes, its fields are {layout.nbytes}")
+    if data.readonly:
+        data = memoryview(bytearray(data))
+    flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0).byte()
+    return Payload(layout, flat)
 
 
 def _word(header: Any, name: str) -> str:

@@ -12,10 +12,9 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from threading import Condition, Thread, current_thread, get_native_id
+from threading import Condition, Thread, current_thread
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
@@ -25,10 +24,11 @@ from kvant.stores.contract import Bytes, Store
 log = logging.getLogger("kvant")
 
 T = TypeVar("T")
+Work = Callable[[], Iterable[int]]  # done as it is gone through: the bytes of each piece
 IN_A_ROW = 5  # failures, after which a store rests
 REST = 30.0  # seconds
 WAITING = 256 << 20  # bytes of what is to be written, at most
-NICE = 19  # of the thread that writes: it takes the time that nobody else wants
+SHARE = 0.015  # of all processors' time, that is for writing while nobody waits for it
 
 
 class Guarded:
@@ -56,7 +56,7 @@ class Guarded:
             return True
 
         written = self._tried(write) is not None
-        self.counts["written"] += written
+        self.counts["written" if written else "unwritten"] += 1
         return written
 
     def drop(self, page: str, part: str) -> None:
@@ -83,7 +83,7 @@ class Guarded:
         return found
 
     def stats(self) -> dict[str, Any]:
-        names = ("hits", "misses", "written", "damaged", "errors", "skipped", "rests")
+        names = ("hits", "misses", "written", "unwritten", "damaged", "errors", "skipped", "rests")
         told = {name: self.counts[name] for name in names}
         return {"url": self.store.url, **told, "resting": self.rests}
 
@@ -126,7 +126,7 @@ class Tiers:
                 continue
             guarded.counts["hits"] += 1
             if place:
-                self.behind.add(len(data), partial(self._write, page, part, data, place))
+                self.behind.add(len(data), partial(self._copied, page, part, data, place))
             return blob
         return None
 
@@ -142,25 +142,34 @@ class Tiers:
     def stats(self) -> dict[str, Any]:
         return {**self.behind.stats(), "stores": [guarded.stats() for guarded in self.stores]}
 
+    def _copied(self, page: str, part: str, data: Bytes, before: int) -> Iterable[int]:
+        self._write(page, part, data, before)
+        yield len(data)
+
     def _write(self, page: str, part: str, data: Bytes, before: int) -> bool:
         written = [guarded.put(page, part, data) for guarded in self.stores[:before]]
         return all(written)
 
 
 class Behind:
-    """A thread that does what nobody waits for, in order, while it fits into so many bytes."""
+    """A thread that does what nobody waits for, in order, while it fits into so many bytes.
+
+    It works a part of the time, to leave the rest to those who decode. A low priority would not
+    do: who has little of a processor keeps the interpreter's lock while it waits for more.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._calls: list[tuple[int, Callable[[], object]]] = []
+        self._calls: list[tuple[int, Work]] = []
+        self._awaited = 0  # how many wait for the end
         self._nbytes = 0  # of what waits, and of what is being done
         self._dropped = 0
         self._changed = Condition()
         self._thread: Thread | None = None
         self._ended = False
 
-    def add(self, nbytes: int, call: Callable[[], object]) -> bool:
-        """Do this later; False where it does not fit beside what waits, so that it never is."""
+    def add(self, nbytes: int, call: Work) -> bool:
+        """Do this later, piece by piece; False where it does not fit beside what waits."""
         with self._changed:
             if self._ended or (self._calls and self._nbytes + nbytes > self.most):
                 self._dropped += 1
@@ -178,7 +187,12 @@ class Behind:
         if current_thread() is self._thread:  # it would wait for itself
             return False
         with self._changed:
-            return self._changed.wait_for(lambda: not self._calls, seconds)
+            self._awaited += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not self._calls, seconds)
+            finally:
+                self._awaited -= 1
 
     def close(self, seconds: float | None = None) -> None:
         """Do what waits, so long at most, and nothing that comes later."""
@@ -190,13 +204,16 @@ class Behind:
             self._nbytes -= sum(nbytes for nbytes, _ in self._calls[1:])
             del self._calls[1:]
 
-    def stats(self) -> dict[str, int]:
+    @property
+    def nbytes(self) -> int:
+        """Of what waits, and of what is being done."""
         with self._changed:
-            return {"nbytes_waiting": self._nbytes, "dropped": self._dropped}
+            return self._nbytes
+
+    def stats(self) -> dict[str, int]:
+        return {"nbytes_waiting": self.nbytes, "dropped": self._dropped}
 
     def _work(self) -> None:
-        with suppress(OSError, AttributeError):  # not everywhere may a thread wait for others
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._calls or self._ended)
@@ -204,7 +221,8 @@ class Behind:
                     return
                 nbytes, call = self._calls[0]
             try:
-                call()
+                for done in self._pieces(call):
+                    nbytes -= self._did(min(done, nbytes))
             except Exception as error:
                 log.warning("it was not written: %r", error)
             with self._changed:
@@ -212,3 +230,19 @@ class Behind:
                 self._nbytes -= nbytes
                 self._changed.notify_all()
             del call  # and the pages that it holds
+
+    def _pieces(self, call: Work) -> Iterable[int]:
+        """Do one piece after the other, with pauses between."""
+        begin = time.monotonic()
+        for done in call():
+            yield done
+            share = min(1.0, SHARE * (os.cpu_count() or 1))
+            pause = (time.monotonic() - begin) * (1 / share - 1)
+            with self._changed:
+                self._changed.wait_for(lambda: self._awaited or self._ended, pause)
+            begin = time.monotonic()
+
+    def _did(self, nbytes: int) -> int:
+        with self._changed:
+            self._nbytes -= nbytes
+        return nbytes

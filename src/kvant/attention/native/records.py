@@ -29,27 +29,50 @@ TILES = {  # of a field: rows and values that lie together
     "values.scale": (16, 1),
     "values.bias": (16, 1),
 }
+UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their bytes
+FEW = 4  # rows of a tile that are copied one by one
 
 
 @dataclass(frozen=True)
 class Lanes:
     """Fields that their tile does not divide stay as they are, and are not read natively."""
 
-    def pack(self, name: str, field: Tensor) -> Tensor:
-        return _swapped(field, name, packed=False)
+    def pack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor:
+        return swapped(field, *TILES.get(name, (1, 1)), packed=False, into=into)
 
-    def unpack(self, name: str, field: Tensor) -> Tensor:
-        return _swapped(field, name, packed=True)
+    def unpack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor:
+        return swapped(field, *TILES.get(name, (1, 1)), packed=True, into=into)
 
 
-def _swapped(field: Tensor, name: str, packed: bool) -> Tensor:
+def swapped(
+    field: Tensor, rows: int, width: int, *, packed: bool, into: Tensor | None = None
+) -> Tensor:
+    """Rows as tiles of so many rows and values, or back; as it is where they do not divide it.
+
+    What lies together in both is moved as one integer: four bytes are as fast as one.
+    """
     *lead, height, wide = field.shape
-    rows, width = TILES.get(name, (1, 1))
     if rows == 1 or height % rows or wide % width:
-        return field
-    inner = (wide // width, rows) if packed else (rows, wide // width)
-    tiles = field.reshape(*lead, height // rows, *inner, width).transpose(-3, -2)
-    return tiles.reshape(field.shape)
+        return field if into is None else into.copy_(field)
+    if into is None:
+        into = torch.empty(field.shape, dtype=field.dtype, device=field.device)
+    unit, columns = UNITS[width * field.itemsize], wide // width
+    there, here = (rows, columns), (columns, rows)
+    if packed:
+        there, here = here, there
+    if field.stride(-1) != 1 or any(
+        n % width for n in (field.storage_offset(), *field.stride()[:-1])
+    ):
+        field = field.clone(memory_format=torch.contiguous_format)
+    old = field.view(unit).reshape(*lead, height // rows, *there).transpose(-1, -2)
+    new = into.view(unit).view(*lead, height // rows, *here)
+    if rows > FEW:
+        new.copy_(old)
+    else:  # so many long rows, and not many short columns
+        dim = -2 if packed else -1
+        for row in range(rows):
+            new.select(dim, row).copy_(old.select(dim, row))
+    return into
 
 
 SIDE = struct.Struct("@28q")

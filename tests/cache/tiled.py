@@ -1,0 +1,30 @@
+"""An arrangement that no backend reads: what caches do must not depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Tiled:
+    """Tiles of `rows` rows x `width` values for every field that they divide."""
+
+    rows: int = 16
+    width: int = 4
+
+    def pack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor:
+        return self._swapped(field, into, packed=False)
+
+    def unpack(self, name: str, field: Tensor, into: Tensor | None = None) -> Tensor:
+        return self._swapped(field, into, packed=True)
+
+    def _swapped(self, field: Tensor, into: Tensor | None, *, packed: bool) -> Tensor:
+        *lead, height, wide = field.shape
+        if not (height % self.rows or wide % self.width):
+            inner = (self.rows, wide // self.width)
+            inner = inner[::-1] if packed else inner
+            tiles = field.reshape(*lead, height // self.rows, *inner, self.width)
+            field = tiles.transpose(-3, -2).reshape(field.shape)
+        return field if into is None else into.copy_(field)

@@ -21,10 +21,11 @@ from kvant import checkpoints
 from kvant.attention import check_backend
 from kvant.cli import options
 from kvant.cli.options import check_drawing, check_readable, check_spec, check_writable, read_text
-from kvant.cli.session import attached, show
+from kvant.cli.session import attached, prefixes_in, show
 from kvant.devices import named_device, named_dtype
 from kvant.progress import Bar
 from kvant.sizes import parse_size
+from kvant.stores import open_tiers
 
 PROMPTS = ("prompt", "messages")  # a line has one of them,
 ASKED: Mapping[str, tuple[type, ...]] = {  # and any of these, in place of the command's own
@@ -55,6 +56,7 @@ def batch(
     min_p: options.MinP = None,
     seed: options.Seed = None,
     max_context: options.MaxContext = None,
+    store: options.Store = None,
     backend: options.Backend = None,
     pack: options.Pack = True,
     guard: options.Guard = True,
@@ -74,6 +76,8 @@ def batch(
     named_device(device)
     named_dtype(dtype)
     checkpoints.check(model)
+    if store:
+        open_tiers(store)
     told = {"model": model, "kv_cache": spec, "dtype": dtype, "max_context": max_context}
     lines = [
         _request(line, number, asked)
@@ -88,29 +92,21 @@ def batch(
             model, trust_code=trust_remote_code, device=device, dtype=dtype
         )
         stored = attached(served, spec, tokenizer, guard)
-        from kvant.engine import Engine, in_order
+        from kvant.engine import Engine
 
+        options: dict[str, Any] = {
+            "max_bytes": limit,
+            "max_sequences": max_sequences,
+            "max_context": max_context,
+            "backend": backend,
+            "pack": pack,
+        }
+        most = "1GiB" if limit is None else None
         with (
-            Engine(
-                served,
-                tokenizer,
-                stored,
-                max_bytes=limit,
-                max_sequences=max_sequences,
-                max_context=max_context,
-                backend=backend,
-                pack=pack,
-            ) as engine,
-            out.open("ab") as file,
-            Bar("prompts", quiet=json) as bar,
+            prefixes_in(store, quiet=json, most=most) as prefixes,
+            Engine(served, tokenizer, stored, prefixes=prefixes, **options) as engine,
         ):
-            asks = [partial(_ask, engine, line) for line in lines[done:]]
-            for number, result in enumerate(in_order(asks, max_sequences), done):
-                failed += isinstance(result, Exception)
-                line = {"index": number, "of": marks[number]} | _reply(result)
-                file.write(json_text.dumps(line).encode() + b"\n")
-                file.flush()
-                bar.show(number + 1, len(lines))
+            failed += _answered(engine, lines, marks, done, out, max_sequences, quiet=json)
             figures = {"engine": engine.stats()}
     if json:
         summary = {"prompts": len(lines), "done_before": done, "failed": failed, "out": str(out)}
@@ -120,6 +116,31 @@ def batch(
     if failed:
         show(f"{failed} of {len(lines)} prompts failed: see `error` in {out}")
         raise Exit(1)
+
+
+def _answered(
+    engine: Any,
+    lines: list[dict[str, Any]],
+    marks: list[str],
+    done: int,
+    out: Path,
+    at_once: int,
+    *,
+    quiet: bool,
+) -> int:
+    """Write the replies that are not there yet, in order; how many of them are errors."""
+    from kvant.engine import in_order
+
+    failed = 0
+    with out.open("ab") as file, Bar("prompts", quiet=quiet) as bar:
+        asks = [partial(_ask, engine, line) for line in lines[done:]]
+        for number, result in enumerate(in_order(asks, at_once), done):
+            failed += isinstance(result, Exception)
+            line = {"index": number, "of": marks[number]} | _reply(result)
+            file.write(json_text.dumps(line).encode() + b"\n")
+            file.flush()
+            bar.show(number + 1, len(lines))
+    return failed
 
 
 def _request(line: str, number: int, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typer import Option
 
 from kvant.cli import options
 from kvant.cli.options import check_readable, check_writable, checked_text
-from kvant.cli.session import Named, Reply, Wanted, show, story
+from kvant.cli.session import Named, Reply, Wanted, prefixes_in, show, story
 from kvant.errors import CacheError
 from kvant.exit_codes import complain
 from kvant.progress import Bar
@@ -46,6 +46,7 @@ def chat(
     pack: options.Pack = True,
     guard: options.Guard = True,
     load: options.Load = None,
+    store: options.Store = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
     stats: options.Stats = False,
@@ -54,17 +55,18 @@ def chat(
     """Talk with a model; /help says what else there is."""
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
     placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
-    wanted = Wanted(model, *kept, draft, load, *placed)
+    wanted = Wanted(model, *kept, draft, load, *placed, store=store)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
     if system is not None and load is not None:
         raise ValueError("--system beside --load: the file says what the model was told first")
-    session = wanted.session(asked, template=True, system=system)
-    talk = Talk(Branches(session), asked, Named.of(wanted, session), stats=stats, quiet=json)
-    talk.until_end()
-    if json:
-        turns = [{"message": turn.message, "reply": turn.reply} for turn in talk.session.turns]
-        print(json_text.dumps({"turns": turns, "cache": talk.session.stats()}))
+    with prefixes_in(store, quiet=json) as prefixes:
+        session = wanted.session(asked, template=True, system=system, prefixes=prefixes)
+        talk = Talk(Branches(session), asked, Named.of(wanted, session), stats=stats, quiet=json)
+        talk.until_end()
+        if json:
+            turns = [{"message": turn.message, "reply": turn.reply} for turn in talk.session.turns]
+            print(json_text.dumps({"turns": turns, "cache": talk.session.stats()}), flush=True)
 
 
 @dataclass

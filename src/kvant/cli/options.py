@@ -56,6 +56,10 @@ Backend = Annotated[
 Pack = Annotated[bool, Option(help="Weights of 16 bits on a CPU are packed for it.")]
 Guard = Annotated[bool, Option(help="Warn where the format does the model harm.")]
 Load = Annotated[Path | None, Option(help="Go on from a saved conversation.")]
+Store = Annotated[
+    list[str] | None,
+    Option(help="Begin with what was read before, from a folder or a URL; several: nearest first."),
+]
 Device = Annotated[
     str | None, Option(help="cpu, cuda, cuda:1, mps; else a CUDA GPU if it is there.")
 ]

@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from kvant.cli import options
 from kvant.cli.options import check_writable, checked_text, read_text
-from kvant.cli.session import Named, Reply, Wanted, show, story
+from kvant.cli.session import Named, Reply, Wanted, prefixes_in, show, story
 from kvant.progress import Bar
 
 PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
@@ -48,6 +48,7 @@ def run(
     guard: options.Guard = True,
     save: Annotated[Path | None, Option(help="Write text and cache to a file, to go on.")] = None,
     load: options.Load = None,
+    store: options.Store = None,
     device: options.Device = None,
     dtype: options.DType = "auto",
     stats: options.Stats = False,
@@ -59,21 +60,22 @@ def run(
         check_writable(save, "--save")
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
     placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
-    wanted = Wanted(model, *kept, draft, load, *placed)
+    wanted = Wanted(model, *kept, draft, load, *placed, store=store)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
-    session = wanted.session(asked, template=False)
-    named = Named.of(wanted, session)
-    reply = _continued(session, text, asked, quiet=json)
-    if save is not None:
-        session.save(save)
-    cache, stored = session.stats(), named.now(session)
-    if json:
-        said = {"prompt": text, "text": reply.text, "kv_cache": stored}
-        print(json_text.dumps(said | reply.figures() | {"cache": cache}))
-    elif stats:
-        for line in [*story(cache["recoded"]), reply.line(stored, cache)]:
-            show(line)
+    with prefixes_in(store, quiet=json) as prefixes:
+        session = wanted.session(asked, template=False, prefixes=prefixes)
+        named = Named.of(wanted, session)
+        reply = _continued(session, text, asked, quiet=json)
+        if save is not None:
+            session.save(save)
+        cache, stored = session.stats(), named.now(session)
+        if json:
+            said = {"prompt": text, "text": reply.text, "kv_cache": stored}
+            print(json_text.dumps(said | reply.figures() | {"cache": cache}), flush=True)
+        elif stats:
+            for line in [*story(cache["recoded"]), reply.line(stored, cache)]:
+                show(line)
 
 
 def _continued(session: Any, text: str, asked: dict[str, Any], *, quiet: bool) -> Reply:

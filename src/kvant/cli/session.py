@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from kvant.progress import Bar
 from kvant.sizes import format_size, parse_size
 from kvant.spec import words
 from kvant.weights import pack
+
+PATIENCE = 0.1  # seconds after which a bar tells how much is still to be written
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Wanted:
     prefill_chunk: int
     backend: str | None = None
     pack: bool = True
+    store: list[str] | None = None
 
     @property
     def spec(self) -> str:
@@ -61,6 +65,8 @@ class Wanted:
         most = drawn.pop("max_new_tokens")
         check_drawing(drawn, max_new_tokens=most, max_context=self.max_context)
         strategy_of(self.strategy, self.threshold, self.bytes)
+        if self.store and self.budget is not None:
+            raise ValueError("--budget beside --store: what is kept there is of one format")
         check_spec(self.spec)
         check_backend(self.backend)
         named_device(self.device)
@@ -80,7 +86,12 @@ class Wanted:
         check_saved(file, self.model)
 
     def session(
-        self, asked: Mapping[str, Any], *, template: bool, system: str | None = None
+        self,
+        asked: Mapping[str, Any],
+        *,
+        template: bool,
+        system: str | None = None,
+        prefixes: Any = None,
     ) -> Any:
         """Load the model, and begin or go on; `asked` is what `send` will be told."""
         self.check(asked)
@@ -103,6 +114,7 @@ class Wanted:
             budget=self.bytes,
             draft=self._drafter(),
             backend=self.backend,
+            prefixes=prefixes,
         )
         if self.load is not None:
             session.resume(self.load)
@@ -127,6 +139,36 @@ class Wanted:
             "device": self.device,
             "dtype": self.dtype,
         }
+
+
+@contextmanager
+def prefixes_in(store: list[str] | None, *, quiet: bool, most: str | None = None) -> Iterator[Any]:
+    """Prefixes that are kept in a store, where one is named: all is written there in the end.
+
+    Whoever is interrupted waits for nothing.
+    """
+    if not store:
+        yield None
+        return
+    from kvant.prefixes import Prefixes
+
+    prefixes = Prefixes(most, store=store)
+    try:
+        yield prefixes
+        with Bar("bytes for the store", quiet=quiet) as bar:
+            total = prefixes.nbytes_unwritten
+            while not prefixes.flush(PATIENCE):
+                bar.show(total - prefixes.nbytes_unwritten, total)
+    except BaseException:
+        prefixes.abandon()
+        raise
+    told = prefixes.stats()["store"]
+    prefixes.close()
+    for one in told["stores"]:
+        if one["unwritten"]:
+            show(f"warning: {one['url']} did not take {one['unwritten']} pages")
+    if told["dropped"]:
+        show(f"warning: {told['dropped']} prefixes were not written: too many waited")
 
 
 def attached(model: Any, asked: str, tokenizer: Any, guard: bool) -> Any:
@@ -209,6 +251,8 @@ class Reply:
         """For people: how fast, and on how much."""
         speed = self.figures()["tokens_a_second"]
         told = "" if speed is None else f", {speed:.1f} a second"
+        if restored := cache["tokens_restored"]:
+            told += f", {restored} of all prompts from the store"
         return (
             f"{self.tokens} tokens{told}, the first after {self.first:.2f} s; "
             f"{spec}: {cache['length']} tokens held in {format_size(cache['nbytes'])}"

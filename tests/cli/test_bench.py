@@ -61,7 +61,7 @@ def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
     ("words", "told"),
     [
         (("attend", "--device", "tpu"), "--device tpu: known are cpu, cuda"),
-        (("attend9",), "known are append, attend, batch, decode, engine, prefill, prefixes"),
+        (("attend9",), "known are append, attend, batch, conversations, decode"),
         (("prefill", "--chunks", "0"), "--chunks 0"),
         (("prefill", "--prompt", "99999"), "the context of the model"),
         (("decode", "--against", "vllm"), "--against vllm: known are transformers"),

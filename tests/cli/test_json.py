@@ -12,9 +12,10 @@ import torch
 from kvant import Cache, save
 from kvant.cli.main import NAMES, app
 from kvant.cli.store import store
-from kvant.stores import Blob, Folder, packed
+from kvant.stores import Blob, Folder, Payload, packed
 
-BLOB = Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2), {"0/keys": torch.ones(3)})
+HELD = Payload.of({"0/keys": torch.ones(3)})
+BLOB = Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2), HELD)
 COMMANDS = {
     "run": ("--prompt", "def f", "--max-new-tokens", "3", "--stats"),
     "chat": ("--max-new-tokens", "3", "--stats"),
@@ -44,6 +45,11 @@ COMMANDS = {
         *("--sequences", "2", "--context", "4", "--tokens", "12"),
         *("--layers", "1"),
     ),
+    "bench conversations": (
+        *("--users", "2", "--memory", "1", "--turns", "2", "--shared", "64"),
+        *("--message", "4", "--reply", "2", "--layers", "1"),
+    ),
+    "bench stores": ("--context", "128", "--repeats", "1", "--layers", "1"),
     "bench prefixes": ("--shared", "64", "--own", "2", "--repeats", "1", "--layers", "1"),
     "bench prefill": (
         *("--formats", "affine8", "--prompt", "80"),

@@ -21,7 +21,10 @@ from kvant.cli.run import run
 from kvant.cli.store import store
 from kvant.exit_codes import command
 
-NAMES = ("append", "attend", "batch", "decode", "engine", "prefill", "prefixes")
+NAMES = (
+    *("append", "attend", "batch", "conversations", "decode"),
+    *("engine", "prefill", "prefixes", "stores"),
+)
 
 
 class Benches(TyperGroup):

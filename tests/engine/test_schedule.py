@@ -16,6 +16,7 @@ from kvant.engine.schedule import (
     Begin,
     Decode,
     Evict,
+    Fetch,
     Job,
     PutAside,
     Read,
@@ -74,6 +75,9 @@ class World:
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     hit: int = 0  # pages
     gone: int = 0  # prefixes
+    coming: dict[Job, float] = field(default_factory=dict)  # when a store will have answered
+    came: int = 0  # pages
+    late: int = 0  # answers that nobody waited for any more
 
     def pages(self) -> int:
         """That lie in memory: what was the prompt is shared, if it may be."""
@@ -109,6 +113,9 @@ class World:
             self.look(action.job)
         elif isinstance(action, Evict):
             self.evict(action.nbytes)
+        elif isinstance(action, Fetch):
+            action.job.coming = int(self.clock + self.chance.choice([1, 40, 400]))
+            self.coming[action.job] = self.clock + self.chance.choice([1, 40, 400])
         else:
             assert self.pages() == 0
             self.schedule.done(action)
@@ -144,22 +151,39 @@ class World:
         """What a request had goes to the prefixes, if there is room: pages that none has yet."""
         _, shared = self.hits.pop(job, (None, 0))
         length = job.read + job.said
-        if length and self.schedule.kept is not None and self.schedule.keeps(length):
+        if length and self.schedule.kept is not None and self.schedule.keeps(job, length):
             self.kept.append(Kept(-(-length // PAGE) - shared))
         self.weigh()
 
     def look(self, job: Job) -> None:
         """A request begins with pages of some prefix, or with none."""
-        self.hits.pop(job, None)
-        held = 0
+        old, held = self.hits.pop(job, None), 0
         if self.kept and self.chance.random() < 0.7:
             kept = self.chance.choice(self.kept)
             held = min(kept.pages, (job.prompt - 1) // PAGE)
             if held:
                 self.hits[job] = kept, held
+        if job in self.schedule.running and PAGE * held <= job.read:  # it has more already
+            self.hits.pop(job, None)
+            self.hits.update({} if old is None else {job: old})
+            self.schedule.begun(job, job.read, job.stops)
+            return
+        self.lives[job].lengths = []
         self.hit += held
         self.schedule.begun(job, held * PAGE, (PAGE * held + PAGE,) if held % 2 else ())
         self.weigh()
+
+    def arrive(self, job: Job) -> None:
+        """A store had pages behind those in memory, or none; a request goes on from them."""
+        del self.coming[job]
+        _, shared = self.hits.get(job, (None, 0))
+        pages = self.chance.choice([shared, (job.prompt - 1) // PAGE])
+        self.late += not job.coming
+        if self.schedule.arrived(job, PAGE * pages) and pages > shared:
+            assert job.read == PAGE * shared
+            self.came += pages - shared
+            self.lives[job].lengths = [PAGE * pages]
+            self.schedule.begun(job, PAGE * pages, job.stops)
 
     def evict(self, nbytes: int) -> None:
         """The oldest that nobody uses."""
@@ -201,16 +225,22 @@ class World:
                 del self.lives[life.job]
                 self.finished += 1
                 self.keep(life.job)
+            for job in [job for job, when in self.coming.items() if when <= self.clock]:
+                self.arrive(job)
             action = self.schedule.next(int(self.clock))
+            seated = [job for job in self.schedule.running if job.seated]
+            assert sum(job.sequences for job in seated) <= self.schedule.max_sequences
             for life in self.lives.values():
                 if life.admitted is None and life.job in self.schedule.running:
                     life.admitted = self.clock
                     self.order.append(life)
-            if action is None:
+            if action is not None:
+                self.do(action)
+            elif (wait := self.schedule.wakes(int(self.clock))) is not None:
+                self.clock += max(1e3 * wait, 1.0)
+            else:
                 assert not self.lives
                 self.clock = max(self.clock, arriving[0].job.arrived) if arriving else self.clock
-            else:
-                self.do(action)
 
 
 def requests(count: int, seed: int, gap: float = 900.0) -> list[Life]:
@@ -278,13 +308,37 @@ def test_all_are_served_within_the_bytes_and_nobody_waits_too_long(
         pytest.param(10_000, 3.0, marks=pytest.mark.laws),
     ],
 )
-def test_prefixes_take_only_what_nobody_needs(count: int, overcommit: float) -> None:
+@pytest.mark.parametrize("fetches", [False, True])
+def test_prefixes_take_only_what_nobody_needs(count: int, overcommit: float, fetches: bool) -> None:
     limit = 200 * 1000
     here = world(limit, overcommit)
+    here.schedule.fetches = fetches
     here.schedule.keep(here.schedule.room.nothing)
     here.run(requests(count, seed=7))
     assert here.finished == count and here.most <= limit
     assert here.hit > count and here.gone > count // 4
+    assert (here.came > count) == fetches and (here.late > count // 20) == fetches
+
+
+def test_the_next_one_is_looked_for_while_it_waits_for_a_place() -> None:
+    schedule = world(None, sequences=1).schedule
+    schedule.fetches = True
+    one, two, three = (Job(number, 64, 2) for number in range(3))
+    for job in (one, two, three):
+        schedule.add(job)
+    assert schedule.next(0) == Fetch(one)
+    one.coming = 100
+    assert schedule.next(0) == Fetch(two)  # and no third one ahead of its place
+    two.coming = 100
+    assert schedule.next(0) is None and schedule.wakes(0) == 0.1
+    assert schedule.arrived(two, 0)
+    assert schedule.next(50) is None  # it came, but the place is that of the first
+    assert schedule.arrived(one, 0)
+    assert schedule.next(60) == Read(one, 64)
+    schedule.remove(one)
+    assert schedule.next(70) == Fetch(three)
+    assert schedule.next(70) == Read(two, 64)
+    assert not schedule.arrived(two, 0)  # nobody waits for it any more
 
 
 def test_a_low_priority_is_served_though_high_ones_never_end() -> None:

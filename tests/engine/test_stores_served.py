@@ -21,7 +21,10 @@ pytestmark = pytest.mark.usefixtures(nothing_is_left.__name__)
 
 
 @pytest.mark.parametrize("name", families())
-def test_every_family_after_a_restart(name: str, tmp_path: Path) -> None:
+def test_every_family_after_a_restart(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
     model, shared = build(name), text(150, seed=0)
     asked = [shared + text(9 + 5 * n, seed=1 + n) for n in range(4)]
     expected = [alone(model, prompt, max_new_tokens=5) for prompt in asked]
@@ -84,6 +87,45 @@ def test_what_was_evicted_comes_back_within_the_bytes(
     prefixes.close()
 
 
+def test_many_at_once_in_memory_for_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All memory is promised to those who are served: what comes for one lies in its bytes.
+
+    Eight users talk at once. A page may miss at each end, and the first turn has nothing to hit.
+    """
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    model, spec, begin = build("llama"), "affine8,prefill=stored", text(70, seed=99)
+    two = 2 * kvant.plan(model, spec, context=420).nbytes
+    most: list[int] = []
+
+    def look(step: Any) -> None:
+        told = engine.stats()
+        most.append(told["nbytes_held"] + told["nbytes_free"])
+
+    prefixes = Prefixes(None, store=folder(tmp_path))
+    said = {user: begin + text(20, seed=user) for user in range(8)}
+    able = hit = 0
+    with engine_for(model, spec, max_bytes=two, max_sequences=2, prefixes=prefixes) as engine:
+        for turn in range(7):
+            asked = {user: said[user] + text(36, seed=100 * turn + user) for user in said}
+            streams = {
+                user: engine.submit(prompt, max_new_tokens=8, ignore_end=True, on_step=look)
+                for user, prompt in asked.items()
+            }
+            for user, stream in streams.items():
+                result = stream.result()
+                able += (len(said[user]) - 1) // 64 * 64 if turn else 0
+                hit += result.usage.cached_tokens if turn else 0
+                said[user] = asked[user] + list(result.tokens)
+        engine._batch.check()
+        prefixes.flush()
+    assert max(most) <= two
+    assert hit >= 0.95 * able, f"{hit} of {able}"
+    stats = prefixes.stats()
+    assert stats["evicted"] and stats["store"]["tokens_restored"]
+    leave_nothing(prefixes)
+    prefixes.close()
+
+
 class Slow(Folder):
     """A store that answers when it is let."""
 
@@ -133,7 +175,7 @@ def test_what_cannot_be_kept_is_nobodys_error(
     def fails(*given: Any) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("kvant.engine.batch.Batch.add", fails)
+    monkeypatch.setattr("kvant.engine.batch.Batch.take", fails)
     with engine_for(model, store=str(tmp_path)) as engine:
         result = engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
         assert (len(result.tokens), result.usage.cached_tokens) == (2, 0)

@@ -362,8 +362,19 @@ class Cache(Refusals):
 
         Where this one has no tokens, it only lends its pools.
         """
-        caches = [self, *others] if self.length else list(others)
-        for number, cache in enumerate(caches, len(others) + 1 - len(caches)):
+        return self._merged([self, *others] if self.length else others)
+
+    def extended(self, other: Cache) -> Cache:
+        """Another cache of one sequence in these pools, which begins with the tokens of this one.
+
+        Whole pages that both have are shared, the rest is copied.
+        """
+        if self.batch != 1 or getattr(other, "batch", 1) != 1:
+            raise ValueError(f"{self.batch} sequences by {other.batch}: both have to be of one")
+        return self._merged([other], self._ledger.book.extents)
+
+    def _merged(self, caches: Sequence[Cache], begun: Sequence[Extent] = ()) -> Cache:
+        for number, cache in enumerate(caches, int(caches[0] is not self)):
             if not isinstance(cache, Cache):
                 raise TypeError(f"cache {number} is a {type(cache).__name__}, cache 0 is not")
             cache.rollback()
@@ -386,10 +397,9 @@ class Cache(Refusals):
         with self._ledger.counting():
             books, taken = [], []
             for cache in caches:
-                found = brought(cache.contents, self.contents)
+                found, slots = brought(cache.contents, self.contents, begun)
                 books.append(found)
-                if found is not cache._ledger.book.extents:
-                    taken += [(k, (e.open_slots(), e.sealed_slots())) for k, e in enumerate(found)]
+                taken += slots
             extents = [joined(kinds) for kinds in zip(*books, strict=True)]
             return self._twin(extents, states, host_states, taken)
 

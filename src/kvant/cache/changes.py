@@ -24,6 +24,7 @@ from kvant.extent import (
 )
 
 FEW = 16  # columns of a draft, whose rows are read from where those of single tokens are
+NOBODY = np.zeros(0, np.int64)
 NEXT_ROW = np.array([0, 0, 1, 0, 0])  # to be added to writes
 
 
@@ -283,10 +284,36 @@ def _both(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> tuple[Ints, Ints]
     return np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])
 
 
-def placed(kind: Kind, numbers: Ints, pools: Pools) -> Extent:
-    """The extent whose pages lie in slots one after the other, in the order of their sequences."""
+def placed(kind: Kind, numbers: Ints, pools: Pools, begun: Extent | None = None) -> Extent:
+    """The extent whose pages lie in slots one after the other, in the order of their sequences.
+
+    A sequence that begins with the same tokens as the one of `begun` shares whole pages with it.
+    """
     blank = np.zeros((len(numbers), 0), np.int64)
-    return moved(Extent(kind, numbers, blank, blank), pools.open, pools.sealed)
+    extent = Extent(kind, numbers, blank, blank)
+    if begun is None:
+        return moved(extent, pools.open, pools.sealed)
+    if kind.seals:
+        both = int(begun.first_sealed[0]), int(begun.stop_sealed[0])
+    else:
+        rows = min(int(begun.rows[0]), int(extent.rows[0]))
+        both = int(begun.first_open[0]), rows // kind.page
+    tables = [
+        _table(pages, pool, 1, *((table[0], *both) if whole else ()))
+        for pages, pool, table, whole in (
+            (extent.open_pages(), pools.open, begun.open, not kind.seals),
+            (extent.sealed_pages(), pools.sealed, begun.sealed, kind.seals),
+        )
+    ]
+    return replace(extent, open=tables[0], sealed=tables[1])
+
+
+def taken_for(extent: Extent, begun: Extent | None) -> tuple[Ints, Ints]:
+    """The slots, open and sealed, of an extent that was `placed`, but those that it shares."""
+    opened, sealed = extent.open_slots(), extent.sealed_slots()
+    if begun is None:
+        return opened, sealed
+    return np.setdiff1d(opened, begun.open_slots()), np.setdiff1d(sealed, begun.sealed_slots())
 
 
 def moved(extent: Extent, opened: Pool | None, sealed: Pool | None) -> Extent:
@@ -299,10 +326,20 @@ def moved(extent: Extent, opened: Pool | None, sealed: Pool | None) -> Extent:
     return Extent(extent.kind, extent.numbers, sealed_table, open_table)
 
 
-def _table(pages: tuple[Ints, Ints], pool: Pool, batch: int) -> Ints:
+def _table(
+    pages: tuple[Ints, Ints],
+    pool: Pool,
+    batch: int,
+    begun: Ints = NOBODY,
+    first: int = 0,
+    stop: int = 0,
+) -> Ints:
+    """Slots for these pages: of a sequence that has `begun`, its own from `first` to `stop`."""
     which, number = pages
     table = np.zeros((batch, int(number.max(initial=-1)) + 1), np.int64)
-    table[which, number] = pool.take(len(which))
+    own = (number >= first) & (number < stop)
+    table[which[own], number[own]] = begun[number[own]]
+    table[which[~own], number[~own]] = pool.take(int((~own).sum()))
     return table
 
 

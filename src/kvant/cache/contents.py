@@ -16,9 +16,9 @@ import numpy as np
 from torch import Tensor
 
 from kvant.cache import recode, snapshot
-from kvant.cache.changes import Pools, placed
+from kvant.cache.changes import Pools, placed, taken_for
 from kvant.cache.layer import Attention, kind_of
-from kvant.cache.ledger import Ledger
+from kvant.cache.ledger import Ledger, Retired
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import restored as restored_past
 from kvant.cache.recurrent import shared_snapshot as past_snapshot
@@ -260,15 +260,24 @@ def _naming(layer: str) -> Iterator[None]:
         raise type(error)(f"layer {layer}: {error}") from error
 
 
-def brought(layers: Layers, there: Layers) -> Sequence[Extent]:
-    """The sequences of a cache in the pools of another: as they are, or copies of their pages."""
+def brought(
+    layers: Layers, there: Layers, begun: Sequence[Extent] = ()
+) -> tuple[Sequence[Extent], list[Retired]]:
+    """The sequences of a cache in the pools of another: as they are, or copies of their pages.
+
+    Also the slots that were taken for the copies. A sequence that begins with the tokens of one
+    that is `begun` there shares its whole pages.
+    """
     book = layers.ledger.book
     mine = {name: leaf.storage for name, leaf in layers.attention()}
     other = {name: leaf.storage for name, leaf in there.attention()}
     if all(mine[name] is other[name] for name in mine):
-        return book.extents
+        return book.extents, []
     pools = there.ledger.pools
-    extents = [placed(e.kind, e.numbers, p) for e, p in zip(book.extents, pools, strict=True)]
+    before = begun or (None,) * len(pools)
+    parts = zip(book.extents, pools, before, strict=True)
+    extents = [placed(e.kind, e.numbers, pool, had) for e, pool, had in parts]
+    taken = [taken_for(e, had) for e, had in zip(extents, before, strict=True)]
     for name, leaf in layers.attention():
         source, target = mine[name], other[name]
         if source is None or target is None or source.geometry != target.geometry:
@@ -276,5 +285,5 @@ def brought(layers: Layers, there: Layers) -> Sequence[Extent]:
         if source.tiles != target.tiles:
             raise ValueError(f"layer {name}: bytes in {source.tiles}, and in {target.tiles}")
         target.fit(pools[leaf.kind].open.size, pools[leaf.kind].sealed.size)
-        target.take(source, book.extents[leaf.kind], extents[leaf.kind])
-    return extents
+        target.take(source, book.extents[leaf.kind], extents[leaf.kind], taken[leaf.kind])
+    return extents, list(enumerate(taken))

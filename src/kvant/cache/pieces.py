@@ -31,14 +31,14 @@ class Pieces:
         if cache.batch != 1 or not cache.length:
             raise ValueError(f"pieces of {cache.batch} sequences: one with tokens is needed")
         cache.rollback()
-        self._cache = cache
+        self.cache = cache
         self._extents = cache._ledger.book.extents
         self.kinds = cache._ledger.kinds
         self.ranges = tuple(_whole(one.kind, one.numbers[0]) for one in self._extents)
 
     def nbytes(self, page: Page | None) -> int:
         """Of a page; about those of the rest without one."""
-        contents = self._cache.contents
+        contents = self.cache.contents
         total = 0
         for _, leaf in contents.attention():
             storage, kind = leaf.storage, self.kinds[leaf.kind]
@@ -82,15 +82,13 @@ class Pieces:
                     retiled(key, tensor[there], stored.tiles, None, into[f"{name}/{key}"])
 
     def _layers(self, kind: int) -> Iterator[tuple[str, Storage]]:
-        for name, leaf in self._cache.contents.attention():
+        for name, leaf in self.cache.contents.attention():
             if leaf.kind == kind and leaf.storage is not None:
                 yield name, leaf.storage
 
     def rest(self) -> Snapshot:
         """All that is in none of the pages."""
-        return self._cache.contents.gathered(
-            lambda leaf: self._rows(leaf, self._extents[leaf.kind])
-        )
+        return self.cache.contents.gathered(lambda leaf: self._rows(leaf, self._extents[leaf.kind]))
 
     def _rows(self, leaf: Attention, extent: Extent) -> Snapshot:
         assert leaf.storage is not None

@@ -208,25 +208,30 @@ class Storage:
         twin.__dict__.update(sides=sides, room=room, used=used)
         return twin
 
-    def take(self, other: Storage, was: Extent, now: Extent) -> None:
-        """Copy the pages that lie in another storage where one extent says, as the other does."""
-        self._take_open(other, was, now)
-        self._take_sealed(other, was, now)
+    def take(
+        self, other: Storage, was: Extent, now: Extent, taken: tuple[Ints, Ints] | None = None
+    ) -> None:
+        """Copy the pages that lie in another storage where one extent says, as the other does.
 
-    def _take_open(self, other: Storage, was: Extent, now: Extent) -> None:
-        for name, stored in self.sides.items():
-            copy_pages(
-                {"open": other.sides[name].open},
-                {"open": stored.open},
-                was.open_slots(),
-                now.open_slots(),
-            )
+        All of them, or those to whose slots, open and sealed, nobody else looks.
+        """
+        opened, sealed = (None, None) if taken is None else taken
+        self._take_open(other, was, now, opened)
+        self._take_sealed(other, was, now, sealed)
 
-    def _take_sealed(self, other: Storage, was: Extent, now: Extent) -> None:
+    def _take_open(
+        self, other: Storage, was: Extent, now: Extent, taken: Ints | None = None
+    ) -> None:
+        slots = _pairs(was.open_slots(), now.open_slots(), taken)
         for name, stored in self.sides.items():
-            copy_pages(
-                other.sides[name].sealed, stored.sealed, was.sealed_slots(), now.sealed_slots()
-            )
+            copy_pages({"open": other.sides[name].open}, {"open": stored.open}, *slots)
+
+    def _take_sealed(
+        self, other: Storage, was: Extent, now: Extent, taken: Ints | None = None
+    ) -> None:
+        slots = _pairs(was.sealed_slots(), now.sealed_slots(), taken)
+        for name, stored in self.sides.items():
+            copy_pages(other.sides[name].sealed, stored.sealed, *slots)
 
     def _room(self, need: int, have: int) -> int:
         if need <= have:
@@ -265,6 +270,14 @@ class Storage:
             used = self.used[which]
             new[:used] = old[:used]
         return new
+
+
+def _pairs(old: Ints, new: Ints, taken: Ints | None) -> tuple[Ints, Ints]:
+    """Slots from which to copy, and to which: all, or those that were taken for it."""
+    if taken is None:
+        return old, new
+    lacking = np.isin(new, taken)
+    return old[lacking], new[lacking]
 
 
 def _runs(old: Ints, new: Ints) -> list[tuple[slice, slice]]:

@@ -76,24 +76,40 @@ class Batch:
             self._empty = home
 
     @property
-    def stores(self) -> bool:
-        """Is what is kept also written to a store?"""
-        return self._shelf is not None and self._shelf.owner.archive is not None
+    def writes(self) -> bool:
+        """Is something kept that a store is yet to have?"""
+        return self._shelf is not None and self._shelf.owner.nbytes_unwritten > 0
 
-    def scout(self, seat: Seat) -> Callable[[], Coming | None] | None:
-        """What looks for a prompt in a store, in another thread; None: there is no store."""
-        if self._shelf is None or not self.stores:
-            return None
+    def flush(self, seconds: float) -> None:
+        """Wait until the store has all that is kept, so long at most; for any thread."""
+        if self._shelf is not None:
+            self._shelf.owner.flush(seconds)
+
+    def scout(self, seat: Seat) -> Callable[[], Coming | None]:
+        """What looks for a prompt in a store, in another thread."""
+        assert self._shelf is not None
         return partial(self._shelf.fork().seek, list(seat.tokens), self._empty.fork())
 
-    def add(self, coming: Coming) -> None:
-        """Keep what came from a store, in our pools."""
-        if self._shelf is None:
-            return
+    def take(self, seat: Seat, coming: Coming, *, keep: bool) -> int:
+        """Let a prompt go on from what came of it from a store; how much of it there is now.
+
+        `keep` it for others, too.
+        """
+        assert self._shelf is not None
         restored = coming.restored
-        cache = self._empty.merged([restored.cache]) if self._shares else restored.cache
+        if seat.cache is not None:
+            cache = seat.cache.extended(restored.cache)
+        else:
+            cache = self._empty.merged([restored.cache]) if self._shares else restored.cache
         self._lend(cache)
-        self._shelf.add(coming._replace(restored=replace(restored, cache=cache)))
+        restored = replace(restored, cache=cache)
+        if keep:
+            self._shelf.add(coming._replace(restored=restored))
+        held = self._shelf.serves(restored, len(seat.tokens) - 1)
+        if held > (0 if seat.cache is None else seat.cache.length):
+            seat.cache, seat.prompt = cache.fork(), min(restored.prompt, held)
+            seat.cache.rewind(held)
+        return held
 
     def took(self, count: int, seconds: float) -> None:
         """So many tokens of a prompt were read in so long."""
@@ -108,12 +124,13 @@ class Batch:
         """How many tokens of a prompt there are, and where chunks behind them are to end."""
         if self._shelf is None:
             return 0, ()
-        cache, seat.prompt = self._shelf.begin(seat.tokens, self._empty.fork(), 0)
-        seat.cache = None  # it may have looked before, and found more
-        if cache.length:  # in our pools: whoever else shares prefixes may have others
+        cache, prompt = self._shelf.begin(seat.tokens, self._empty.fork(), 0)
+        held = 0 if seat.cache is None else seat.cache.length
+        if cache.length > held:  # in our pools: whoever else shares prefixes may have others
             seat.cache = self._empty.merged([cache]) if self._shares else cache
+            seat.prompt, held = prompt, cache.length
             self._lend(cache)
-        return cache.length, tuple(self._shelf.stops(seat.tokens, cache.length, marks))
+        return held, tuple(self._shelf.stops(seat.tokens, held, marks))
 
     def count(self, asked: int, held: int) -> None:
         """A prompt of so many tokens is served, of which so many were there."""
@@ -129,9 +146,14 @@ class Batch:
         self._shelf.keep(seat.tokens[: alone.length], alone, seat.prompt)
         return True
 
-    def evict(self, nbytes: int, *, used: bool = False) -> bool:
-        """Let go of prefixes of so many bytes, or of all that nobody uses; did anything go?"""
-        return self._shelf is not None and self._shelf.evict(nbytes, used=used)
+    def evict(self, nbytes: int, *, unwritten: bool = False, used: bool = False) -> bool:
+        """Let go of prefixes of so many bytes; did anything go?
+
+        Of what nobody uses, and a store has, where there is one, unless it is said otherwise.
+        """
+        if self._shelf is None:
+            return False
+        return self._shelf.evict(nbytes, unwritten=unwritten, used=used)
 
     def kept(self) -> Account | None:
         """What prefixes take; None: nothing is kept."""

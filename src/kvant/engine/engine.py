@@ -34,6 +34,7 @@ from kvant.engine.schedule import (
     Begin,
     Decode,
     Evict,
+    Fetch,
     Job,
     PutAside,
     Read,
@@ -56,7 +57,8 @@ from kvant.stores import Store
 log = logging.getLogger("kvant")
 
 CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
-PATIENCE = 10.0  # seconds that a request waits for a store at most
+PATIENCE = 10.0  # seconds that a request waits for a store at most,
+HURRY = 2.0  # and that prefixes whose memory is needed wait to be written
 SECONDS = {"cpu": 0.25, "cuda": 0.03}  # that a chunk may keep others from their next token
 
 
@@ -121,6 +123,7 @@ class Engine:
             parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes,
             max_sequences,
             overcommit,
+            fetches=prefixes is not None and prefixes.archive is not None,
         )
         self._figures = Figures()
         self._numbers = count()
@@ -130,6 +133,8 @@ class Engine:
         self._open = True
         self._door = Lock()  # held by who asks, and by the thread as it ends
         self._fetching = ThreadPoolExecutor(1, "kvant-fetch")  # one prompt at a time comes beside
+        self._hurrying = ThreadPoolExecutor(1, "kvant-hurry")  # waits until prefixes are written
+        self._hurried = False
         if prefixes is not None:
             self._batch.share(prefixes)
             self._weigh()
@@ -144,7 +149,8 @@ class Engine:
         with ExitStack() as undo:
             if own is not None:
                 undo.callback(own.close)
-            undo.callback(self._fetching.shutdown, wait=False, cancel_futures=True)
+            for beside in (self._fetching, self._hurrying):
+                undo.callback(beside.shutdown, wait=False, cancel_futures=True)
             if not attachments(model):
                 attach(model, self._batch.spec, backend=backend)
                 undo.callback(detach, model)
@@ -273,33 +279,39 @@ class Engine:
 
     def _enter(self, request: Request) -> None:
         self._requests[request.job] = request
-        scout = self._batch.scout(request.seat)
-        if scout is not None:
-            wait = self._batch.seconds(request.job.prompt)
-            request.job.coming = int(1e3 * (time.monotonic() + min(wait, PATIENCE)))
-            self._fetching.submit(self._fetch, request, scout)
         self._schedule.add(request.job)
         self._figures.asked(request.job)
 
-    def _fetch(self, request: Request, scout: Callable[[], Coming | None]) -> None:
-        """Look for a prompt in a store, beside the engine's thread."""
+    def _fetch(self, job: Job) -> None:
+        """Look for a prompt in a store, for as long as it would take to read it."""
+        request = self._requests[job]
+        wait = min(self._batch.seconds(job.prompt - job.read), PATIENCE)
+        job.coming = int(1e3 * (time.monotonic() + wait))
+        self._fetching.submit(self._look, request, self._batch.scout(request.seat))
+
+    def _look(self, request: Request, scout: Callable[[], Coming | None]) -> None:
+        """Look for it, beside the engine's thread."""
         coming = None
         with suppress(Exception):  # it can still be read; later than that it does not wait
             coming = scout() if 1e3 * time.monotonic() < request.job.coming else None
         self._inbox.put(lambda: self._arrived(request, coming))
 
     def _arrived(self, request: Request, coming: Coming | None) -> None:
-        """Keep what came for a prompt, if there is room for it; it waited for that."""
-        self._schedule.arrived(request.job)
-        if coming is None or request.job not in self._schedule.waiting:
+        """Go on from what came for a prompt, in the bytes that it was promised."""
+        job, length = request.job, 0 if coming is None else len(coming.restored.tokens)
+        if not self._schedule.arrived(job, length) or coming is None:
             return
+        keep = self._schedule.keeps(job, length)
         try:
-            if self._room(len(coming.restored.tokens)):
-                self._batch.add(coming)
-                request.came = coming.came
+            held = self._batch.take(request.seat, coming, keep=keep)
         except Exception as error:  # it can still be read
             told = repr(error)  # whoever keeps the error keeps what came
-            log.warning("a prefix from a store was not kept: %s", told)
+            log.warning("a prefix from a store was not taken: %s", told)
+            return
+        if held > job.read:
+            request.came = coming.came
+            request.stream.found(held, coming.came, None)
+            self._schedule.begun(job, held, job.stops)
         self._weigh()
 
     def _cancel(self, job: Job) -> None:
@@ -316,6 +328,8 @@ class Engine:
             self._move(action)
         elif isinstance(action, Begin):
             self._begin(action.job)
+        elif isinstance(action, Fetch):
+            self._fetch(action.job)
         elif isinstance(action, Evict):
             self._evict(action.nbytes)
         else:
@@ -338,10 +352,9 @@ class Engine:
         self._schedule.begun(job, held, stops)
         self._weigh()
 
-    def _keep(self, seat: Seat) -> None:
-        """Let others go on from a sequence, if there is room for it."""
-        room = self._room if self._batch.stores else self._schedule.keeps  # others are stored
-        if not self._open or not room(len(seat.tokens)):
+    def _keep(self, job: Job, seat: Seat) -> None:
+        """Let others go on from a sequence of a request, if there is room for it."""
+        if not self._open or not self._schedule.keeps(job, len(seat.tokens)):
             return
         kept = True
         try:
@@ -352,20 +365,33 @@ class Engine:
         if kept:
             self._weigh()
 
-    def _room(self, length: int) -> bool:
-        """Is there room for a prefix of such a length, once others went that nobody uses?"""
-        if not self._schedule.keeps(length) and (lack := self._schedule.lacks(length)) is not None:
-            self._evict(lack.nbytes)
-        return self._schedule.keeps(length)
-
     def _evict(self, nbytes: int) -> None:
-        """Let go of prefixes; where nobody is served, also of what those have who wait."""
+        """Let go of prefixes; where nobody is served, also of what those have who wait.
+
+        A store has them before; whoever needs their memory waits for that, others go on.
+        """
         went = self._batch.evict(nbytes)
-        if not went and not self._schedule.running:
+        writing = not went and self._batch.writes
+        if writing and not self._hurried:
+            self._hurried = True
+            self._hurrying.submit(self._hurry, nbytes)
+        if not went and not writing and not self._schedule.running:
             self._forget()
-            went = self._batch.evict(nbytes, used=True)
+            went = self._batch.evict(nbytes, unwritten=True, used=True)
         self._weigh()
-        self._schedule.evicted(went=went or not self._schedule.running)
+        self._schedule.evicted(went=went or not (writing or self._schedule.running))
+
+    def _hurry(self, nbytes: int) -> None:
+        """Wait until prefixes are written, beside the engine's thread, and not for ever."""
+        self._batch.flush(HURRY)
+        self._inbox.put(lambda: self._written(nbytes))
+
+    def _written(self, nbytes: int) -> None:
+        """Let go of prefixes that waited for a store."""
+        self._hurried = False
+        self._batch.evict(nbytes, unwritten=True)
+        self._weigh()
+        self._schedule.evicted(went=True)
 
     def _forget(self) -> None:
         """Let go of what requests found that wait."""
@@ -408,7 +434,7 @@ class Engine:
         self._batch.took(action.count, seconds)
         self._schedule.done(action)
         if action.job.read in action.job.stops:
-            self._keep(request.seat)
+            self._keep(request.job, request.seat)
         if last:
             rows = logits.expand(len(request.choices), -1)
             self._say([(request, choice) for choice in request.choices], rows)
@@ -453,7 +479,7 @@ class Engine:
             if step.finish_reason is not None:
                 request.choices.remove(choice)
                 self._schedule.ended(request.job)
-                self._keep(choice.seat)
+                self._keep(request.job, choice.seat)
                 self._batch.drop(choice.seat)
                 if not request.choices:
                     self._figures.finished += 1
@@ -486,7 +512,7 @@ class Engine:
         self._schedule.remove(request.job)
         for seat in request.seats:
             if error is None:
-                self._keep(seat)
+                self._keep(request.job, seat)
             self._batch.drop(seat)
         request.end(error)
         request.choices = []

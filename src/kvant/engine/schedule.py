@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvant.engine.pace import Pace
 from kvant.engine.room import Footprint, Room
 from kvant.errors import CapacityError
@@ -40,10 +42,12 @@ class Job:
     read: int = 0  # tokens of the prompt
     said: int = 0  # by each sequence that still goes on
     looked: int | None = None  # after which news of prefixes was its prompt looked for?
+    started: bool = False  # was anything of its prompt read for it?
     stops: tuple[int, ...] = ()  # lengths of its prompt at which a chunk is to end
     shared: Ints | None = None  # slots of it that prefixes hold, too
     ended: int = 0  # sequences that do not
     aside: bool = False
+    seated: bool = False  # has it a place, or does it wait for one, once it was let in ahead?
     coming: int = 0  # until then, in milliseconds, it waits for what a store has of its prompt
 
     @property
@@ -71,6 +75,13 @@ class Evict:
     """Let go of prefixes that take so many bytes, or of all that nobody uses."""
 
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Look for the prompt of a request in a store; its bytes are promised to it."""
+
+    job: Job
 
 
 @dataclass(frozen=True)
@@ -107,7 +118,7 @@ class Renew:
     """No sequence is left: let go of all memory."""
 
 
-Action = Begin | Evict | Read | Decode | PutAside | TakeBack | Renew
+Action = Begin | Evict | Fetch | Read | Decode | PutAside | TakeBack | Renew
 
 
 @dataclass
@@ -119,6 +130,7 @@ class Schedule:
     max_bytes: int | None = None
     max_sequences: int = 16
     overcommit: float = 1.0
+    fetches: bool = False  # is there a store? Then the next one is let in ahead, and looked for
     kept: Ints | None = None  # slots that prefixes hold; None: there are no prefixes
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
@@ -164,7 +176,9 @@ class Schedule:
             return admitted
         action = self._chosen()
         if action is None:
-            return Renew() if self._renews else None
+            return Renew() if self._renews and not self.running else None
+        if isinstance(action, Read) and self._looks(action.job):
+            return Begin(action.job)
         if self.overcommit > 1:
             used = self._used_after(action)
             if not self.room.fits(used):
@@ -176,6 +190,7 @@ class Schedule:
         """That was done."""
         if isinstance(action, Read):
             action.job.read += action.count
+            action.job.started = True
             action.job.said += action.job.decodes  # the last logits of a prompt give a token
             self._decoded = False
         elif isinstance(action, Decode):
@@ -184,6 +199,7 @@ class Schedule:
             self._decoded = True
         elif isinstance(action, PutAside):
             action.job.aside, action.job.shared = True, None  # files share nothing
+            action.job.seated, action.job.coming = False, 0
             self.running.remove(action.job)
             self._stuck, self._evictable = False, True
             self.waiting.append(action.job)
@@ -193,18 +209,20 @@ class Schedule:
             self.room.renew()
             self._stuck = False
 
-    def arrived(self, job: Job) -> None:
-        """What a store had of its prompt is here, or nothing is to come."""
-        job.coming, self._stuck = 0, False
+    def arrived(self, job: Job, length: int) -> bool:
+        """So much of its prompt came from a store: is it waited for, and is there room for it?"""
+        waited, job.coming = job.coming > 0, 0
+        if not waited or job not in self.running:
+            return False
+        used = self._used()
+        if self.overcommit > 1:
+            used = used - self._now(job) + self._at(job, max(length, job.read), 1)
+        return self.room.fits(used)
 
     def wakes(self, now: int) -> float | None:
         """The seconds after which somebody waits no longer for a store."""
-        coming = [job.coming for job in self.waiting if job.coming > now]
-        return (min(coming) - now) / 1e3 if coming else None
-
-    def lacks(self, length: int) -> Evict | None:
-        """What has to go for a prefix of such a length to be kept, if there are others."""
-        return self._evict(self._used() + self.footprint.slots(length))
+        coming = [job.coming for job in self.running if job.coming]
+        return max(min(coming) - now, 0) / 1e3 if coming else None
 
     def begun(self, job: Job, held: int, stops: tuple[int, ...]) -> None:
         """So many tokens of its prompt are there; where chunks are to end behind them."""
@@ -225,9 +243,14 @@ class Schedule:
         self._stuck, self._evictable = False, True
         self.room.use(self._used())
 
-    def keeps(self, length: int) -> bool:
-        """Is there room for a prefix of such a length, as if it shared nothing?"""
-        more = self.footprint.slots(length)
+    def keeps(self, job: Job, length: int) -> bool:
+        """Is there room for a prefix of such a length, which a request has?
+
+        Whoever goes on shares pages with it; whoever was served leaves what was promised to it.
+        """
+        goes_on = job in self.running
+        own = self.footprint.shared(min(length, job.prompt)) if goes_on else self._shared(job)
+        more = np.maximum(self.footprint.slots(length) - own, 0)
         return self.kept is not None and self.room.fits(self._used() + more)
 
     def ended(self, job: Job) -> None:
@@ -247,7 +270,7 @@ class Schedule:
     @property
     def sequences(self) -> int:
         """That are served, or for which there is a place."""
-        return sum(job.sequences for job in self.running)
+        return sum(job.sequences for job in self.running if job.seated)
 
     # ---- within
 
@@ -257,12 +280,15 @@ class Schedule:
 
     def _admit(self, now: int) -> Action | None:
         """Let those in that fit, in order; what has to be done before anything else is."""
-        while not self._stuck and (ready := [job for job in self.waiting if job.coming <= now]):
-            job = min(ready, key=lambda one: self._rank(one, now))
-            if self.sequences + job.sequences > self.max_sequences:
+        for job in self.running:
+            job.seated = job.seated or self._seats(job)
+            job.coming = job.coming if job.coming > now else 0
+        while not self._stuck and self.waiting:
+            job = min(self.waiting, key=lambda one: self._rank(one, now))
+            if not self._seats(job) and not self._lets_ahead(job):
                 self._stuck = True
                 break
-            if self.kept is not None and job.looked != self._news and not job.aside:
+            if self._looks(job):
                 return Begin(job)
             if not self._fits(job):
                 if evict := self._evict(self._promised() + self._most(job) - self._shared(job)):
@@ -272,13 +298,29 @@ class Schedule:
                 self._stuck = True
                 break
             self.waiting.remove(job)
+            job.seated = self._seats(job)
             self.running.append(job)
             if self.overcommit == 1:
                 self.room.use(self._promised())
             if job.aside:
                 self.room.use(self._held())
                 return TakeBack(job)
+            if self.fetches:
+                return Fetch(job)
         return None
+
+    def _looks(self, job: Job) -> bool:
+        """May there be more of its prompt than when it was looked for?"""
+        new = self.kept is not None and job.looked != self._news
+        return new and not (job.started or job.aside)
+
+    def _seats(self, job: Job) -> bool:
+        """Is there a place for all of its sequences?"""
+        return self.sequences + job.sequences <= self.max_sequences
+
+    def _lets_ahead(self, job: Job) -> bool:
+        """May it be looked for in a store before it has a place? One at a time."""
+        return self.fetches and not job.aside and all(one.seated for one in self.running)
 
     def _evict(self, slots: Ints) -> Evict | None:
         """What has to go for these to fit, if there are prefixes that could."""
@@ -331,8 +373,9 @@ class Schedule:
         return fits and self.room.alone(most) <= self.overcommit * self.max_bytes
 
     def _chosen(self) -> Read | Decode | None:
-        reading = [job for job in self.running if not job.decodes]
-        decoding = tuple(job for job in self.running if job.decodes)
+        served = [job for job in self.running if job.seated and not job.coming]
+        reading = [job for job in served if not job.decodes]
+        decoding = tuple(job for job in served if job.decodes)
         if reading and (self._decoded or not decoding):
             job = self._reader(reading)
             count = self.pace.chunk(job.read, job.prompt, waited=bool(decoding))

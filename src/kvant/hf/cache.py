@@ -202,11 +202,19 @@ class HostCache(Verbs, TransformersCache):
 
     def merged(self, others: Sequence[Any]) -> HostCache:
         """The sequences of this cache and of others of the same model under one."""
+        self._check_alike(others)
+        return self._with(self.states.merged([cache.states for cache in others]), None)
+
+    def extended(self, other: HostCache) -> HostCache:
+        """Another cache of the same model in these pools, which begins with the tokens of this."""
+        self._check_alike([other])
+        return self._with(self.states.extended(other.states), None)
+
+    def _check_alike(self, others: Sequence[Any]) -> None:
         for cache in (self, *others):
             if not isinstance(cache, HostCache) or cache.described != self.described:
                 raise ValueError("caches of different models: they have no layers in common")
             cache._check_ours("merge")
-        return self._with(self.states.merged([cache.states for cache in others]), None)
 
     def _with(self, states: Cache, padding: tuple[int, ...] | None) -> HostCache:
         """A cache of the same model with other states."""

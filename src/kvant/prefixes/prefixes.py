@@ -192,10 +192,10 @@ class Prefixes:
         with self._lock:
             return account(states(self._beside(home)))
 
-    def _evict(self, home: bytes, nbytes: int, *, used: bool) -> bool:
+    def _evict(self, home: bytes, nbytes: int, *, unwritten: bool, used: bool) -> bool:
         with self._changing():
-            before = self._counts["evicted"]
-            self._shrink(self._account(home).nbytes - nbytes, home, used=used)
+            before, left = self._counts["evicted"], self._account(home).nbytes - nbytes
+            self._shrink(left, home, unwritten=unwritten, used=used)
             return self._counts["evicted"] > before
 
     # ---- within
@@ -267,13 +267,15 @@ class Prefixes:
         nbytes: int,
         home: bytes | None = None,
         *,
+        unwritten: bool = True,
         used: bool = True,
         but: Kept | None = None,
     ) -> None:
         """Let go of what is worth least for its bytes, until so many are left.
 
-        First of what nobody uses, and only of that where `used` says so; in the pools of `home`, or
-        in all. `but` that, which is new, stays.
+        First of what nobody uses, and only of that unless it may be `used`; before others of what
+        no store waits for, and only of that unless it may be `unwritten`. In the pools of `home`,
+        or in all. `but` that, which is new, stays.
         """
         while True:
             groups = [x for x in self._by_home() if home in (None, x[0][0].home)]
@@ -281,18 +283,20 @@ class Prefixes:
             over, now = sum(one.nbytes for one in accounts) - nbytes, time.monotonic()
             worth = sorted(
                 (
-                    (in_use, _worth(kept, now) / max(share, 1.0), own, tree, kept)
+                    (in_use, kept.unwritten, _worth(kept, now) / max(share, 1.0), own, tree, kept)
                     for some, told in zip(groups, accounts, strict=True)
                     for (tree, kept), own, share, in_use in zip(
-                        some, told.own, told.share, told.used, strict=True
+                        some, told.own, told.share, told.used, strict=False
                     )
-                    if kept is not but and (used or not in_use)
+                    if kept is not but
+                    and (used or not in_use)
+                    and (unwritten or not kept.unwritten)
                 ),
-                key=lambda one: one[:2],
+                key=lambda one: one[:3],
             )
             if over <= 0 or not worth:
                 break
-            for _, _, own, tree, kept in worth:
+            for *_, own, tree, kept in worth:
                 tree.drop(kept)
                 kept.cancel()
                 self._counts["evicted"] += 1
@@ -309,8 +313,9 @@ class Prefixes:
 
 
 def states(some: Iterable[tuple[Tree, Kept]]) -> list[Cache]:
-    """The caches of what is kept."""
-    return [kept.cache.states for _, kept in some]
+    """The caches of what is kept; behind them, others that are yet to be written."""
+    kept = [kept for _, kept in some]
+    return [one.cache.states for one in kept] + [cache for one in kept for cache in one.waiting]
 
 
 def _worth(kept: Kept, now: float) -> float:

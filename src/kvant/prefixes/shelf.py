@@ -16,7 +16,7 @@ from kvant.errors import CacheError
 from kvant.hf import HostCache, continues
 from kvant.prefixes.archive import LITTLE, Restored
 from kvant.prefixes.keys import PAGE, nameless, root, salted
-from kvant.prefixes.tree import EVERY, LONG, NEWEST, Lost
+from kvant.prefixes.tree import EVERY, LONG, NEWEST, Lost, served
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, attention_in
 from kvant.spec import words
 from kvant.weights import is_packed
@@ -120,6 +120,10 @@ class Shelf:
         """Keep what came from a store, for the prompt that is to begin."""
         restored = coming.restored
         self.owner._keep(coming.names, restored.tokens, restored.cache, restored.prompt)
+
+    def serves(self, restored: Restored, most: int) -> int:
+        """So many tokens, not more than `most`, can be gone on from of what came from a store."""
+        return served(restored, most, self.chunk or 1)
 
     def took(self, count: int, seconds: float) -> None:
         """So many tokens of a prompt were read in so long."""
@@ -227,12 +231,12 @@ class Shelf:
         """What all that is kept in these pools takes."""
         return self.owner._account(self._names.pools)
 
-    def evict(self, nbytes: int, *, used: bool = False) -> bool:
+    def evict(self, nbytes: int, *, unwritten: bool, used: bool) -> bool:
         """Free so many bytes in these pools, or all; did anything go?
 
-        What somebody uses stays, unless it is `used`.
+        What a store is yet to have stays, unless it may be `unwritten`, and what somebody uses.
         """
-        return self.owner._evict(self._names.pools, nbytes, used=used)
+        return self.owner._evict(self._names.pools, nbytes, unwritten=unwritten, used=used)
 
     def _named(self) -> Names | None:
         """Name the model as it is now, if it can be named."""

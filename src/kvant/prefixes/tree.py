@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvant.cache import Cache
 from kvant.hf import HostCache
-from kvant.prefixes.archive import Write
+from kvant.prefixes.archive import Restored, Write
 from kvant.prefixes.keys import PAGE, chain, key
 
 EVERY = 2048  # tokens of a long prompt, at which its cache is kept
@@ -47,6 +48,18 @@ class Kept:
     @property
     def length(self) -> int:
         return self.node.length + len(self.rest)
+
+    @property
+    def unwritten(self) -> bool:
+        """Is some of it yet to be in a store?"""
+        return any(write.pieces is not None for write in self.writes)
+
+    @property
+    def waiting(self) -> list[Cache]:
+        """Others whose pages are held until they are written."""
+        pieces = [write.pieces for write in self.writes]
+        caches = [one.cache for one in pieces if one is not None]
+        return [cache for cache in caches if cache is not self.cache.states]
 
     def cancel(self) -> None:
         """Let nobody write it any more, who holds its pages for that."""
@@ -102,9 +115,9 @@ class Tree:
             if length >= min(node.length + PAGE, most):
                 break
             for kept in self._near(node, tokens, last=node is path[-1]):
-                served = _served(kept, min(_agreed(node, kept, tokens), most), every)
-                if served > length:
-                    best, length = kept, served
+                serves = served(kept, min(_agreed(node, kept, tokens), most), every)
+                if serves > length:
+                    best, length = kept, serves
         return Match(best, length, path[-1].length, self._lost(path[-1], tokens))
 
     def keep(self, tokens: Sequence[int], cache: HostCache, prompt: int) -> Kept | None:
@@ -201,13 +214,12 @@ def _agreed(node: Node, kept: Kept, tokens: Sequence[int]) -> int:
     return node.length + _common(page.tokens, tokens[node.length : node.length + PAGE])
 
 
-def _served(kept: Kept, most: int, every: int) -> int:
-    """The longest length that one serves."""
+def served(kept: Kept | Restored, most: int, every: int) -> int:
+    """The longest length that a cache serves."""
     if every == 1:
         return kept.cache.resumable(most)
     asked = min(most, kept.prompt) // every * every
-    served = kept.cache.resumable(asked)
-    return served if served == asked else 0
+    return asked if kept.cache.resumable(asked) == asked else 0
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

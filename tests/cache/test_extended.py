@@ -1,0 +1,75 @@
+"""A cache that comes from elsewhere shares pages with one that begins with the same tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvant
+from cache.test_pieces import SPECS
+
+HELD = ((1, 64), (63, 200), (64, 65), (128, 300), (256, 256), (300, 513))
+
+
+def grown(spec: str, *stops: int) -> kvant.Cache:
+    """A cache of rows whose values are their positions, in chunks that end there."""
+    cache, begin = kvant.Cache(3, spec), 0
+    for stop in stops:
+        append(cache, begin, stop)
+        begin = stop
+    return cache
+
+
+def append(cache: kvant.Cache, begin: int, stop: int) -> None:
+    rows = torch.arange(begin, stop, dtype=torch.float32)[:, None] + torch.arange(64) / 64
+    for layer in range(3):
+        cache[layer].append(rows.expand(1, 2, -1, -1) + layer, -rows.expand(1, 2, -1, -1))
+
+
+def same(one: kvant.Cache, other: kvant.Cache) -> None:
+    found, expected = one.snapshot(), other.snapshot()
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize(("held", "length"), HELD)
+@pytest.mark.parametrize("spec", SPECS)
+def test_it_is_the_other_cache_and_whole_pages_are_shared(
+    spec: str, held: int, length: int
+) -> None:
+    base, other = grown(spec, held), grown(spec, held, length)
+    before = base.snapshot()
+    extended = base.extended(other)
+    same(extended, other)
+    base.check()
+    for kind, one in enumerate(extended._ledger.book.extents):
+        had = base._ledger.book.extents[kind]
+        if one.kind.seals:
+            there, pages = range(had.first_sealed[0], had.stop_sealed[0]), one.sealed_pages()[1]
+            tables = one.sealed[0], had.sealed[0]
+        else:
+            there, pages = range(had.first_open[0], held // one.kind.page), one.open_pages()[1]
+            tables = one.open[0], had.open[0]
+        shared = [number for number in pages.tolist() if number in there]
+        assert tables[0][shared].tolist() == tables[1][shared].tolist()
+        mine = {*one.open_slots().tolist()}, {*one.sealed_slots().tolist()}
+        theirs = {*had.open_slots().tolist()}, {*had.sealed_slots().tolist()}
+        assert sum(len(a & b) for a, b in zip(mine, theirs, strict=True)) == len(shared)
+    append(extended, length, length + 70)
+    append(other, length, length + 70)
+    same(extended, other)
+    now = base.snapshot()
+    assert all(torch.equal(now.tensors[name], tensor) for name, tensor in before.tensors.items())
+    del extended
+    base.check()
+
+
+def test_a_batch_is_refused() -> None:
+    one = grown("raw", 10)
+    two = kvant.merge([grown("raw", 10), grown("raw", 12)])
+    for base, other in ((one, two), (two, one)):
+        with pytest.raises(ValueError, match=r"sequences by .: both have to be of one"):
+            base.extended(other)
+    with pytest.raises(ValueError, match="recode it"):
+        one.extended(grown("affine8", 20))

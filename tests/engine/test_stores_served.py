@@ -140,7 +140,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang #32724: prefetching delayed the first token of others."""
-    monkeypatch.setattr("kvant.engine.engine.PATIENCE", 0.05)
+    monkeypatch.setattr("kvant.engine.reuse.PATIENCE", 0.05)
     model, prefixes = build("llama"), Prefixes(store=Tiers([Slow(tmp_path, min_free=0)]))
     with engine_for(model, max_sequences=1, prefixes=prefixes) as engine:
         streams = [engine.submit(text(70, seed=n), max_new_tokens=4) for n in range(3)]

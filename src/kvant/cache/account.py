@@ -20,7 +20,7 @@ class Account:
     idle: int  # of these, what nobody else holds
     own: tuple[int, ...]  # for each of them, what none of the others holds,
     share: tuple[float, ...]  # and what it holds, a page of n of them as an n-th of it
-    used: tuple[bool, ...]  # and has somebody else any of its pages, too?
+    used: tuple[bool, ...]  # and has somebody else any page that it does not share with these?
     held: dict[Kind, tuple[Bools, Bools]]  # open and sealed slots: does any of them hold it?
     pools: tuple[Pools, ...]  # that the slots are of
 
@@ -79,7 +79,7 @@ def account(caches: Sequence[Cache]) -> Account:
                 for number, slots in enumerate(slots_of):
                     own[number] += size * int((counts[slots] == 1).sum())
                     share[number] += size * float((1 / counts[slots]).sum())
-                    used[number] |= bool(others[slots].any())
+                    used[number] |= bool(others[slots][counts[slots] == 1].any())
             every[ledger.kinds[kind]] = any_of[0], any_of[1]
     return Account(nbytes, idle, tuple(own), tuple(share), tuple(used), every, ledger.pools)
 

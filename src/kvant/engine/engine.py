@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
@@ -28,6 +27,7 @@ from kvant.engine.batch import Batch, Seat, most_idle
 from kvant.engine.figures import Figures
 from kvant.engine.pace import Pace
 from kvant.engine.request import Choice, Request, clear, drawn_for
+from kvant.engine.reuse import Reuse
 from kvant.engine.room import Footprint
 from kvant.engine.schedule import (
     Action,
@@ -49,7 +49,7 @@ from kvant.generation.loop import Limits, Reply, Step
 from kvant.generation.sampling import Sampler, Sampling
 from kvant.hf import attach, attachments, detach
 from kvant.planner import plan
-from kvant.prefixes import Coming, Prefixes
+from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 from kvant.sizes import parse_size
 from kvant.stores import Store
@@ -57,8 +57,6 @@ from kvant.stores import Store
 log = logging.getLogger("kvant")
 
 CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
-PATIENCE = 10.0  # seconds that a request waits for a store at most,
-HURRY = 2.0  # and that prefixes whose memory is needed wait to be written
 SECONDS = {"cpu": 0.25, "cuda": 0.03}  # that a chunk may keep others from their next token
 
 
@@ -132,12 +130,10 @@ class Engine:
         self._folder: Path | None = None  # of what is put aside
         self._open = True
         self._door = Lock()  # held by who asks, and by the thread as it ends
-        self._fetching = ThreadPoolExecutor(1, "kvant-fetch")  # one prompt at a time comes beside
-        self._hurrying = ThreadPoolExecutor(1, "kvant-hurry")  # waits until prefixes are written
-        self._hurried = False
+        self._reuse = Reuse(self._batch, self._schedule, self._requests, tokenizer, self._inbox.put)
         if prefixes is not None:
             self._batch.share(prefixes)
-            self._weigh()
+            self._reuse.weigh()
         self._undo = self._prepared(model, own, backend, pack=pack)
         self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
         self._thread.start()
@@ -149,8 +145,7 @@ class Engine:
         with ExitStack() as undo:
             if own is not None:
                 undo.callback(own.close)
-            for beside in (self._fetching, self._hurrying):
-                undo.callback(beside.shutdown, wait=False, cancel_futures=True)
+            undo.callback(self._reuse.close)
             if not attachments(model):
                 attach(model, self._batch.spec, backend=backend)
                 undo.callback(detach, model)
@@ -282,38 +277,6 @@ class Engine:
         self._schedule.add(request.job)
         self._figures.asked(request.job)
 
-    def _fetch(self, job: Job) -> None:
-        """Look for a prompt in a store, for as long as it would take to read it."""
-        request = self._requests[job]
-        wait = min(self._batch.seconds(job.prompt - job.read), PATIENCE)
-        job.coming = int(1e3 * (time.monotonic() + wait))
-        self._fetching.submit(self._look, request, self._batch.scout(request.seat))
-
-    def _look(self, request: Request, scout: Callable[[], Coming | None]) -> None:
-        """Look for it, beside the engine's thread."""
-        coming = None
-        with suppress(Exception):  # it can still be read; later than that it does not wait
-            coming = scout() if 1e3 * time.monotonic() < request.job.coming else None
-        self._inbox.put(lambda: self._arrived(request, coming))
-
-    def _arrived(self, request: Request, coming: Coming | None) -> None:
-        """Go on from what came for a prompt, in the bytes that it was promised."""
-        job, length = request.job, 0 if coming is None else len(coming.restored.tokens)
-        if not self._schedule.arrived(job, length) or coming is None:
-            return
-        keep = self._schedule.keeps(job, length)
-        try:
-            held = self._batch.take(request.seat, coming, keep=keep)
-        except Exception as error:  # it can still be read
-            told = repr(error)  # whoever keeps the error keeps what came
-            log.warning("a prefix from a store was not taken: %s", told)
-            return
-        if held > job.read:
-            request.came = coming.came
-            request.stream.found(held, coming.came, None)
-            self._schedule.begun(job, held, job.stops)
-        self._weigh()
-
     def _cancel(self, job: Job) -> None:
         if job in self._requests:
             self._figures.cancelled += 1
@@ -327,92 +290,15 @@ class Engine:
         elif isinstance(action, PutAside | TakeBack):
             self._move(action)
         elif isinstance(action, Begin):
-            self._begin(action.job)
+            self._reuse.begin(action.job)
         elif isinstance(action, Fetch):
-            self._fetch(action.job)
+            self._reuse.fetch(action.job)
         elif isinstance(action, Evict):
-            self._evict(action.nbytes)
+            self._reuse.evict(action.nbytes)
         else:
-            self._forget()
+            self._reuse.forget()
             self._batch.clear()
             self._schedule.done(action)
-
-    def _begin(self, job: Job) -> None:
-        """Go on from what there is of a prompt."""
-        request = self._requests[job]
-        try:
-            held, stops = self._batch.begin(request.seat, request.marks)
-            lost = self._batch.lost(self.tokenizer)
-        except Exception as error:  # it can still be read
-            clear(error)
-            log.warning("prefixes were not looked for: %r", error)
-            self._batch.drop(request.seat)
-            held, stops, lost = 0, (), None
-        request.stream.found(held, request.came, lost)
-        self._schedule.begun(job, held, stops)
-        self._weigh()
-
-    def _keep(self, job: Job, seat: Seat) -> None:
-        """Let others go on from a sequence of a request, if there is room for it."""
-        if not self._open or not self._schedule.keeps(job, len(seat.tokens)):
-            return
-        kept = True
-        try:
-            kept = self._batch.keep(seat)
-        except Exception as error:  # whoever asked has all tokens
-            clear(error)
-            log.warning("a prefix was not kept: %r", error)
-        if kept:
-            self._weigh()
-
-    def _evict(self, nbytes: int) -> None:
-        """Let go of prefixes; where nobody is served, also of what those have who wait.
-
-        A store has them before; whoever needs their memory waits for that, others go on.
-        """
-        went = self._batch.evict(nbytes)
-        writing = not went and self._batch.writes
-        if writing and not self._hurried:
-            self._hurried = True
-            self._hurrying.submit(self._hurry, nbytes)
-        if not went and not writing and not self._schedule.running:
-            self._forget()
-            went = self._batch.evict(nbytes, unwritten=True, used=True)
-        self._weigh()
-        self._schedule.evicted(went=went or not (writing or self._schedule.running))
-
-    def _hurry(self, nbytes: int) -> None:
-        """Wait until prefixes are written, beside the engine's thread, and not for ever."""
-        self._batch.flush(HURRY)
-        self._inbox.put(lambda: self._written(nbytes))
-
-    def _written(self, nbytes: int) -> None:
-        """Let go of prefixes that waited for a store."""
-        self._hurried = False
-        self._batch.evict(nbytes, unwritten=True)
-        self._weigh()
-        self._schedule.evicted(went=True)
-
-    def _forget(self) -> None:
-        """Let go of what requests found that wait."""
-        for job in self._schedule.waiting:
-            if job.looked is not None and not job.aside:
-                self._batch.drop(self._requests[job].seat)
-                self._schedule.forgot(job)
-
-    def _weigh(self) -> None:
-        """Tell the schedule what prefixes hold, and who has pages of them."""
-        if (kept := self._batch.kept()) is None:
-            return
-        pages = self._schedule.footprint.pages
-        for request in self._requests.values():
-            job, seats = request.job, request.seats
-            job.shared = pages(self._batch.shared(seats[0], job.prompt, kept))
-            waits = job.looked is not None and not job.aside and job in self._schedule.waiting
-            if waits and (self._schedule.footprint.shared(job.read) > job.shared).any():
-                self._batch.drop(request.seat)  # prefixes went whose pages it held
-                self._schedule.forgot(job)
-        self._schedule.keep(pages(kept.pages, len(kept.own)))
 
     def _read(self, action: Read) -> None:
         """A chunk of a prompt; behind the last one, the first token of every continuation."""
@@ -434,7 +320,7 @@ class Engine:
         self._batch.took(action.count, seconds)
         self._schedule.done(action)
         if action.job.read in action.job.stops:
-            self._keep(request.job, request.seat)
+            self._reuse.keep(request.job, request.seat)
         if last:
             rows = logits.expand(len(request.choices), -1)
             self._say([(request, choice) for choice in request.choices], rows)
@@ -479,7 +365,7 @@ class Engine:
             if step.finish_reason is not None:
                 request.choices.remove(choice)
                 self._schedule.ended(request.job)
-                self._keep(request.job, choice.seat)
+                self._reuse.keep(request.job, choice.seat)
                 self._batch.drop(choice.seat)
                 if not request.choices:
                     self._figures.finished += 1
@@ -511,8 +397,8 @@ class Engine:
             clear(error)
         self._schedule.remove(request.job)
         for seat in request.seats:
-            if error is None:
-                self._keep(request.job, seat)
+            if error is None and self._open:
+                self._reuse.keep(request.job, seat)
             self._batch.drop(seat)
         request.end(error)
         request.choices = []

@@ -38,14 +38,12 @@ def logits(model: PreTrainedModel, cache: Any, cuts: Sequence[int], seed: int) -
 
 
 def test_a_draft_rounds_no_more_than_with_the_cache_of_the_host() -> None:
-    host = ours = 0.0
-    for seed in range(4):
+    """In all: a single model may round otherwise by what its linear layers do."""
+    host, ours = list[float](), list[float]()
+    for seed in range(12):
         model = build(seed)
         caches = (partial(DynamicCache, config=model.config), partial(kvant.cache_for, model))
-        apart = []
-        for cache in caches:
+        for cache, apart in zip(caches, (host, ours), strict=True):
             one, many = (logits(model, cache(), cuts, seed) for cuts in (SINGLE, CHUNKS))
             apart.append(float((one - many).abs().max()))
-        host, ours = max(host, apart[0]), max(ours, apart[1])
-    assert host > 0
-    assert ours <= host / 2
+    assert sum(host) > 0 and sum(ours) <= sum(host) / 2, (host, ours)

@@ -8,7 +8,7 @@ import torch
 import kvant
 from cache.test_pieces import SPECS
 
-HELD = ((1, 64), (63, 200), (64, 65), (128, 300), (256, 256), (300, 513))
+HELD = ((1, 64), (63, 200), (64, 65), (128, 300), (256, 256), (300, 200), (300, 513))
 
 
 def grown(spec: str, *stops: int) -> kvant.Cache:
@@ -38,7 +38,7 @@ def same(one: kvant.Cache, other: kvant.Cache) -> None:
 def test_it_is_the_other_cache_and_whole_pages_are_shared(
     spec: str, held: int, length: int
 ) -> None:
-    base, other = grown(spec, held), grown(spec, held, length)
+    base, other = grown(spec, held), grown(spec, min(held, length), length)
     before = base.snapshot()
     extended = base.extended(other)
     same(extended, other)
@@ -49,20 +49,37 @@ def test_it_is_the_other_cache_and_whole_pages_are_shared(
             there, pages = range(had.first_sealed[0], had.stop_sealed[0]), one.sealed_pages()[1]
             tables = one.sealed[0], had.sealed[0]
         else:
-            there, pages = range(had.first_open[0], held // one.kind.page), one.open_pages()[1]
+            whole = min(held, length) // one.kind.page
+            there, pages = range(had.first_open[0], whole), one.open_pages()[1]
             tables = one.open[0], had.open[0]
         shared = [number for number in pages.tolist() if number in there]
         assert tables[0][shared].tolist() == tables[1][shared].tolist()
         mine = {*one.open_slots().tolist()}, {*one.sealed_slots().tolist()}
         theirs = {*had.open_slots().tolist()}, {*had.sealed_slots().tolist()}
         assert sum(len(a & b) for a, b in zip(mine, theirs, strict=True)) == len(shared)
-    append(extended, length, length + 70)
+    append(extended, length, length + 70)  # in pages of its own
     append(other, length, length + 70)
     same(extended, other)
     now = base.snapshot()
     assert all(torch.equal(now.tensors[name], tensor) for name, tensor in before.tensors.items())
     del extended
     base.check()
+
+
+@pytest.mark.parametrize("spec", ["raw", "affine8,tail=0", "turbo4v4,tail=0"])
+def test_what_is_shared_is_never_written(spec: str) -> None:
+    """Other rows in the pages that both have are not taken."""
+    base, other = grown(spec, 200), kvant.Cache(3, spec)
+    rows = torch.full((1, 2, 300, 64), 1e4)
+    for layer in range(3):
+        other[layer].append(rows, rows)
+    before = base.snapshot()
+    extended = base.extended(other)
+    now = base.snapshot()
+    assert all(torch.equal(now.tensors[name], tensor) for name, tensor in before.tensors.items())
+    for mine, old, new in zip(extended[0].read(), base[0].read(), other[0].read(), strict=True):
+        assert torch.equal(mine[:, :, :192], old[:, :, :192])
+        assert torch.equal(mine[:, :, 192:], new[:, :, 192:])
 
 
 def test_a_batch_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,3 +151,22 @@ def test_exact_prefixes_are_read_in_fixed_chunks() -> None:
             result = engine.submit(prompt, max_new_tokens=3, ignore_end=True).result()
     assert result.usage.cached_tokens == 1024
     leave_nothing(prefixes)
+
+
+def test_who_has_another_salt_shares_nothing(tmp_path: Path) -> None:
+    """Neither in memory nor in a store (vLLM #44701); with the same salt all of it."""
+    model, prompt = build("llama"), text(200, seed=0)
+    for restarted in (False, True):
+        prefixes = Prefixes(store=str(tmp_path))
+        with engine_for(model, prefixes=prefixes) as engine:
+            held = {}
+            for salt in ("", "one", "two", "one"):
+                asked = engine.submit(prompt, max_new_tokens=3, salt=salt, ignore_end=True)
+                held[salt] = asked.result().usage.cached_tokens
+                if not restarted and salt == "two":
+                    assert not any(held.values())
+            assert held["one"] >= 192
+            prefixes.flush()
+        prefixes.close()
+        if restarted:
+            assert held == {"": 192, "one": held["one"], "two": 192}

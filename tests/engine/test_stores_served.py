@@ -126,6 +126,37 @@ def test_many_at_once_in_memory_for_two(tmp_path: Path, monkeypatch: pytest.Monk
     prefixes.close()
 
 
+class Stuck(Folder):
+    """A store that takes nothing until it is let."""
+
+    take = threading.Event()
+
+    def put(self, *given: Any) -> None:
+        self.take.wait(30)
+        super().put(*given)
+
+
+@pytest.mark.parametrize("shared", [20, 70])
+def test_a_store_that_takes_nothing_keeps_nobody_from_memory(
+    shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefixes that it is yet to have wait for it a while, and go then."""
+    monkeypatch.setattr("kvant.engine.reuse.HURRY", 0.05)
+    model, prefixes = build("llama"), Prefixes(None, store=Tiers([Stuck(tmp_path, min_free=0)]))
+    two = 2 * kvant.plan(model, "affine8", context=300).nbytes
+    with engine_for(model, "affine8", max_bytes=two, prefixes=prefixes) as engine:
+        asked = [text(shared, seed=0) + text(200, seed=1 + n) for n in range(8)]
+        streams = [engine.submit(p, max_new_tokens=8, ignore_end=True) for p in asked]
+        assert all(len(stream.result(60).tokens) == 8 for stream in streams)
+        engine._batch.check()
+        assert prefixes.stats()["evicted"]
+        Stuck.take.set()
+        prefixes.flush()
+    leave_nothing(prefixes)
+    prefixes.close()
+    Stuck.take.clear()
+
+
 class Slow(Folder):
     """A store that answers when it is let."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvant.generation import Sampling
+from kvant.generation import sampling as drawing
 from kvant.generation.sampling import Sampler
 
 SHARES = [0.1, 0.5, 0.05, 0.2, 0.15]  # not in order; the likeliest is token 1
@@ -224,3 +225,38 @@ def test_extreme_temperatures_stay_numbers(temperature: float) -> None:
     torch.testing.assert_close(left.sort(descending=True).values, torch.tensor(expected))
     with pytest.raises(ValueError, match="temperature=inf"):
         Sampling(temperature=float("inf"))
+
+
+def test_penalties_and_biases_are_what_they_say() -> None:
+    """Presence and frequency count what is behind the prompt; a bias is added to a logit."""
+    logits, text = torch.randn(3, 12), [[1, 2, 2, 5, 7, 7, 7], [3, 9], [4]]
+    sampling = Sampling(
+        0.7, presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((2, 3.0), (7, -1.5)), seed=0
+    )
+    samplers = [Sampler(sampling, begin) for begin in (2, 1, 1)]
+    expected = logits.clone()
+    for row, tokens, sampler in zip(expected, text, samplers, strict=True):
+        said = tokens[sampler.begin :]
+        for token in set(said):
+            row[token] -= 0.5 + 0.25 * said.count(token)
+        row[2] += 3.0
+        row[7] -= 1.5
+    likely = [12] * 3
+    found = drawing.drawn(logits, samplers, text, likely)
+    plain = drawing.drawn(expected, [Sampler(Sampling(0.7, seed=0))] * 3, text, likely)
+    for one, other in zip(found, plain, strict=True):
+        assert one.token == other.token
+        assert dict(one.likeliest) == pytest.approx(dict(other.likeliest), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": float("inf")},
+        {"logit_bias": ((3, float("-inf")),)},
+    ],
+)
+def test_a_penalty_is_a_number(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="a number is needed"):
+        Sampling(**wrong)

@@ -139,7 +139,8 @@ def ways(spec: str, tokens: int, sequences: int) -> list[Way]:
     few = min(FEW, sequences)
     found = [Way(STOCK, 1, stock), Way(f"kvant.generate {spec}", 1, alone)]
     found += [Way(f"engine {spec}", n, engine) for n in sorted({1, few, sequences})]
-    found.append(Way(f"engine {spec} packed", sequences, partial(engine, pack=True), True))
+    packed = partial(engine, pack=True)
+    found += [Way(f"engine {spec} packed", n, packed, True) for n in sorted({few, sequences})]
     return [*found, Way(CONTINUOUS, few, continuous), Way(PADDED, sequences, stock)]
 
 

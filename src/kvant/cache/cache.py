@@ -362,19 +362,24 @@ class Cache(Refusals):
 
         Where this one has no tokens, it only lends its pools.
         """
-        return self._merged([self, *others] if self.length else others)
+        if self.length:
+            return self._merged([self, *others])
+        return self._merged(others, first=1)
 
     def extended(self, other: Cache) -> Cache:
         """Another cache of one sequence in these pools, which begins with the tokens of this one.
 
         Whole pages that both have are shared, the rest is copied.
         """
-        if self.batch != 1 or getattr(other, "batch", 1) != 1:
+        if self.batch != 1 or other.batch != 1:
             raise ValueError(f"{self.batch} sequences by {other.batch}: both have to be of one")
-        return self._merged([other], self._ledger.book.extents)
+        return self._merged([other], self._ledger.book.extents, first=1)
 
-    def _merged(self, caches: Sequence[Cache], begun: Sequence[Extent] = ()) -> Cache:
-        for number, cache in enumerate(caches, int(caches[0] is not self)):
+    def _merged(
+        self, caches: Sequence[Cache], begun: Sequence[Extent] = (), first: int = 0
+    ) -> Cache:
+        """They have numbers from `first` on, in errors."""
+        for number, cache in enumerate(caches, first):
             if not isinstance(cache, Cache):
                 raise TypeError(f"cache {number} is a {type(cache).__name__}, cache 0 is not")
             cache.rollback()

@@ -13,6 +13,7 @@ from kvant.extent import (
     FIRST_OPEN,
     FIRST_SEALED,
     LENGTH,
+    NO_SLOTS,
     PADDING,
     STOP_SEALED,
     Bools,
@@ -24,7 +25,6 @@ from kvant.extent import (
 )
 
 FEW = 16  # columns of a draft, whose rows are read from where those of single tokens are
-NOBODY = np.zeros(0, np.int64)
 NEXT_ROW = np.array([0, 0, 1, 0, 0])  # to be added to writes
 
 
@@ -330,7 +330,7 @@ def _table(
     pages: tuple[Ints, Ints],
     pool: Pool,
     batch: int,
-    begun: Ints = NOBODY,
+    begun: Ints = NO_SLOTS[0],
     first: int = 0,
     stop: int = 0,
 ) -> Ints:

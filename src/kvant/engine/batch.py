@@ -44,6 +44,7 @@ class Seat:
     prompt: int = 0  # of them, so many were read in chunks
     cache: HostCache | None = field(default=None, repr=False)
     file: Path | None = None  # where its pages are while they are put aside
+    salt: str = ""  # it shares prefixes with those who have the same
 
 
 class Batch:
@@ -56,7 +57,8 @@ class Batch:
         self._empty = empty  # never has tokens: all others share its pools
         self._empty.backend = backend
         self._empty.widen(1)  # the token of a forward that died behind all layers is taken back
-        self._shelf: Shelf | None = None
+        self._shelf: Shelf | None = None  # of those without a salt
+        self._salted: dict[str, Shelf] = {}  # of others
         self._seats: list[Seat] = []  # the sequences of the batch, in the order of its cache
         self._cache: HostCache | None = None  # the cache of the batch
         self._replayers: dict[int, Replayer] = {}  # by the number of sequences
@@ -77,39 +79,52 @@ class Batch:
 
     @property
     def writes(self) -> bool:
-        """Is something kept that a store is yet to have?"""
-        return self._shelf is not None and self._shelf.owner.nbytes_unwritten > 0
+        """Is something kept here that a store is yet to have?"""
+        return self._shelf is not None and self._shelf.unwritten
 
     def flush(self, seconds: float) -> None:
         """Wait until the store has all that is kept, so long at most; for any thread."""
         if self._shelf is not None:
             self._shelf.owner.flush(seconds)
 
-    def scout(self, seat: Seat) -> Callable[[], Coming | None]:
-        """What looks for a prompt in a store, in another thread."""
-        assert self._shelf is not None
-        return partial(self._shelf.fork().seek, list(seat.tokens), self._empty.fork())
+    def scout(self, seat: Seat, until: float) -> Callable[[], Coming | None]:
+        """What looks for a prompt in a store, in another thread, until then at most."""
+        shelf = self._shelf_of(seat)
+        assert shelf is not None
+        memory, held = self._empty.fork(), self.held(seat)
+        return partial(shelf.fork().seek, list(seat.tokens), memory, held, until)
 
     def take(self, seat: Seat, coming: Coming, *, keep: bool) -> int:
         """Let a prompt go on from what came of it from a store; how much of it there is now.
 
         `keep` it for others, too.
         """
-        assert self._shelf is not None
+        shelf, had = self._shelf_of(seat), self.held(seat)
+        assert shelf is not None
         restored = coming.restored
+        held = shelf.serves(coming.names, restored, len(seat.tokens) - 1)
+        if held <= had:
+            return had
         if seat.cache is not None:
             cache = seat.cache.extended(restored.cache)
         else:
             cache = self._empty.merged([restored.cache]) if self._shares else restored.cache
+        seat.cache = None  # before a rewind takes another page
         self._lend(cache)
-        restored = replace(restored, cache=cache)
         if keep:
-            self._shelf.add(coming._replace(restored=restored))
-        held = self._shelf.serves(restored, len(seat.tokens) - 1)
-        if held > (0 if seat.cache is None else seat.cache.length):
-            seat.cache, seat.prompt = cache.fork(), min(restored.prompt, held)
-            seat.cache.rewind(held)
+            shelf.add(coming._replace(restored=replace(restored, cache=cache)))
+            cache = cache.fork()
+        cache.rewind(held)
+        # Pages that it had already may be of a reply.
+        read = restored.prompt if seat.prompt == had else min(restored.prompt, seat.prompt)
+        seat.cache, seat.prompt = cache, min(read, held)
         return held
+
+    def held(self, seat: Seat) -> int:
+        """How many tokens of a sequence are in memory."""
+        if seat in self._seats and self._cache is not None:
+            return self._cache.states.lengths[self._seats.index(seat)]
+        return 0 if seat.cache is None else seat.cache.length
 
     def took(self, count: int, seconds: float) -> None:
         """So many tokens of a prompt were read in so long."""
@@ -122,29 +137,29 @@ class Batch:
 
     def begin(self, seat: Seat, marks: Sequence[int]) -> tuple[int, tuple[int, ...]]:
         """How many tokens of a prompt there are, and where chunks behind them are to end."""
-        if self._shelf is None:
+        shelf = self._shelf_of(seat)
+        if shelf is None:
             return 0, ()
-        cache, prompt = self._shelf.begin(seat.tokens, self._empty.fork(), 0)
-        held = 0 if seat.cache is None else seat.cache.length
+        cache, prompt = shelf.begin(seat.tokens, self._empty.fork(), 0)
+        held = self.held(seat)
         if cache.length > held:  # in our pools: whoever else shares prefixes may have others
             seat.cache = self._empty.merged([cache]) if self._shares else cache
             seat.prompt, held = prompt, cache.length
             self._lend(cache)
-        return held, tuple(self._shelf.stops(seat.tokens, held, marks))
+        return held, tuple(shelf.stops(seat.tokens, held, marks))
 
     def count(self, asked: int, held: int) -> None:
         """A prompt of so many tokens is served, of which so many were there."""
         if self._shelf is not None:
             self._shelf.count(asked, held)
 
-    def keep(self, seat: Seat) -> bool:
-        """Let others go on from what a sequence has; False where it has nothing."""
-        cache, place = self._place(seat)
-        if self._shelf is None or cache is None:
-            return False
+    def keep(self, seat: Seat) -> None:
+        """Let others go on from what a sequence has, if it has something."""
+        (cache, place), shelf = self._place(seat), self._shelf_of(seat)
+        if shelf is None or cache is None:
+            return
         alone = cache if seat.cache is not None else cache.extract(place)
-        self._shelf.keep(seat.tokens[: alone.length], alone, seat.prompt)
-        return True
+        shelf.keep(seat.tokens[: alone.length], alone, seat.prompt)
 
     def evict(self, nbytes: int, *, unwritten: bool = False, used: bool = False) -> bool:
         """Let go of prefixes of so many bytes; did anything go?
@@ -164,9 +179,10 @@ class Batch:
         cache, place = self._place(seat)
         return {} if cache is None else kept.shared(cache.states, place, length)
 
-    def lost(self, tokenizer: Any) -> str | None:
-        """Where the last prompt that was begun left what is kept, in words."""
-        return None if self._shelf is None else self._shelf.told(tokenizer)
+    def lost(self, seat: Seat, tokenizer: Any) -> str | None:
+        """Where the prompt that was begun last left what is kept, in words."""
+        shelf = self._shelf_of(seat)
+        return None if shelf is None else shelf.told(tokenizer)
 
     def stats(self, seats: Sequence[Seat]) -> dict[str, int]:
         """Bytes of the pages, and of what recurrent layers keep of these sequences."""
@@ -210,7 +226,7 @@ class Batch:
     def fork(self, seat: Seat) -> Seat:
         """Another sequence behind the same tokens, which shares their pages."""
         assert seat.cache is not None
-        return Seat(list(seat.tokens), seat.prompt, seat.cache.fork())
+        return replace(seat, tokens=list(seat.tokens), cache=seat.cache.fork())
 
     def drop(self, seat: Seat) -> None:
         """Let a sequence go."""
@@ -256,6 +272,14 @@ class Batch:
     def _shares(self) -> bool:
         """Are there pools to share? Before the first rows nobody knows how large pages are."""
         return any(leaf.storage is not None for _, leaf in self._empty.states.contents.attention())
+
+    def _shelf_of(self, seat: Seat) -> Shelf | None:
+        """What a sequence sees of prefixes."""
+        if self._shelf is None or not seat.salt:
+            return self._shelf
+        if seat.salt not in self._salted:
+            self._salted[seat.salt] = self._shelf.fork(seat.salt)
+        return self._salted[seat.salt]
 
     def _place(self, seat: Seat) -> tuple[HostCache | None, int]:
         """The cache that has a sequence, and where in it."""

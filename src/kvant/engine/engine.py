@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import count
@@ -176,19 +176,24 @@ class Engine:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int, float] | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
         logprobs: int = 0,
         priority: int = 0,
         tenant: str = "",
+        salt: str = "",
         n: int = 1,
         on_step: Callable[[Step], None] | None = None,
     ) -> Stream:
         """Ask for `n` continuations of a prompt: text, token ids, or messages with roles.
 
         `logprobs` tells so many of the likeliest tokens with each. Requests of a higher `priority`
-        are served first, and among equals those of the `tenant` that has least. `on_step` is called
+        are served first, and among equals those of the `tenant` that has least. Prefixes are shared
+        with requests of the same `salt`, and with no others. `on_step` is called
         with each step, in the engine's thread: what it raises ends the request. What is wrong with
         the arguments is said here.
         """
@@ -205,10 +210,10 @@ class Engine:
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             end_tokens=frozenset() if ignore_end else self._ends,
         )
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-        tokens = tokens_of_prompt(self.tokenizer, prompt)
-        if isinstance(tokens, str):
-            tokens = list(self.tokenizer.encode(tokens))
+        drawn = temperature, top_k, top_p, min_p, repetition_penalty, seed
+        biases = self._biases(logit_bias or {})
+        sampling = Sampling(*drawn, presence_penalty, frequency_penalty, biases)
+        tokens = self.tokens_of(prompt)
         limits.check_prompt(tokens)
         now, new = time.monotonic(), limits.left(0, len(tokens))
         job = Job(
@@ -216,21 +221,45 @@ class Engine:
         )
         self._schedule.check(job)
         stream = Stream(len(tokens), n, lambda: self._inbox.put(lambda: self._cancel(job)), on_step)
-        samplers = [Sampler(sampling.apart(index)) for index in range(n)]
+        samplers = [Sampler(sampling.apart(index), len(tokens)) for index in range(n)]
         marks = marks_of_prompt(self.tokenizer, prompt, tokens)
-        request = Request(job, Seat(tokens), samplers, limits, logprobs, stream, marks, since=now)
+        request = Request(
+            job, Seat(tokens, salt=salt), samplers, limits, logprobs, stream, marks, since=now
+        )
         with self._door:
             if not self._open:
                 raise CacheError("an engine that was closed serves no more: make another one")
             self._inbox.put(lambda: self._enter(request))
         return stream
 
+    @property
+    def serves(self) -> bool:
+        """Does it take requests, or was it closed?"""
+        return self._open
+
+    @property
+    def max_sequences(self) -> int:
+        return self._schedule.max_sequences
+
+    def tokens_of(self, prompt: Prompt) -> list[int]:
+        """What a model is shown of a prompt: text, token ids, or messages with roles."""
+        tokens = tokens_of_prompt(self.tokenizer, prompt)
+        return list(self.tokenizer.encode(tokens)) if isinstance(tokens, str) else tokens
+
+    def _biases(self, given: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+        """Of tokens of the vocabulary."""
+        most = self.limits.vocabulary
+        for token in given:
+            if not 0 <= token < (1 << 31 if most is None else most):
+                raise ValueError(f"logit_bias of token {token}: the vocabulary has {most}")
+        return tuple(sorted(given.items()))
+
     def stats(self) -> dict[str, Any]:
         """Who waits and who is served, what was said, how long it took, what memory is held."""
         schedule, requests = self._schedule, list(self._requests.values())
         return {
-            "waiting": len(schedule.waiting),
-            "running": len(schedule.running),
+            "waiting": len(schedule.waiting) + len(schedule.running) - schedule.served,
+            "running": schedule.served,
             "sequences": schedule.sequences,
             **self._figures.told(),
             "max_bytes": schedule.max_bytes,
@@ -294,7 +323,7 @@ class Engine:
         elif isinstance(action, Fetch):
             self._reuse.fetch(action.job)
         elif isinstance(action, Evict):
-            self._reuse.evict(action.nbytes)
+            self._reuse.evict(action.nbytes, at_once=action.at_once)
         else:
             self._reuse.forget()
             self._batch.clear()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from threading import Event
 from typing import Any
 
 from kvant.engine.batch import Batch, Seat
@@ -22,6 +23,7 @@ log = logging.getLogger("kvant")
 
 PATIENCE = 10.0  # seconds that a request waits for a store at most,
 HURRY = 2.0  # and that prefixes whose memory is needed wait to be written
+LOOK = 0.1  # how often a thread looks whether all of it has ended
 
 
 class Reuse:
@@ -36,127 +38,139 @@ class Reuse:
         later: Callable[[Callable[[], None]], None],
     ) -> None:
         """`later` has something done in the engine's thread, from any other."""
-        self.batch = batch
-        self.schedule = schedule
-        self.requests = requests
-        self.tokenizer = tokenizer
+        self._batch = batch
+        self._schedule = schedule
+        self._requests = requests
+        self._tokenizer = tokenizer
         self._later = later
         self._fetching = ThreadPoolExecutor(1, "kvant-fetch")  # one prompt at a time comes beside
-        self._hurrying = ThreadPoolExecutor(1, "kvant-hurry")  # waits until prefixes are written
-        self._hurried = False
+        self._flushing = ThreadPoolExecutor(1, "kvant-hurry")  # waits until prefixes are written
+        self._hurrying = False  # it does that now
+        self._late = False  # it did, and what must go may go
+        self._closed = False
 
     def close(self) -> None:
         """Wait for no store any more."""
-        for beside in (self._fetching, self._hurrying):
+        self._closed = True
+        for beside in (self._fetching, self._flushing):
             beside.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, job: Job) -> None:
         """Go on from what there is of a prompt."""
-        request = self.requests[job]
+        request = self._requests[job]
         try:
-            held, stops = self.batch.begin(request.seat, request.marks)
-            lost = self.batch.lost(self.tokenizer)
+            held, stops = self._batch.begin(request.seat, request.marks)
+            lost = self._batch.lost(request.seat, self._tokenizer)
         except Exception as error:  # it can still be read
             clear(error)
             log.warning("prefixes were not looked for: %r", error)
-            self.batch.drop(request.seat)
+            self._batch.drop(request.seat)
             held, stops, lost = 0, (), None
         request.stream.found(held, request.came, lost)
-        self.schedule.begun(job, held, stops)
+        self._schedule.begun(job, held, stops)
         self.weigh()
 
     def fetch(self, job: Job) -> None:
         """Look for a prompt in a store, for as long as it would take to read it."""
-        request = self.requests[job]
-        wait = min(self.batch.seconds(job.prompt - job.read), PATIENCE)
-        job.coming = int(1e3 * (time.monotonic() + wait))
-        self._fetching.submit(self._look, request, self.batch.scout(request.seat))
+        request = self._requests[job]
+        wait = min(self._batch.seconds(job.prompt - job.read), PATIENCE)
+        until = time.monotonic() + wait
+        try:
+            scout = self._batch.scout(request.seat, until)
+        except Exception as error:  # it can still be read
+            clear(error)
+            log.warning("a store was not looked into: %r", error)
+            return
+        job.waits_until = int(1e3 * until)
+        self._fetching.submit(self._look, request, scout)
 
     def keep(self, job: Job, seat: Seat) -> None:
         """Let others go on from a sequence of a request, if there is room for it."""
-        if not self.schedule.keeps(job, len(seat.tokens)):
+        length = self._batch.held(seat)
+        if not length or not self._schedule.keeps(job, length):
             return
-        kept = True
         try:
-            kept = self.batch.keep(seat)
+            self._batch.keep(seat)
         except Exception as error:  # whoever asked has all tokens
             clear(error)
             log.warning("a prefix was not kept: %r", error)
-        if kept:
-            self.weigh()
+        self.weigh()
 
-    def evict(self, nbytes: int) -> None:
+    def evict(self, nbytes: int, *, at_once: bool) -> None:
         """Let go of prefixes; where nobody is served, also of what those have who wait.
 
-        A store has them before; whoever needs their memory waits for that, others go on.
+        Unless it is to be `at_once`, a store gets the time to have them before, and whoever needs
+        their memory waits for that; others go on.
         """
-        went = self.batch.evict(nbytes)
-        writing = not went and self.batch.writes
-        if writing and not self._hurried:
-            self._hurried = True
-            self._hurrying.submit(self._hurry, nbytes)
-        if not went and not writing and not self.schedule.running:
+        at_once, self._late = at_once or self._late, False
+        went = self._batch.evict(nbytes, unwritten=at_once)
+        writing = not (went or at_once) and self._batch.writes
+        if writing and not self._hurrying:
+            self._hurrying = True
+            self._flushing.submit(self._hurry)
+        if not went and not writing and not self._schedule.running:
             self.forget()
-            went = self.batch.evict(nbytes, unwritten=True, used=True)
+            went = self._batch.evict(nbytes, unwritten=True, used=True)
         self.weigh()
-        self.schedule.evicted(went=went or not (writing or self.schedule.running))
+        self._schedule.evicted(went=went or not (writing or self._schedule.running))
 
     def forget(self) -> None:
         """Let go of what requests found that wait."""
-        for job in self.schedule.waiting:
+        for job in self._schedule.waiting:
             if job.looked is not None and not job.aside:
-                self.batch.drop(self.requests[job].seat)
-                self.schedule.forgot(job)
+                self._batch.drop(self._requests[job].seat)
+                self._schedule.forgot(job)
 
     def weigh(self) -> None:
         """Tell the schedule what prefixes hold, and who has pages of them."""
-        if (kept := self.batch.kept()) is None:
+        if (kept := self._batch.kept()) is None:
             return
-        pages = self.schedule.footprint.pages
-        for request in self.requests.values():
+        pages = self._schedule.footprint.pages
+        for request in self._requests.values():
             job, seats = request.job, request.seats
-            job.shared = pages(self.batch.shared(seats[0], job.prompt, kept))
-            waits = job.looked is not None and not job.aside and job in self.schedule.waiting
-            if waits and (self.schedule.footprint.shared(job.read) > job.shared).any():
-                self.batch.drop(request.seat)  # prefixes went whose pages it held
-                self.schedule.forgot(job)
-        self.schedule.keep(pages(kept.pages, len(kept.own)))
+            job.shared = pages(self._batch.shared(seats[0], job.prompt, kept))
+            waits = job.looked is not None and not job.aside and job in self._schedule.waiting
+            if waits and (self._schedule.footprint.shared(job.read) > job.shared).any():
+                self._batch.drop(request.seat)  # prefixes went whose pages it held
+                self._schedule.forgot(job)
+        self._schedule.keep(pages(kept.pages, len(kept.own)))
 
     # ---- within
 
     def _look(self, request: Request, scout: Callable[[], Coming | None]) -> None:
-        """Look for it, beside the engine's thread."""
-        coming = None
+        """Look for it, beside the engine's thread; the next one once this one was taken."""
+        coming, taken = None, Event()
         with suppress(Exception):  # it can still be read; later than that it does not wait
-            coming = scout() if 1e3 * time.monotonic() < request.job.coming else None
-        self._later(lambda: self._arrived(request, coming))
+            coming = scout() if 1e3 * time.monotonic() < request.job.waits_until else None
+        self._later(lambda: self._arrived(request, coming, taken))
+        while not (taken.wait(LOOK) or self._closed):
+            pass
 
-    def _arrived(self, request: Request, coming: Coming | None) -> None:
+    def _arrived(self, request: Request, coming: Coming | None, taken: Event) -> None:
         """Go on from what came for a prompt, in the bytes that it was promised."""
+        taken.set()
         job, length = request.job, 0 if coming is None else len(coming.restored.tokens)
-        if not self.schedule.arrived(job, length) or coming is None:
+        if not self._schedule.arrived(job, length) or coming is None:
             return
-        keep = self.schedule.keeps(job, length)
         try:
-            held = self.batch.take(request.seat, coming, keep=keep)
+            held = self._batch.take(request.seat, coming, keep=self._schedule.keeps(job, length))
         except Exception as error:  # it can still be read
             told = repr(error)  # whoever keeps the error keeps what came
             log.warning("a prefix from a store was not taken: %s", told)
-            return
+            held = self._batch.held(request.seat)
         if held > job.read:
             request.came = coming.came
             request.stream.found(held, coming.came, None)
-            self.schedule.begun(job, held, job.stops)
+        job.read = held
         self.weigh()
 
-    def _hurry(self, nbytes: int) -> None:
+    def _hurry(self) -> None:
         """Wait until prefixes are written, beside the engine's thread, and not for ever."""
-        self.batch.flush(HURRY)
-        self._later(lambda: self._written(nbytes))
+        self._batch.flush(HURRY)
+        self._later(self._written)
 
-    def _written(self, nbytes: int) -> None:
-        """Let go of prefixes that waited for a store."""
-        self._hurried = False
-        self.batch.evict(nbytes, unwritten=True)
+    def _written(self) -> None:
+        """From now on nobody waits for a store any more; who needs memory asks for it again."""
+        self._hurrying, self._late = False, True
         self.weigh()
-        self.schedule.evicted(went=True)
+        self._schedule.evicted(went=True)

@@ -7,7 +7,8 @@ nobody starves.
 
 Prefixes that are kept take room, too, and are let go where a request needs it and nobody uses them.
 Whoever is first in line sees what there is of its prompt: that is not read again, and its pages
-count once.
+count once. With a store, who has its bytes is looked for there before it is read; one request is
+let in ahead of its place, to be looked for while it waits.
 
 With `overcommit` more is promised than there is. Where it comes to that, the newest of those with
 the lowest priority is put aside, pages and all, and is taken back once there is room for all of it.
@@ -47,8 +48,8 @@ class Job:
     shared: Ints | None = None  # slots of it that prefixes hold, too
     ended: int = 0  # sequences that do not
     aside: bool = False
-    seated: bool = False  # has it a place, or does it wait for one, once it was let in ahead?
-    coming: int = 0  # until then, in milliseconds, it waits for what a store has of its prompt
+    placed: bool = False  # it has a place among those who are served
+    waits_until: int = 0  # in milliseconds, for what a store has of its prompt; 0: not
 
     @property
     def decodes(self) -> bool:
@@ -75,6 +76,7 @@ class Evict:
     """Let go of prefixes that take so many bytes, or of all that nobody uses."""
 
     nbytes: int
+    at_once: bool = False  # also of what a store is yet to have: somebody is served already
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Schedule:
         if self.overcommit > 1:
             used = self._used_after(action)
             if not self.room.fits(used):
-                return self._evict(used) or PutAside(self._victim(now))
+                return self._evict(used, at_once=True) or PutAside(self._victim(now))
             self.room.use(used)
         return action
 
@@ -199,7 +201,7 @@ class Schedule:
             self._decoded = True
         elif isinstance(action, PutAside):
             action.job.aside, action.job.shared = True, None  # files share nothing
-            action.job.seated, action.job.coming = False, 0
+            action.job.placed, action.job.waits_until = False, 0
             self.running.remove(action.job)
             self._stuck, self._evictable = False, True
             self.waiting.append(action.job)
@@ -211,7 +213,7 @@ class Schedule:
 
     def arrived(self, job: Job, length: int) -> bool:
         """So much of its prompt came from a store: is it waited for, and is there room for it?"""
-        waited, job.coming = job.coming > 0, 0
+        waited, job.waits_until = job.waits_until > 0, 0
         if not waited or job not in self.running:
             return False
         used = self._used()
@@ -221,8 +223,8 @@ class Schedule:
 
     def wakes(self, now: int) -> float | None:
         """The seconds after which somebody waits no longer for a store."""
-        coming = [job.coming for job in self.running if job.coming]
-        return max(min(coming) - now, 0) / 1e3 if coming else None
+        found = [job.waits_until for job in self.running if job.placed and job.waits_until]
+        return max(min(found) - now, 0) / 1e3 if found else None
 
     def begun(self, job: Job, held: int, stops: tuple[int, ...]) -> None:
         """So many tokens of its prompt are there; where chunks are to end behind them."""
@@ -263,6 +265,7 @@ class Schedule:
     def remove(self, job: Job) -> None:
         """Forget a request, wherever it is."""
         self._stuck, self._evictable = False, True
+        job.waits_until = 0
         for place in (self.waiting, self.running):
             if job in place:
                 place.remove(job)
@@ -270,7 +273,12 @@ class Schedule:
     @property
     def sequences(self) -> int:
         """That are served, or for which there is a place."""
-        return sum(job.sequences for job in self.running if job.seated)
+        return sum(job.sequences for job in self.running if job.placed)
+
+    @property
+    def served(self) -> int:
+        """Requests that have a place."""
+        return sum(job.placed for job in self.running)
 
     # ---- within
 
@@ -281,11 +289,13 @@ class Schedule:
     def _admit(self, now: int) -> Action | None:
         """Let those in that fit, in order; what has to be done before anything else is."""
         for job in self.running:
-            job.seated = job.seated or self._seats(job)
-            job.coming = job.coming if job.coming > now else 0
+            job.placed = job.placed or self._has_place_for(job)
+            if job.placed and job.waits_until <= now:
+                job.waits_until = 0
         while not self._stuck and self.waiting:
             job = min(self.waiting, key=lambda one: self._rank(one, now))
-            if not self._seats(job) and not self._lets_ahead(job):
+            ahead = any(not one.placed for one in self.running)
+            if ahead or not (self._has_place_for(job) or (self.fetches and not job.aside)):
                 self._stuck = True
                 break
             if self._looks(job):
@@ -298,7 +308,7 @@ class Schedule:
                 self._stuck = True
                 break
             self.waiting.remove(job)
-            job.seated = self._seats(job)
+            job.placed = self._has_place_for(job)
             self.running.append(job)
             if self.overcommit == 1:
                 self.room.use(self._promised())
@@ -314,21 +324,17 @@ class Schedule:
         new = self.kept is not None and job.looked != self._news
         return new and not (job.started or job.aside)
 
-    def _seats(self, job: Job) -> bool:
+    def _has_place_for(self, job: Job) -> bool:
         """Is there a place for all of its sequences?"""
         return self.sequences + job.sequences <= self.max_sequences
 
-    def _lets_ahead(self, job: Job) -> bool:
-        """May it be looked for in a store before it has a place? One at a time."""
-        return self.fetches and not job.aside and all(one.seated for one in self.running)
-
-    def _evict(self, slots: Ints) -> Evict | None:
+    def _evict(self, slots: Ints, *, at_once: bool = False) -> Evict | None:
         """What has to go for these to fit, if there are prefixes that could."""
         if self.kept is None or self.max_bytes is None:
             return None
         if not (self._evictable and self.kept.any()):
             return None
-        return Evict(max(self.room.nbytes(slots) - self.max_bytes, 1))
+        return Evict(max(self.room.nbytes(slots) - self.max_bytes, 1), at_once)
 
     @property
     def _renews(self) -> bool:
@@ -373,7 +379,7 @@ class Schedule:
         return fits and self.room.alone(most) <= self.overcommit * self.max_bytes
 
     def _chosen(self) -> Read | Decode | None:
-        served = [job for job in self.running if job.seated and not job.coming]
+        served = [job for job in self.running if job.placed and not job.waits_until]
         reading = [job for job in served if not job.decodes]
         decoding = tuple(job for job in served if job.decodes)
         if reading and (self._decoded or not decoding):

@@ -1,6 +1,6 @@
 """From logits to a token, and how likely it was.
 
-The order is the customary one: repetition penalty, temperature, then what is left out (top-k,
+The order is the customary one: penalties and biases, temperature, then what is left out (top-k,
 top-p, min-p, each on the distribution that the one before left). Temperature 0 is the likeliest
 token, whatever is left out. What is drawn follows from the seed and the position of the token: the
 same seed draws the same tokens, whoever else is drawn for in the same call.
@@ -32,6 +32,9 @@ class Sampling:
     min_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int | None = None
+    presence_penalty: float = 0.0  # taken from the logit of what was said,
+    frequency_penalty: float = 0.0  # and as often as it was
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -45,6 +48,19 @@ class Sampling:
             raise ValueError(f"seed={self.seed}: a number of 64 bits is needed")
         if not 0 < self.repetition_penalty < float("inf"):
             raise ValueError(f"repetition_penalty={self.repetition_penalty}: more than 0 is needed")
+        for name, number in (
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+            *((f"logit_bias of token {token}", bias) for token, bias in self.logit_bias),
+        ):
+            if not -float("inf") < number < float("inf"):
+                raise ValueError(f"{name}={number}: a number is needed")
+
+    @property
+    def changes(self) -> bool:
+        """Does it change logits, by what came before or by a bias?"""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0
+        return any(penalties) or bool(self.logit_bias)
 
     def apart(self, index: int) -> Sampling:
         """The same with other random numbers, for one of several continuations."""
@@ -152,8 +168,10 @@ def _among(logits: Tensor, sampling: Sampling, count: int) -> tuple[Distribution
 class Sampler:
     """Draws tokens for one sequence; its random numbers follow from the seed and a position."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: Sampling, begin: int = 0) -> None:
+        """`begin` tokens are a prompt: presence and frequency are of those behind it."""
         self.sampling = sampling
+        self.begin = begin
         self.unseeded = replace(sampling, seed=None)  # what others may have in common
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._seed = seed % 2**64
@@ -198,7 +216,7 @@ class Sampler:
 
     def distribution(self, logits: Tensor, before: Sequence[int]) -> Tensor:
         """Log-probabilities [vocabulary] that a token is drawn from."""
-        rows = _penalized(logits[None].float(), [before], self.sampling.repetition_penalty)
+        rows = _changed(logits[None].float(), [self], [before])
         return distributions(rows, self.sampling).dense(len(logits))[0]
 
 
@@ -218,9 +236,8 @@ def drawn(
     found: list[Drawn] = [NOBODY] * len(samplers)
     for sampling, rows in groups.items():
         some = (logits if len(rows) == len(logits) else logits[rows]).float()
-        if sampling.repetition_penalty != 1.0:
-            texts = [before[row] for row in rows]
-            some = _penalized(some, texts, sampling.repetition_penalty)
+        if sampling.changes:
+            some = _changed(some, [samplers[row] for row in rows], [before[row] for row in rows])
         chances = [samplers[row].chance(len(before[row])) for row in rows]
         count = max((likeliest[row] for row in rows), default=0) if likeliest else 0
         for row, one in zip(rows, _drawn_alike(some, sampling, chances, count), strict=True):
@@ -262,13 +279,35 @@ def _guessed(draft: Draft, logprobs: Tensor) -> Tensor:
     return draft.logprobs.exp()
 
 
-def _penalized(logits: Tensor, before: Sequence[Sequence[int]], penalty: float) -> Tensor:
-    """Tokens that were there are less likely: positive logits shrink, negative ones grow."""
-    if penalty == 1.0:
+def _changed(
+    logits: Tensor, samplers: Sequence[Sampler], before: Sequence[Sequence[int]]
+) -> Tensor:
+    """Logits [rows, vocabulary] as they are once tokens were penalized and biased."""
+    if not samplers[0].sampling.changes:
         return logits
     rows = []
-    for row, text in zip(logits, before, strict=True):
-        index = torch.tensor(sorted(set(text)), dtype=torch.long, device=row.device)
-        old = row[index]
-        rows.append(row.index_copy(0, index, torch.where(old > 0, old / penalty, old * penalty)))
+    for row, sampler, text in zip(logits.clone(), samplers, before, strict=True):
+        one = sampler.sampling
+        if one.repetition_penalty != 1.0:
+            index, _ = _counted(text, row)
+            row[index] = _penalized(row[index], one.repetition_penalty)
+        if one.presence_penalty or one.frequency_penalty:
+            index, counts = _counted(text[sampler.begin :], row)
+            row[index] -= one.presence_penalty + one.frequency_penalty * counts
+        if one.logit_bias:
+            tokens, biases = zip(*one.logit_bias, strict=True)
+            row[torch.tensor(tokens, device=row.device)] += row.new_tensor(biases)
+        rows.append(row)
     return torch.stack(rows)
+
+
+def _counted(text: Sequence[int], row: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of a text, each once, and how often they are there."""
+    tokens = torch.tensor(list(text), dtype=torch.long, device=row.device)
+    index, counts = torch.unique(tokens, return_counts=True)
+    return index, counts.to(row.dtype)
+
+
+def _penalized(logits: Tensor, penalty: float) -> Tensor:
+    """Less likely: positive logits shrink, negative ones grow."""
+    return torch.where(logits > 0, logits / penalty, logits * penalty)

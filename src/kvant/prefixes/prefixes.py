@@ -192,6 +192,10 @@ class Prefixes:
         with self._lock:
             return account(states(self._beside(home)))
 
+    def _unwritten(self, home: bytes) -> bool:
+        with self._lock:
+            return any(kept.unwritten for _, kept in self._beside(home))
+
     def _evict(self, home: bytes, nbytes: int, *, unwritten: bool, used: bool) -> bool:
         with self._changing():
             before, left = self._counts["evicted"], self._account(home).nbytes - nbytes
@@ -273,9 +277,9 @@ class Prefixes:
     ) -> None:
         """Let go of what is worth least for its bytes, until so many are left.
 
-        First of what nobody uses, and only of that unless it may be `used`; before others of what
-        no store waits for, and only of that unless it may be `unwritten`. In the pools of `home`,
-        or in all. `but` that, which is new, stays.
+        First of what nobody uses, and only of that unless it may be `used`; only of what no store
+        waits for unless it may be `unwritten`. In the pools of `home`, or in all. `but` that, which
+        is new, stays.
         """
         while True:
             groups = [x for x in self._by_home() if home in (None, x[0][0].home)]
@@ -283,25 +287,29 @@ class Prefixes:
             over, now = sum(one.nbytes for one in accounts) - nbytes, time.monotonic()
             worth = sorted(
                 (
-                    (in_use, kept.unwritten, _worth(kept, now) / max(share, 1.0), own, tree, kept)
+                    (in_use, _worth(kept, now) / max(share, 1.0), own, share, tree, kept)
                     for some, told in zip(groups, accounts, strict=True)
                     for (tree, kept), own, share, in_use in zip(
-                        some, told.own, told.share, told.used, strict=False
+                        some,
+                        told.own,
+                        told.share,
+                        told.used,
+                        strict=False,  # others wait behind
                     )
                     if kept is not but
                     and (used or not in_use)
                     and (unwritten or not kept.unwritten)
                 ),
-                key=lambda one: one[:3],
+                key=lambda one: one[:2],
             )
             if over <= 0 or not worth:
                 break
-            for *_, own, tree, kept in worth:
+            for _, _, own, share, tree, kept in worth:
                 tree.drop(kept)
                 kept.cancel()
                 self._counts["evicted"] += 1
                 over -= own
-                if over <= 0:
+                if over <= 0 or share > own:  # what it shared may be another one's alone by now
                     break
         self._let_go()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -56,6 +57,7 @@ class Shelf:
 
     def __init__(self, owner: Prefixes, model: PreTrainedModel, cache: HostCache) -> None:
         self.owner = owner
+        self.salt = ""  # of its reader, beside that of the owner
         self.lost: Lost | None = None  # where the last prompt left what is kept
         self.refusal: str | None = None  # why nothing is kept of it, or was found
         self._model = ref(model)
@@ -79,10 +81,12 @@ class Shelf:
             self._begun = self._named() or Names()
         return self._begun
 
-    def fork(self) -> Shelf:
-        """The same for another reader."""
+    def fork(self, salt: str | None = None) -> Shelf:
+        """The same for another reader, or for one who shares with those of a salt alone."""
         twin = Shelf.__new__(Shelf)
         twin.__dict__.update(self.__dict__)
+        if salt is not None:
+            twin.salt, twin._begun = salt, None
         return twin
 
     def fetch(self, tokens: Sequence[int], memory: HostCache) -> range:
@@ -91,7 +95,7 @@ class Shelf:
         The tokens that came.
         """
         try:
-            coming = self.seek(tokens, memory, memory.length)
+            coming = self.seek(tokens, memory)
             if coming is not None:
                 self.add(coming)
                 return coming.came
@@ -99,16 +103,26 @@ class Shelf:
             log.warning("a store was not looked into: %r", error)
         return range(0)
 
-    def seek(self, tokens: Sequence[int], memory: HostCache, held: int = 0) -> Coming | None:
-        """What a store has of these tokens beyond those that somebody holds; changes nothing."""
+    def seek(
+        self,
+        tokens: Sequence[int],
+        memory: HostCache,
+        held: int | None = None,
+        until: float = math.inf,
+    ) -> Coming | None:
+        """What a store has of these tokens beyond those that are `held`; changes nothing.
+
+        If that is not told, those in memory are. It ends `until` then, if not before.
+        """
         archive, model = self.owner.archive, self._model()
         names = None if archive is None else self._named()
         if archive is None or model is None or names is None:
             return None
-        held = max(held, self.owner._held(names.tree, tokens))
+        if held is None:
+            held = max(memory.length, self.owner._held(names.tree, tokens))
         find = archive.find(names.tree, tokens, memory.states, held, suffice=self._pages_suffice)
         for found in islice(find, TRIES):
-            patience = self.seconds(found.length - held)
+            patience = min(self.seconds(found.length - held), until - time.monotonic())
             if archive.seconds(found.length) > patience:
                 return None
             restored = archive.read(found, tokens, memory, model.device, patience)
@@ -121,9 +135,17 @@ class Shelf:
         restored = coming.restored
         self.owner._keep(coming.names, restored.tokens, restored.cache, restored.prompt)
 
-    def serves(self, restored: Restored, most: int) -> int:
-        """So many tokens, not more than `most`, can be gone on from of what came from a store."""
-        return served(restored, most, self.chunk or 1)
+    def serves(self, names: Names, restored: Restored, most: int) -> int:
+        """So many tokens, not more than `most`, can be gone on from of what came from a store.
+
+        None where they are another model's by now.
+        """
+        return served(restored, most, self.chunk or 1) if names == self._names else 0
+
+    @property
+    def unwritten(self) -> bool:
+        """Is something kept in these pools that the store is yet to have?"""
+        return self.owner._unwritten(self._names.pools)
 
     def took(self, count: int, seconds: float) -> None:
         """So many tokens of a prompt were read in so long."""
@@ -234,7 +256,8 @@ class Shelf:
     def evict(self, nbytes: int, *, unwritten: bool, used: bool) -> bool:
         """Free so many bytes in these pools, or all; did anything go?
 
-        What a store is yet to have stays, unless it may be `unwritten`, and what somebody uses.
+        What a store is yet to have stays, unless it may be `unwritten`, and what somebody uses,
+        unless it may be `used`.
         """
         return self.owner._evict(self._names.pools, nbytes, unwritten=unwritten, used=used)
 
@@ -247,7 +270,8 @@ class Shelf:
         if self.refusal is not None:
             return None
         home = root(model, self._spec)
-        own = self.owner.salt, _settings(model, self._backend) if self.owner.exact else ""
+        own = [self.owner.salt, _settings(model, self._backend) if self.owner.exact else ""]
+        own += [self.salt] if self.salt else []
         about = {"model": type(model).__name__, "spec": words(self._spec)}
         return Names(salted(home, *own), home, about)
 

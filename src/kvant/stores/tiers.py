@@ -28,7 +28,7 @@ Work = Callable[[], Iterable[int]]  # done as it is gone through: the bytes of e
 IN_A_ROW = 5  # failures, after which a store rests
 REST = 30.0  # seconds
 WAITING = 256 << 20  # bytes of what is to be written, at most
-SHARE = 0.015  # of all processors' time, that is for writing while nobody waits for it
+SHARE = 0.01  # of all processors' time, that is for writing while nobody waits for it
 
 
 class Guarded:

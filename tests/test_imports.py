@@ -22,7 +22,7 @@ RANKS = (
     "probing/ prefixes/",
     "generation/",
     "engine/",
-    "bench/ eval/",
+    "bench/ eval/ server/",
     "cli/",
 )
 PLACES = {name: rank for rank, names in enumerate(RANKS) for name in names.split()}

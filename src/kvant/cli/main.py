@@ -18,6 +18,7 @@ from kvant.cli.eval import evaluation
 from kvant.cli.inspect import inspect
 from kvant.cli.plan import plan
 from kvant.cli.run import run
+from kvant.cli.serve import serve
 from kvant.cli.store import store
 from kvant.exit_codes import command
 
@@ -53,6 +54,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 app.command()(run)
 app.command()(chat)
 app.command()(batch)
+app.command()(serve)
 app.command()(plan)
 app.command("eval")(evaluation)
 app.command()(inspect)

@@ -1,0 +1,8 @@
+"""An engine over HTTP, for clients of OpenAI's interface."""
+
+from kvant.server.access import Keys, keys_in
+from kvant.server.app import create_app
+from kvant.server.running import Server, check_host, server_of
+from kvant.server.service import Service
+
+__all__ = ["Keys", "Server", "Service", "check_host", "create_app", "keys_in", "server_of"]

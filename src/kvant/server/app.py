@@ -1,0 +1,282 @@
+"""The routes, and what every answer has in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import version
+from typing import Any
+
+import anyio
+from fastapi import Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvant.errors import CacheError
+from kvant.server.protocol import Chat, Completion, Drawing, Tokenize
+from kvant.server.replies import DONE, Chatted, Completed, Reply, event, refused, used
+from kvant.server.service import Busy, Prompt, Replies, Service, status_of
+
+log = logging.getLogger("kvant")
+
+LARGEST = 4 << 20  # bytes of a body
+LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
+WENT = 499  # the client, before it was answered
+OPEN = ("/health", "/ready")  # to everybody
+
+
+def create_app(service: Service) -> FastAPI:
+    """What clients of a service see."""
+    app = FastAPI(title="kvant", version=version("kvant"), docs_url=None, redoc_url=None)
+    app.state.service = service
+    if not len(service.keys):  # a page of somebody else may not ask under a name of its own
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOCAL))
+    app.add_middleware(Bounded)
+    app.add_middleware(Counted, service=service)
+    _refuse(app)
+    _tell(app, service)
+    _answer(app, service)
+    return app
+
+
+def _tell(app: FastAPI, service: Service) -> None:
+    """What a server says of itself."""
+    tenant = Depends(_tenant_of(service))
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        status = 200 if service.ready else 503
+        return JSONResponse({"status": "ready" if service.ready else "not ready"}, status)
+
+    @app.get("/metrics", dependencies=[tenant])
+    async def metrics() -> Response:
+        return Response(service.metrics.told(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/v1/models", dependencies=[tenant])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{name:path}", dependencies=[tenant])
+    async def model(name: str) -> dict[str, Any]:
+        _check_model(service, name)
+        return _model(service)
+
+    @app.post("/tokenize", dependencies=[tenant])
+    async def tokenize(asked: Tokenize) -> dict[str, Any]:
+        _check_model(service, asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise Wrong("prompt or messages: one of them is needed", "prompt")
+        said: Prompt = asked.prompt or ""
+        prompt = said if asked.messages is None else service.prompt(asked.messages)
+        tokens = await anyio.to_thread.run_sync(service.tokens, prompt)
+        most = service.engine.limits.max_context
+        return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
+
+
+def _answer(app: FastAPI, service: Service) -> None:
+    """What a server is for."""
+    tenant = Depends(_tenant_of(service))
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: Chat, http: Request, tenant: str = tenant) -> Response:
+        _check_model(service, asked.model)
+        prompts = [service.prompt(asked.messages)]
+        return await _replied(service, Chatted, prompts, asked, tenant, http)
+
+    @app.post("/v1/completions")
+    async def completions(asked: Completion, http: Request, tenant: str = tenant) -> Response:
+        _check_model(service, asked.model)
+        prompts: list[Prompt] = [*asked.prompts]
+        return await _replied(service, Completed, prompts, asked, tenant, http)
+
+
+async def _replied(
+    service: Service,
+    kind: type[Reply],
+    prompts: Sequence[Prompt],
+    asked: Drawing,
+    tenant: str,
+    http: Request,
+) -> Response:
+    """Whole, or as it comes."""
+    replies = await service.ask(prompts, asked, tenant)
+    reply = kind(service.engine.tokenizer, service.model, asked.likeliest)
+    if asked.stream:
+        events = _events(replies, reply, tells_usage=asked.tells_usage)
+        return StreamingResponse(events, media_type="text/event-stream", headers=UNBUFFERED)
+    spoken = None
+    async with anyio.create_task_group() as group:
+        group.start_soon(_until_gone, http, group.cancel_scope)
+        try:
+            spoken = await replies.spoken()
+        except Exception as error:
+            return _error(error)
+        finally:
+            replies.cancel()
+            group.cancel_scope.cancel()
+    if spoken is None:
+        return Response(status_code=WENT)
+    return JSONResponse(reply.all(spoken, used(replies.usage)))
+
+
+UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+
+
+async def _events(replies: Replies, reply: Reply, *, tells_usage: bool) -> AsyncIterator[str]:
+    """A stream to its end, or to an error; who does not listen any more ends it."""
+    try:
+        async for told in replies.events(reply, tells_usage=tells_usage):
+            yield told
+        yield DONE
+    except Exception as error:
+        log.warning("a stream ended: %r", error)
+        yield event(_told(error)[1])
+    finally:
+        replies.cancel()
+
+
+async def _until_gone(http: Request, scope: anyio.CancelScope) -> None:
+    """End what is done for a client once it is not there any more."""
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
+
+
+# ---- who asks, and for which model
+
+
+class Wrong(ValueError):
+    """Something a client said, and the field in which it did."""
+
+    def __init__(self, told: str, param: str | None, status: int = 400, code: str | None = None):
+        super().__init__(told)
+        self.param, self.status, self.code = param, status, code
+
+
+def _tenant_of(service: Service) -> Callable[[Request], Awaitable[str]]:
+    async def tenant(http: Request) -> str:
+        kind, _, key = http.headers.get("authorization", "").partition(" ")
+        found = service.keys.tenant(key.strip() if kind.lower() == "bearer" else "")
+        if found is None:
+            raise Wrong(
+                "no key, or one that is not known: Authorization: Bearer KEY",
+                None,
+                401,
+                "invalid_api_key",
+            )
+        return found
+
+    return tenant
+
+
+def _model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "kvant",
+        "max_model_len": service.engine.limits.max_context,
+    }
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, "", service.model):
+        known = f"this server has {service.model!r}"
+        raise Wrong(f"model {name!r}: {known}", "model", 404, "model_not_found")
+
+
+# ---- what is refused, and how
+
+
+def _refuse(app: FastAPI) -> None:
+    @app.exception_handler(RequestValidationError)
+    async def invalid(http: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if part != "body"]
+        param = ".".join(place) or None
+        if first["type"] == "extra_forbidden":
+            told, code = f"{param}: not supported", "unsupported_parameter"
+        elif first["type"] == "json_invalid":
+            told, param, code = f"the body is no JSON: {first['ctx']['error']}", None, None
+        else:
+            told, code = f"{param or 'the body'}: {first['msg']}", None
+        return JSONResponse(refused(told, "invalid_request_error", param, code), 400)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(http: Request, error: HTTPException) -> Response:
+        return JSONResponse(
+            refused(str(error.detail), "invalid_request_error"), error.status_code, error.headers
+        )
+
+    @app.exception_handler(Exception)
+    async def failed(http: Request, error: Exception) -> Response:
+        return _error(error)
+
+    for kind in (ValueError, TypeError, Wrong):
+        app.add_exception_handler(kind, failed)
+    app.add_exception_handler(CacheError, failed)
+
+
+def _told(error: BaseException) -> tuple[int, dict[str, Any]]:
+    status, kind = status_of(error)
+    param = code = None
+    if isinstance(error, Wrong):
+        status, param, code = error.status, error.param, error.code
+    told = str(error) if status < 500 or status == 503 else "the request failed"
+    return status, refused(told, kind, param, code)
+
+
+def _error(error: BaseException) -> Response:
+    status, told = _told(error)
+    if status >= 500:
+        log.error("a request failed: %r", error)
+    headers = {"Retry-After": str(error.seconds)} if isinstance(error, Busy) else None
+    return JSONResponse(told, status, headers)
+
+
+class Bounded:
+    """Bodies that are too long are refused as they come."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        came = 0
+
+        async def counted() -> Message:
+            nonlocal came
+            message = await receive()
+            came += len(message.get("body", b""))
+            if came > LARGEST:
+                raise HTTPException(413, f"a body of more than {LARGEST} bytes")
+            return message
+
+        await self._app(scope, counted, send)
+
+
+class Counted:
+    """Answers, by their status."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._answers = service.metrics.answers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._answers.labels(str(message["status"])).inc()
+            with suppress(OSError):
+                await send(message)
+
+        await self._app(scope, receive, sending if scope["type"] == "http" else send)

@@ -1,0 +1,73 @@
+"""A server until somebody ends it."""
+
+from __future__ import annotations
+
+import ipaddress
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI
+
+IDLE = 75  # seconds that a connection without a request is kept
+
+
+class Server(uvicorn.Server):
+    """Ends with what was asked for being answered, and returns; uvicorn's own would kill itself."""
+
+    begun: Callable[[], None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {one: signal.signal(one, self._end) for one in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        """The second time at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+    async def startup(self, sockets: object = None) -> None:
+        await super().startup(sockets)  # type: ignore[arg-type]
+        if self.started and self.begun is not None:
+            self.begun()
+
+
+def server_of(app: FastAPI, host: str, port: int, grace: int) -> Server:
+    """Requests that are under way as it ends have `grace` seconds."""
+    return Server(
+        uvicorn.Config(
+            app,
+            host=host,
+            port=port,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=IDLE,
+            timeout_graceful_shutdown=grace,
+            lifespan="off",
+        )
+    )
+
+
+def check_host(host: str, keys: int) -> None:
+    """Who does not know a key reaches a server from its own machine alone."""
+    try:
+        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        local = False
+    if not (local or keys):
+        raise ValueError(
+            f"--host {host} without keys: anybody could ask; give --api-keys FILE or set "
+            "KVANT_API_KEYS, or take 127.0.0.1"
+        )

@@ -1,0 +1,202 @@
+"""Between HTTP and an engine: who may ask, how much waits, and what a request becomes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from kvant.engine import Engine, Stream, Usage
+from kvant.errors import CacheError, CapacityError, EngineError
+from kvant.generation import Step
+from kvant.server.access import Keys
+from kvant.server.metrics import Metrics
+from kvant.server.protocol import Drawing, Message
+from kvant.server.replies import Reply, Spoken, used
+
+log = logging.getLogger("kvant")
+
+Prompt = str | list[int] | list[dict[str, str]]
+
+
+class Busy(CacheError):
+    """As many requests wait as are let wait."""
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__("too many requests wait: try again later")
+        self.seconds = seconds
+
+
+class Closing(CacheError):
+    """The server ends."""
+
+
+class Service:
+    """One model behind an engine, for clients of one or several tenants."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: str,
+        keys: Keys,
+        *,
+        max_waiting: int = 256,
+        max_new_tokens: int = 1024,
+    ) -> None:
+        self.engine = engine
+        self.model = model
+        self.keys = keys
+        self.max_new_tokens = max_new_tokens
+        self.metrics = Metrics(engine, model)
+        self.created = int(time.time())
+        self.closing = False
+        self._most = engine.max_sequences + max_waiting
+        self._asked: Counter[str] = Counter()  # requests under way, by tenant
+
+    @property
+    def ready(self) -> bool:
+        return self.engine.serves and not self.closing
+
+    def prompt(self, messages: Sequence[Message]) -> Prompt:
+        """Messages for the template of the model; without one, their texts one behind the other."""
+        if getattr(self.engine.tokenizer, "chat_template", None) is None:
+            return "".join(message.text for message in messages)
+        return [message.shown for message in messages]
+
+    def tokens(self, prompt: Prompt) -> list[int]:
+        return self.engine.tokens_of(prompt)
+
+    async def ask(self, prompts: Sequence[Prompt], asked: Drawing, tenant: str) -> Replies:
+        """Have the engine continue all of these prompts; what is wrong with one is said now."""
+        if not self.ready:
+            raise Closing("the server ends: ask another one")
+        under_way = sum(self._asked.values())
+        # Where there are several tenants, none may fill all places.
+        own = self._most if len(self.keys) < 2 else max(1, self._most // 2)
+        if under_way + len(prompts) > self._most or self._asked[tenant] + len(prompts) > own:
+            raise Busy(self._patience())
+        given = asked.sampling() | {"logprobs": asked.likeliest or 0}
+        given |= {"tenant": tenant, "salt": tenant, "max_new_tokens": self._new_tokens(asked)}
+        began, streams = time.monotonic(), list[Stream]()
+        self._asked[tenant] += len(prompts)
+        loop = asyncio.get_running_loop()
+
+        def over() -> None:
+            self._asked[tenant] -= 1
+
+        try:
+            for prompt in prompts:
+                stream = await asyncio.to_thread(self.engine.submit, prompt, **given)
+                stream.add_done_callback(lambda: loop.call_soon_threadsafe(over))
+                streams.append(stream)
+        except BaseException:
+            self._asked[tenant] -= len(prompts) - len(streams)
+            for stream in streams:
+                stream.cancel()
+            raise
+        return Replies(streams, given.get("n", 1), self.metrics, began)
+
+    def _new_tokens(self, asked: Drawing) -> int:
+        return self.max_new_tokens if asked.most is None else asked.most
+
+    def _patience(self) -> int:
+        """Seconds after which there may be room: what requests wait for their first token now."""
+        waits: Mapping[str, float] = self.engine.stats()["first_token_seconds"]
+        return max(1, math.ceil(waits.get("median", 1.0)))
+
+
+class Replies:
+    """What is said to a request, of all its prompts and continuations."""
+
+    def __init__(
+        self, streams: Sequence[Stream], width: int, metrics: Metrics, began: float
+    ) -> None:
+        self._streams = streams
+        self._width = width  # continuations of a prompt
+        self._metrics = metrics
+        self._began = began
+
+    @property
+    def usage(self) -> list[Usage]:
+        return [stream.usage for stream in self._streams]
+
+    def cancel(self) -> None:
+        """Nobody listens any more."""
+        for stream in self._streams:
+            stream.cancel()
+
+    async def steps(self) -> AsyncIterator[tuple[int, Step]]:
+        """Every step with the number of its continuation, as they come."""
+        coming: asyncio.Queue[tuple[int, Step] | BaseException | None] = asyncio.Queue()
+        readers = [
+            asyncio.create_task(self._read(place, stream, coming))
+            for place, stream in enumerate(self._streams)
+        ]
+        last: dict[int, float] = {}
+        try:
+            left = len(readers)
+            while left:
+                one = await coming.get()
+                if one is None:
+                    left -= 1
+                elif isinstance(one, BaseException):
+                    raise one
+                else:
+                    now = time.monotonic()
+                    if one[0] in last:
+                        self._metrics.between.observe(now - last[one[0]])
+                    else:
+                        self._metrics.first.observe(now - self._began)
+                    last[one[0]] = now
+                    yield one
+        finally:
+            self._metrics.whole.observe(time.monotonic() - self._began)
+            self.cancel()
+            for reader in readers:
+                reader.cancel()
+
+    async def _read(
+        self,
+        place: int,
+        stream: Stream,
+        coming: asyncio.Queue[tuple[int, Step] | BaseException | None],
+    ) -> None:
+        try:
+            async for step in stream:
+                coming.put_nowait((place * self._width + step.choice, step))
+        except Exception as error:
+            coming.put_nowait(error)
+        else:
+            coming.put_nowait(None)
+
+    async def spoken(self) -> list[Spoken]:
+        """All of them, once they are whole."""
+        found = [Spoken() for _ in range(len(self._streams) * self._width)]
+        async for index, step in self.steps():
+            found[index].steps.append(step)
+        return found
+
+    async def events(self, reply: Reply, *, tells_usage: bool) -> AsyncIterator[str]:
+        """As server-sent events, but for the last one."""
+        for index in range(len(self._streams) * self._width):
+            if begin := reply.begin(index):
+                yield begin
+        async for index, step in self.steps():
+            if told := reply.step(index, step):
+                yield told
+        if tells_usage:
+            yield reply.part([], usage=used(self.usage))
+
+
+def status_of(error: BaseException) -> tuple[int, str]:
+    """The status of an error, and its kind in OpenAI's words."""
+    if isinstance(error, Busy):
+        return 429, "rate_limit_error"
+    if isinstance(error, Closing | EngineError):
+        return 503, "server_error"
+    if isinstance(error, CapacityError | ValueError | TypeError):
+        return 400, "invalid_request_error"
+    return 500, "server_error"

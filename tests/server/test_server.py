@@ -1,0 +1,232 @@
+"""What a server does beside answering: who may ask, how much, and what happens when they go."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from kvant.server import Keys, check_host, keys_in
+from server.conftest import served
+
+PROMPT = "import os\n\ndef read(path):\n"
+KVANT = str(Path(sys.executable).with_name("kvant"))
+
+
+def settled(service: Any) -> dict[str, Any]:
+    """The figures of an engine once nobody is served."""
+    until = time.monotonic() + 30
+    while (told := service.engine.stats())["running"] or told["waiting"]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return dict(told)
+
+
+def test_health_and_figures(running: tuple[Any, str]) -> None:
+    service, url = running
+    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+    assert httpx.get(f"{url}/ready").status_code == 200
+    httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
+    settled(service)
+    told = httpx.get(f"{url}/metrics").text
+    figures = dict(
+        line.rsplit(" ", 1) for line in told.splitlines() if line and not line.startswith("#")
+    )
+    assert float(figures['vllm:generation_tokens_total{model_name="inside"}']) >= 3
+    assert float(figures["vllm:time_to_first_token_seconds_count"]) >= 1
+    assert float(figures['kvant_cache_bytes{state="held"}']) > 0
+    assert float(figures['kvant_http_responses_total{status="200"}']) >= 3
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "told"),
+    [
+        (b"{", 400, "no JSON"),
+        (b"[]", 400, "the body"),
+        (b"\xff\xfe", 400, "body"),
+        (b'{"prompt": 3}', 400, "prompt"),
+        (b'{"prompt": "a", "nobody": 1}', 400, "nobody: not supported"),
+        (b'{"prompt": "a", "max_tokens": "3"}', 400, "max_tokens"),
+        (b'{"prompt": ""}', 400, "the prompt has no tokens"),
+        (b'{"prompt": [99999999]}', 400, "the prompt has token 99999999"),
+        (b'{"prompt": "a", "model": "other"}', 404, "this server has 'inside'"),
+        (b'{"prompt": "' + b"a" * (5 << 20) + b'"}', 413, "a body of more than 4194304 bytes"),
+        (b'{"prompt": "' + b"a b " * 100_000 + b'"}', 400, "context"),
+    ],
+    ids=range(11),
+)
+def test_malformed_bodies_are_refused(
+    running: tuple[Any, str], body: bytes, status: int, told: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    found = httpx.post(f"{running[1]}/v1/completions", content=body, headers=headers)
+    assert found.status_code == status
+    error = found.json()["error"]
+    assert told in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_sequence(running: tuple[Any, str], stream: bool) -> None:
+    service, url = running
+    settled(service)
+    before = service.engine.stats()
+    asked = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": stream}
+    with httpx.Client() as client:
+        request = client.build_request("POST", f"{url}/v1/completions", json=asked)
+        if stream:
+            response = client.send(request, stream=True)
+            next(response.iter_text())
+            response.close()
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(f"{url}/v1/completions", json=asked, timeout=0.3)
+    told = settled(service)
+    assert told["cancelled"] == before["cancelled"] + 1
+    assert told["completion_tokens"] - before["completion_tokens"] < 400
+
+
+def test_a_full_house_is_told_when_to_come_back(inside: tuple[Any, Any]) -> None:
+    with served(*inside, max_sequences=1, max_waiting=1) as (_, url):
+        asked = {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True}
+
+        def ask(_: int) -> httpx.Response:
+            return httpx.post(f"{url}/v1/completions", json=asked, timeout=60)
+
+        with ThreadPoolExecutor(6) as threads:
+            found = list(threads.map(ask, range(6)))
+        told = [one.status_code for one in found]
+        assert told.count(200) >= 2 and told.count(429) >= 1 and {*told} == {200, 429}
+        refused = next(one for one in found if one.status_code == 429)
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert ask(0).status_code == 200
+
+
+def test_keys_and_what_keeps_their_owners_apart(inside: tuple[Any, Any]) -> None:
+    keys = Keys(["first-key", "second-key"], "secret")
+    with served(*inside, keys=keys) as (_, url):
+        prompt = PROMPT * 20
+
+        def ask(key: str | None) -> httpx.Response:
+            headers = {} if key is None else {"Authorization": f"Bearer {key}".strip()}
+            asked = {"prompt": prompt, "max_tokens": 2}
+            return httpx.post(f"{url}/v1/completions", json=asked, headers=headers)
+
+        for key in (None, "", "third-key", "first-key2"):
+            assert ask(key).status_code == 401
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        assert httpx.get(f"{url}/metrics").status_code == 401
+        assert httpx.get(f"{url}/health").status_code == 200
+        cached = [
+            ask(key).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            for key in ("first-key", "second-key", "first-key")
+        ]
+        assert cached[0] == cached[1] == 0 < cached[2]
+
+
+def test_a_page_under_another_name_may_not_ask(running: tuple[Any, str]) -> None:
+    found = httpx.get(f"{running[1]}/v1/models", headers={"Host": "evil.example"})
+    assert found.status_code == 400
+
+
+def test_keys_are_read_from_a_file_and_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# a comment\nfirst-key\n\nfirst-key\n")
+    assert keys_in(file, "second-key, ") == ["first-key", "second-key"]
+    file.write_text("#\n")
+    with pytest.raises(ValueError, match="there is no key in it"):
+        keys_in(file, None)
+    with pytest.raises(ValueError, match="a key of 5 characters"):
+        keys_in(None, "short")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "::", "example.org"])
+def test_another_address_needs_keys(host: str) -> None:
+    with pytest.raises(ValueError, match="without keys: anybody could ask"):
+        check_host(host, 0)
+    check_host(host, 1)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_the_machine_itself_does_not(host: str) -> None:
+    check_host(host, 0)
+
+
+def test_a_prompt_that_cannot_fit_names_its_bytes(inside: tuple[Any, Any]) -> None:
+    with served(*inside, max_bytes="600KiB", max_sequences=2) as (_, url):
+        asked = {"prompt": PROMPT * 30, "max_tokens": 200}
+        found = httpx.post(f"{url}/v1/completions", json=asked)
+        assert found.status_code == 400
+        assert "of a limit of 600" in found.json()["error"]["message"]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+def begun(*words: str) -> tuple[subprocess.Popen[str], str]:
+    port = free_port()
+    process = subprocess.Popen(
+        [KVANT, "serve", "--port", str(port), "--no-guard", *words],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    assert line == f"kvant-inside at http://127.0.0.1:{port}/v1\n"
+    return process, f"http://127.0.0.1:{port}"
+
+
+def test_the_command_ends_tidily_and_keeps_prefixes_in_a_store(tmp_path: Path) -> None:
+    store, asked = str(tmp_path / "kept"), {"prompt": PROMPT * 30, "max_tokens": 200}
+    for restored in (False, True):
+        process, url = begun("--store", store)
+        answers: list[httpx.Response] = []
+
+        def ask(url: str = url, answers: list[httpx.Response] = answers, **more: Any) -> None:
+            body = asked | {"ignore_eos": True} | more
+            answers.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+
+        ask(max_tokens=2)
+        details = answers[0].json()["usage"]["prompt_tokens_details"]
+        assert (details["restored_tokens"] > 0) == restored
+        under_way = threading.Thread(target=ask)
+        under_way.start()
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
+        under_way.join(60)
+        assert answers[1].status_code == 200  # what was asked for is answered
+        assert answers[1].json()["usage"]["completion_tokens"] == 200
+        out, error = process.communicate(timeout=60)
+        assert (process.returncode, out, error) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--host", "0.0.0.0"), "without keys: anybody could ask"),
+        (("--api-keys", "nowhere"), "--api-keys nowhere: there is no such file"),
+        (("--kv-cache", "affine99"), "affine99"),
+        (("--max-bytes", "many"), "many"),
+        (("--model", "nowhere"), "--model nowhere"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words: tuple[str, ...], told: str) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "KVANT_API_KEYS"}
+    done = subprocess.run(
+        [KVANT, "serve", *words], capture_output=True, text=True, env=env, check=False
+    )
+    assert done.returncode == 2 and told in done.stderr and done.stderr.count("\n") == 1

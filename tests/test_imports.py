@@ -22,7 +22,8 @@ RANKS = (
     "probing/ prefixes/",
     "generation/",
     "engine/",
-    "bench/ eval/ server/",
+    "server/",
+    "bench/ eval/",
     "cli/",
 )
 PLACES = {name: rank for rank, names in enumerate(RANKS) for name in names.split()}

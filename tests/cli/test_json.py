@@ -49,6 +49,10 @@ COMMANDS = {
         *("--users", "2", "--memory", "1", "--turns", "2", "--shared", "64"),
         *("--message", "4", "--reply", "2", "--layers", "1"),
     ),
+    "bench serve": (
+        *("--clients", "1,2", "--context", "4", "--tokens", "3", "--rounds", "1"),
+        *("--layers", "1"),
+    ),
     "bench stores": ("--context", "128", "--repeats", "1", "--layers", "1"),
     "bench prefixes": ("--shared", "64", "--own", "2", "--repeats", "1", "--layers", "1"),
     "bench prefill": (

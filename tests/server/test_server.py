@@ -16,6 +16,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
+import kvant
 from kvant.server import Keys, check_host, keys_in
 from server.conftest import served
 
@@ -48,12 +49,33 @@ def test_health_and_figures(running: tuple[Any, str]) -> None:
     assert float(figures['kvant_http_responses_total{status="200"}']) >= 3
 
 
+def test_the_page_is_small_and_asks_nobody_else(running: tuple[Any, str]) -> None:
+    one, other = (httpx.get(running[1]) for _ in range(2))
+    assert one.status_code == 200 and len(one.content) < 40_000
+    assert "http:" not in one.text and "https:" not in one.text and "NONCE" not in one.text
+    policy = one.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    assert policy != other.headers["Content-Security-Policy"]
+    assert "innerHTML" not in one.text  # what a model says is text
+
+
+def test_where_the_memory_goes(running: tuple[Any, str], inside: tuple[Any, Any]) -> None:
+    service, url = running
+    httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT * 9, "max_tokens": 3})
+    settled(service)
+    told = httpx.get(f"{url}/v1/stats").json()
+    expected = kvant.plan(inside[0], "affine8", context=1).nbytes_per_token
+    assert (told["kv_cache"], told["bytes_a_token"]) == ("affine8", expected)
+    assert told["prefixes"]["nbytes_idle"] == told["nbytes_held"] > 0
+
+
 @pytest.mark.parametrize(
     ("body", "status", "told"),
     [
         (b"{", 400, "no JSON"),
-        (b"[]", 400, "the body"),
+        (b"[]", 400, "a body of a JSON object is needed"),
         (b"\xff\xfe", 400, "body"),
+        (b'{"prompt": [1, "a"]}', 400, "Input should be a valid"),
         (b'{"prompt": 3}', 400, "prompt"),
         (b'{"prompt": "a", "nobody": 1}', 400, "nobody: not supported"),
         (b'{"prompt": "a", "max_tokens": "3"}', 400, "max_tokens"),
@@ -63,7 +85,7 @@ def test_health_and_figures(running: tuple[Any, str]) -> None:
         (b'{"prompt": "' + b"a" * (5 << 20) + b'"}', 413, "a body of more than 4194304 bytes"),
         (b'{"prompt": "' + b"a b " * 100_000 + b'"}', 400, "context"),
     ],
-    ids=range(11),
+    ids=range(12),
 )
 def test_malformed_bodies_are_refused(
     running: tuple[Any, str], body: bytes, status: int, told: str
@@ -73,6 +95,22 @@ def test_malformed_bodies_are_refused(
     assert found.status_code == status
     error = found.json()["error"]
     assert told in error["message"] and error["type"] == "invalid_request_error"
+
+
+def test_other_parts_than_text_are_named(running: tuple[Any, str]) -> None:
+    image = {"type": "image_url", "image_url": {"url": "http://localhost/secret"}}
+    asked = {"messages": [{"role": "user", "content": [image]}]}
+    found = httpx.post(f"{running[1]}/v1/chat/completions", json=asked)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"].startswith("messages.0.content.0")
+
+
+def test_a_body_of_another_type_is_refused(running: tuple[Any, str]) -> None:
+    """What a page of somebody else may send without asking."""
+    headers = {"Content-Type": "text/plain"}
+    found = httpx.post(f"{running[1]}/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert found.status_code == 400
+    assert "Content-Type: application/json" in found.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -43,10 +43,7 @@ def serve(
     dtype: options.DType = "auto",
 ) -> None:
     """Serve a model to clients of OpenAI's interface."""
-    try:
-        from kvant import server
-    except ImportError as error:
-        raise ValueError(f"{error}: pip install 'kvant[server]'") from None
+    from kvant import server
 
     spec = "affine8" if kv_cache is None else kv_cache
     limit = None if max_bytes is None else parse_size(max_bytes)

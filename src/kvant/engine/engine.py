@@ -52,6 +52,7 @@ from kvant.planner import plan
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 from kvant.sizes import parse_size
+from kvant.spec import words
 from kvant.stores import Store
 
 log = logging.getLogger("kvant")
@@ -98,11 +99,14 @@ class Engine:
         if not seconds > 0:
             raise ValueError(f"chunk_seconds={seconds}: more than 0 is needed")
         self.tokenizer = tokenizer
+        self.prefixes = prefixes
         self._ends = decoder.end_tokens
         model, asked = decoder.model, decoder.memory(kv_cache, tokenizer).spec
         memory = decoder.memory(asked.with_checkpoints(1))  # of before the forward under way
         self._batch = Batch(decoder, memory, backend)
         needed = plan(model, self._batch.spec, context=1)
+        self.kv_cache = words(asked)
+        self.bytes_a_token = needed.nbytes_per_token
         if max_bytes is not None and (needed.uncounted or not needed.nbytes):
             raise CacheError(
                 f"max_bytes={max_bytes} for {type(model).__name__}: nobody can tell what some of "

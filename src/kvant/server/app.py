@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import anyio
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,7 +28,17 @@ log = logging.getLogger("kvant")
 LARGEST = 4 << 20  # bytes of a body
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
 WENT = 499  # the client, before it was answered
-OPEN = ("/health", "/ready")  # to everybody
+PAGE = Path(__file__).with_name("page.html")
+POLICY = (
+    "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+PLAIN = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+KINDS = ("body", "str", "int", "TextPart")
 
 
 def create_app(service: Service) -> FastAPI:
@@ -55,6 +67,16 @@ def _tell(app: FastAPI, service: Service) -> None:
     async def ready() -> Response:
         status = 200 if service.ready else 503
         return JSONResponse({"status": "ready" if service.ready else "not ready"}, status)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        nonce = secrets.token_urlsafe(16)
+        text = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
+        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY.format(nonce)} | PLAIN)
+
+    @app.get("/v1/stats", dependencies=[tenant])
+    async def stats() -> dict[str, Any]:
+        return service.stats()
 
     @app.get("/metrics", dependencies=[tenant])
     async def metrics() -> Response:
@@ -199,15 +221,20 @@ def _check_model(service: Service, name: str | None) -> None:
 def _refuse(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(http: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part != "body"]
+        first = max(error.errors(), key=lambda one: len(one["loc"]))  # of a choice, the nearest
+        place = [str(part) for part in first["loc"] if not _is_kind(part)]
         param = ".".join(place) or None
         if first["type"] == "extra_forbidden":
             told, code = f"{param}: not supported", "unsupported_parameter"
         elif first["type"] == "json_invalid":
             told, param, code = f"the body is no JSON: {first['ctx']['error']}", None, None
+        elif param is None:
+            told, code = (
+                "a body of a JSON object is needed, with Content-Type: application/json",
+                None,
+            )
         else:
-            told, code = f"{param or 'the body'}: {first['msg']}", None
+            told, code = f"{param}: {first['msg']}", None
         return JSONResponse(refused(told, "invalid_request_error", param, code), 400)
 
     @app.exception_handler(HTTPException)
@@ -223,6 +250,11 @@ def _refuse(app: FastAPI) -> None:
     for kind in (ValueError, TypeError, Wrong):
         app.add_exception_handler(kind, failed)
     app.add_exception_handler(CacheError, failed)
+
+
+def _is_kind(part: str | int) -> bool:
+    """Is this part of a place the name of a type, which was tried there?"""
+    return isinstance(part, str) and (part in KINDS or "[" in part)
 
 
 def _told(error: BaseException) -> tuple[int, dict[str, Any]]:

@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 from kvant.engine import Engine, Stream, Usage
 from kvant.errors import CacheError, CapacityError, EngineError
@@ -59,6 +60,17 @@ class Service:
     @property
     def ready(self) -> bool:
         return self.engine.serves and not self.closing
+
+    def stats(self) -> dict[str, Any]:
+        """Where the memory goes."""
+        prefixes = self.engine.prefixes
+        return {
+            "model": self.model,
+            "kv_cache": self.engine.kv_cache,
+            "bytes_a_token": self.engine.bytes_a_token,
+            **self.engine.stats(),
+            "prefixes": None if prefixes is None else prefixes.stats(),
+        }
 
     def prompt(self, messages: Sequence[Message]) -> Prompt:
         """Messages for the template of the model; without one, their texts one behind the other."""

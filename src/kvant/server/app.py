@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from kvant.server.service import Busy, Prompt, Replies, Service, status_of
 log = logging.getLogger("kvant")
 
 LARGEST = 4 << 20  # bytes of a body
-LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1", "testserver")
+LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 WENT = 499  # the client, before it was answered
 PAGE = Path(__file__).with_name("page.html")
 POLICY = (
@@ -308,7 +307,6 @@ class Counted:
         async def sending(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._answers.labels(str(message["status"])).inc()
-            with suppress(OSError):
-                await send(message)
+            await send(message)
 
         await self._app(scope, receive, sending if scope["type"] == "http" else send)

@@ -8,6 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from kvant.engine import Engine, Stream, Usage
@@ -99,10 +100,14 @@ class Service:
         def over() -> None:
             self._asked[tenant] -= 1
 
+        def told() -> None:
+            with suppress(RuntimeError):  # the loop ended before its requests
+                loop.call_soon_threadsafe(over)
+
         try:
             for prompt in prompts:
                 stream = await asyncio.to_thread(self.engine.submit, prompt, **given)
-                stream.add_done_callback(lambda: loop.call_soon_threadsafe(over))
+                stream.add_done_callback(told)
                 streams.append(stream)
         except BaseException:
             self._asked[tenant] -= len(prompts) - len(streams)

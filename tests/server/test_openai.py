@@ -78,6 +78,15 @@ def test_a_chat_whole_and_as_it_comes(client: Any, inside: tuple[Any, Any]) -> N
     assert final.finish_reason == "stop"
 
 
+def test_a_reply_is_a_message_of_the_next_turn(client: Any) -> None:
+    messages: list[Any] = [{"role": "user", "content": PROMPT}]
+    asked: dict[str, Any] = {"model": "inside", "max_tokens": 70, "temperature": 0}
+    first = client.chat.completions.create(messages=messages, **asked)
+    messages += [first.choices[0].message, {"role": "user", "content": "\n\nclass A:\n"}]
+    second = client.chat.completions.create(messages=messages, **asked)
+    assert second.usage.prompt_tokens_details.cached_tokens >= 64
+
+
 def test_what_was_asked_before_is_not_read_again(client: Any) -> None:
     prompt = PROMPT * 20
     used = [

@@ -105,6 +105,37 @@ def test_other_parts_than_text_are_named(running: tuple[Any, str]) -> None:
     assert found.json()["error"]["param"].startswith("messages.0.content.0")
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [-1] * 1_000_000},
+        {"prompt": ["a"] * 100_000},
+        {"prompt": [[1]] * 100_000},
+        {"prompt": "a"} | {f"x{n}": 1 for n in range(100_000)},
+        {"prompt": ["a"] * 128, "n": 8},
+    ],
+    ids=range(5),
+)
+def test_large_bodies_that_are_wrong_are_refused_at_once(
+    running: tuple[Any, str], body: dict[str, Any]
+) -> None:
+    found = httpx.post(f"{running[1]}/v1/completions", json=body, timeout=60)
+    assert found.status_code == 400 and len(found.content) < 2000
+
+
+def test_an_error_behind_the_beginning_is_the_servers(
+    running: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(going: Any, logits: Any) -> list[Exception]:
+        return [ValueError("what nobody is to know")] * len(going)
+
+    monkeypatch.setattr("kvant.engine.engine.drawn_for", fails)
+    found = httpx.post(f"{running[1]}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
+    assert found.status_code == 500
+    error = found.json()["error"]
+    assert (error["message"], error["type"]) == ("the request failed", "server_error")
+
+
 def test_a_body_of_another_type_is_refused(running: tuple[Any, str]) -> None:
     """What a page of somebody else may send without asking."""
     headers = {"Content-Type": "text/plain"}

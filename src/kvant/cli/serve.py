@@ -82,16 +82,15 @@ def serve(
             max_waiting=max_waiting,
             max_new_tokens=max_new_tokens,
         )
-        running = server.server_of(server.create_app(service), host, port, grace)
+        running = server.server_of(server.create_app(service, host), host, port, grace)
 
         def begun() -> None:
             found = running.servers[0].sockets[0].getsockname()[1]
             shown = f"[{host}]" if ":" in host else host
             show(f"{service.model} at http://{shown}:{found}/v1")
 
-        running.begun = begun
+        running.begun, running.ending = begun, service.close
         running.run()
-        service.closing = True
 
 
 def _prefixes(kept: Any, limit: int | None) -> Any:

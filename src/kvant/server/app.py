@@ -40,12 +40,12 @@ PLAIN = {
 KINDS = ("body", "str", "int", "TextPart")
 
 
-def create_app(service: Service) -> FastAPI:
-    """What clients of a service see."""
+def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
+    """What clients of a service see, under the name of the machine itself or of this host."""
     app = FastAPI(title="kvant", version=version("kvant"), docs_url=None, redoc_url=None)
     app.state.service = service
     if not len(service.keys):  # a page of somebody else may not ask under a name of its own
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(LOCAL))
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL, host])
     app.add_middleware(Bounded)
     app.add_middleware(Counted, service=service)
     _refuse(app)
@@ -132,20 +132,34 @@ async def _replied(
     reply = kind(service.engine.tokenizer, service.model, asked.likeliest)
     if asked.stream:
         events = _events(replies, reply, tells_usage=asked.tells_usage)
-        return StreamingResponse(events, media_type="text/event-stream", headers=UNBUFFERED)
+        return Streamed(events, replies)
     spoken = None
     async with anyio.create_task_group() as group:
         group.start_soon(_until_gone, http, group.cancel_scope)
         try:
             spoken = await replies.spoken()
         except Exception as error:
-            return _error(error)
+            return _error(error, began=True)
         finally:
             replies.cancel()
             group.cancel_scope.cancel()
     if spoken is None:
         return Response(status_code=WENT)
     return JSONResponse(reply.all(spoken, used(replies.usage)))
+
+
+class Streamed(StreamingResponse):
+    """A stream of events; however it ends, nothing more is said for it."""
+
+    def __init__(self, events: AsyncIterator[str], replies: Replies) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=UNBUFFERED)
+        self._replies = replies
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._replies.cancel()
 
 
 UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
@@ -159,7 +173,7 @@ async def _events(replies: Replies, reply: Reply, *, tells_usage: bool) -> Async
         yield DONE
     except Exception as error:
         log.warning("a stream ended: %r", error)
-        yield event(_told(error)[1])
+        yield event(_told(error, began=True)[1])
     finally:
         replies.cancel()
 
@@ -256,8 +270,8 @@ def _is_kind(part: str | int) -> bool:
     return isinstance(part, str) and (part in KINDS or "[" in part)
 
 
-def _told(error: BaseException) -> tuple[int, dict[str, Any]]:
-    status, kind = status_of(error)
+def _told(error: BaseException, *, began: bool = False) -> tuple[int, dict[str, Any]]:
+    status, kind = status_of(error, began=began)
     param = code = None
     if isinstance(error, Wrong):
         status, param, code = error.status, error.param, error.code
@@ -265,8 +279,8 @@ def _told(error: BaseException) -> tuple[int, dict[str, Any]]:
     return status, refused(told, kind, param, code)
 
 
-def _error(error: BaseException) -> Response:
-    status, told = _told(error)
+def _error(error: BaseException, *, began: bool = False) -> Response:
+    status, told = _told(error, began=began)
     if status >= 500:
         log.error("a request failed: %r", error)
     headers = {"Retry-After": str(error.seconds)} if isinstance(error, Busy) else None

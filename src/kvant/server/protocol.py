@@ -4,18 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+MOST_FIELDS = 64
 MOST_MESSAGES = 4096
 MOST_STOPS = 16
 MOST_BIASES = 1024
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+MOST_PARTS = 256  # of a message
+MOST_PROMPTS = 128
+# Of a list that is wrong the first wrong item is told, and no other is looked at.
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+Several = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
 
 
 class Asked(BaseModel):
     """JSON as it is: no text for a number, and nothing that nobody knows."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"{len(given)} fields: {MOST_FIELDS} at most")
+        return given
 
 
 class StreamOptions(Asked):
@@ -38,9 +50,14 @@ class Drawing(Asked):
     repetition_penalty: Annotated[float | None, Field(gt=0)] = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)
+        ]
+        | None
+    ) = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 63)] = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
     n: Annotated[int | None, Field(ge=1)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -84,7 +101,7 @@ class Drawing(Asked):
 class Completion(Drawing):
     """POST /v1/completions"""
 
-    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=128)]
+    prompt: str | Tokens | Annotated[list[str], Several] | Annotated[list[Tokens], Several]
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
     @property
@@ -107,8 +124,9 @@ class TextPart(Asked):
 
 class Message(Asked):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
+    name: None = None
+    refusal: None = None  # as replies have it, which clients send back
 
     @property
     def text(self) -> str:
@@ -122,7 +140,7 @@ class Message(Asked):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
 
 
 class Chat(Drawing):

@@ -7,11 +7,13 @@ import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from kvant.engine import Usage
 from kvant.generation import Step
 
+PART = "\N{REPLACEMENT CHARACTER}"
 DONE = "data: [DONE]\n\n"
 CANCELLED = "length"  # what is cut short by a server that ends
 
@@ -119,7 +121,9 @@ class Chatted(Reply):
 
     def _one(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": _number(logprob), "bytes": list(text.encode())}
+        whole = PART not in text  # of a character there is no telling which bytes
+        told = list(text.encode()) if whole else None
+        return {"token": text, "logprob": _number(logprob), "bytes": told}
 
 
 class Completed(Reply):
@@ -144,12 +148,13 @@ class Completed(Reply):
         if self.likeliest is None:
             return None
         texts = [self._text(step.token) for step in steps]
+        ends = [*accumulate(map(len, texts), initial=0)]
         tops = [{self._text(t): _number(p) for t, p in step.likeliest} for step in steps]
         return {
             "tokens": texts,
             "token_logprobs": [_number(step.logprob) for step in steps],
             "top_logprobs": tops,
-            "text_offset": [sum(map(len, texts[:place])) for place in range(len(texts))],
+            "text_offset": ends[:-1],
         }
 
 

@@ -19,6 +19,7 @@ class Server(uvicorn.Server):
     """Ends with what was asked for being answered, and returns; uvicorn's own would kill itself."""
 
     begun: Callable[[], None] | None = None
+    ending: Callable[[], None] | None = None
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -35,6 +36,8 @@ class Server(uvicorn.Server):
     def _end(self, number: int, frame: FrameType | None) -> None:
         """The second time at once."""
         self.force_exit = self.should_exit
+        if self.ending is not None:
+            self.ending()
         self.should_exit = True
 
     async def startup(self, sockets: object = None) -> None:

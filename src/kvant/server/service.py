@@ -54,13 +54,17 @@ class Service:
         self.max_new_tokens = max_new_tokens
         self.metrics = Metrics(engine, model)
         self.created = int(time.time())
-        self.closing = False
+        self._closing = False
         self._most = engine.max_sequences + max_waiting
-        self._asked: Counter[str] = Counter()  # requests under way, by tenant
+        self._asked: Counter[str] = Counter()  # continuations under way, by tenant
 
     @property
     def ready(self) -> bool:
-        return self.engine.serves and not self.closing
+        return self.engine.serves and not self._closing
+
+    def close(self) -> None:
+        """Let nobody in any more; what is under way goes on."""
+        self._closing = True
 
     def stats(self) -> dict[str, Any]:
         """Where the memory goes."""
@@ -86,19 +90,24 @@ class Service:
         """Have the engine continue all of these prompts; what is wrong with one is said now."""
         if not self.ready:
             raise Closing("the server ends: ask another one")
-        under_way = sum(self._asked.values())
+        under_way, width = sum(self._asked.values()), asked.n or 1
         # Where there are several tenants, none may fill all places.
         own = self._most if len(self.keys) < 2 else max(1, self._most // 2)
-        if under_way + len(prompts) > self._most or self._asked[tenant] + len(prompts) > own:
+        coming = len(prompts) * width
+        if coming > own and len(prompts) > 1:
+            raise CapacityError(
+                f"{coming} continuations in one request, {own} at most: ask in several"
+            )
+        if under_way and (under_way + coming > self._most or self._asked[tenant] + coming > own):
             raise Busy(self._patience())
         given = asked.sampling() | {"logprobs": asked.likeliest or 0}
         given |= {"tenant": tenant, "salt": tenant, "max_new_tokens": self._new_tokens(asked)}
         began, streams = time.monotonic(), list[Stream]()
-        self._asked[tenant] += len(prompts)
+        self._asked[tenant] += coming
         loop = asyncio.get_running_loop()
 
         def over() -> None:
-            self._asked[tenant] -= 1
+            self._asked[tenant] -= width
 
         def told() -> None:
             with suppress(RuntimeError):  # the loop ended before its requests
@@ -110,11 +119,11 @@ class Service:
                 stream.add_done_callback(told)
                 streams.append(stream)
         except BaseException:
-            self._asked[tenant] -= len(prompts) - len(streams)
+            self._asked[tenant] -= width * (len(prompts) - len(streams))
             for stream in streams:
                 stream.cancel()
             raise
-        return Replies(streams, given.get("n", 1), self.metrics, began)
+        return Replies(streams, width, self.metrics, began)
 
     def _new_tokens(self, asked: Drawing) -> int:
         return self.max_new_tokens if asked.most is None else asked.most
@@ -208,12 +217,15 @@ class Replies:
             yield reply.part([], usage=used(self.usage))
 
 
-def status_of(error: BaseException) -> tuple[int, str]:
-    """The status of an error, and its kind in OpenAI's words."""
+def status_of(error: BaseException, *, began: bool) -> tuple[int, str]:
+    """The status of an error, and its kind in OpenAI's words.
+
+    What is wrong with a request is said before it began; later it is the server's fault.
+    """
     if isinstance(error, Busy):
         return 429, "rate_limit_error"
     if isinstance(error, Closing | EngineError):
         return 503, "server_error"
-    if isinstance(error, CapacityError | ValueError | TypeError):
+    if isinstance(error, CapacityError | ValueError | TypeError) and not began:
         return 400, "invalid_request_error"
     return 500, "server_error"

@@ -159,6 +159,10 @@ def test_a_client_that_goes_away_frees_its_sequence(running: tuple[Any, str], st
         else:
             with pytest.raises(httpx.ReadTimeout):
                 client.post(f"{url}/v1/completions", json=asked, timeout=0.3)
+    until = time.monotonic() + 30
+    while service.engine.stats()["cancelled"] == before["cancelled"]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
     told = settled(service)
     assert told["cancelled"] == before["cancelled"] + 1
     assert told["completion_tokens"] - before["completion_tokens"] < 400
@@ -274,7 +278,9 @@ def test_the_command_ends_tidily_and_keeps_prefixes_in_a_store(tmp_path: Path) -
         assert (details["restored_tokens"] > 0) == restored
         under_way = threading.Thread(target=ask)
         under_way.start()
-        time.sleep(0.3)
+        until = time.monotonic() + 30
+        while not httpx.get(f"{url}/v1/stats").json()["running"]:
+            assert time.monotonic() < until
         process.send_signal(signal.SIGTERM)
         under_way.join(60)
         assert answers[1].status_code == 200  # what was asked for is answered

@@ -27,9 +27,8 @@ def served(model: Any, tokenizer: Any, keys: Keys | None = None, **given: Any) -
         thread = threading.Thread(target=server.run, name="served")
         thread.start()
         assert begun.wait(30)
-        port = server.servers[0].sockets[0].getsockname()[1]
         try:
-            yield service, f"http://127.0.0.1:{port}"
+            yield service, f"http://127.0.0.1:{server.port}"
         finally:
             server.should_exit = True
             thread.join(30)

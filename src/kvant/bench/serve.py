@@ -120,7 +120,7 @@ def served(engine: Engine) -> Iterator[str]:
     thread.start()
     begun.wait()
     try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{server.port}"
     finally:
         server.should_exit = True
         thread.join()

@@ -63,7 +63,9 @@ def serve(
     )
     stored = attached(served, spec, tokenizer, guard)
     from kvant.engine import Engine
+    from kvant.prefixes import Prefixes
 
+    most = "1GiB" if limit is None else None
     given: dict[str, Any] = {
         "max_bytes": limit,
         "max_sequences": max_sequences,
@@ -72,8 +74,8 @@ def serve(
         "pack": pack,
     }
     with (
-        prefixes_in(store, quiet=True, most="1GiB" if limit is None else None) as kept,
-        Engine(served, tokenizer, stored, prefixes=_prefixes(kept, limit), **given) as engine,
+        prefixes_in(store, quiet=True, most=most) as kept,
+        Engine(served, tokenizer, stored, prefixes=kept or Prefixes(most), **given) as engine,
     ):
         service = server.Service(
             engine,
@@ -85,16 +87,8 @@ def serve(
         running = server.server_of(server.create_app(service, host), host, port, grace)
 
         def begun() -> None:
-            found = running.servers[0].sockets[0].getsockname()[1]
             shown = f"[{host}]" if ":" in host else host
-            show(f"{service.model} at http://{shown}:{found}/v1")
+            show(f"{service.model} at http://{shown}:{running.port}/v1")
 
         running.begun, running.ending = begun, service.close
         running.run()
-
-
-def _prefixes(kept: Any, limit: int | None) -> Any:
-    """Those of a store, or some in memory alone."""
-    from kvant.prefixes import Prefixes
-
-    return Prefixes("1GiB" if limit is None else None) if kept is None else kept

@@ -43,7 +43,6 @@ KINDS = ("body", "str", "int", "TextPart")
 def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
     """What clients of a service see, under the name of the machine itself or of this host."""
     app = FastAPI(title="kvant", version=version("kvant"), docs_url=None, redoc_url=None)
-    app.state.service = service
     if not len(service.keys):  # a page of somebody else may not ask under a name of its own
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL, host])
     app.add_middleware(Bounded)
@@ -57,6 +56,7 @@ def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
 def _tell(app: FastAPI, service: Service) -> None:
     """What a server says of itself."""
     tenant = Depends(_tenant_of(service))
+    html = PAGE.read_text(encoding="utf-8")
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -70,8 +70,8 @@ def _tell(app: FastAPI, service: Service) -> None:
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         nonce = secrets.token_urlsafe(16)
-        text = PAGE.read_text(encoding="utf-8").replace("NONCE", nonce)
-        return HTMLResponse(text, headers={"Content-Security-Policy": POLICY.format(nonce)} | PLAIN)
+        headers = {"Content-Security-Policy": POLICY.format(nonce)} | PLAIN
+        return HTMLResponse(html.replace("NONCE", nonce), headers=headers)
 
     @app.get("/v1/stats", dependencies=[tenant])
     async def stats() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -37,7 +38,7 @@ def finished(step: Step) -> str | None:
     return CANCELLED if step.finish_reason == "cancelled" else step.finish_reason
 
 
-class Reply:
+class Reply(ABC):
     """Whole replies and chunks of them; `Chatted` and `Completed` say what is in a choice."""
 
     kind = ""
@@ -64,12 +65,13 @@ class Reply:
         """What comes before the first token."""
         return ""
 
+    @abstractmethod
     def choice(self, index: int, spoken: Spoken) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole continuation."""
 
+    @abstractmethod
     def step(self, index: int, step: Step) -> str:
         """A chunk of a token; nothing for one that adds nothing."""
-        raise NotImplementedError
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))

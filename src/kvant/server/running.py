@@ -21,6 +21,11 @@ class Server(uvicorn.Server):
     begun: Callable[[], None] | None = None
     ending: Callable[[], None] | None = None
 
+    @property
+    def port(self) -> int:
+        """Where it listens, once it has begun."""
+        return int(self.servers[0].sockets[0].getsockname()[1])
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():

@@ -147,6 +147,15 @@ class Contestant:
         }
 
 
+def opened(shape: str, layers: int | None, threads: int | None) -> tuple[Any, Mapping[str, Any]]:
+    """The model of a benchmark on a CPU, and its sizes, with so many threads of torch."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    sizes = Task(layers, shape=shape).sizes
+    progress("building the model")
+    return build(sizes), sizes
+
+
 def build(sizes: Mapping[str, Any], device: Device = CPU, compiled: bool = False) -> Any:
     """The model, in bf16: allocated once, and filled without the host's slow initialization."""
     config = Qwen3Config(**sizes, attn_implementation="sdpa")

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.cache_race import SHAPES, Task, build, filled, random_rows
+from kvant.bench.cache_race import SHAPES, filled, opened, random_rows
 from kvant.bench.device import CPU
 from kvant.bench.engine import Silent
 from kvant.bench.report import Json, progress, run, show
@@ -81,14 +81,10 @@ def main(
     json: Json = False,
 ) -> None:
     """Many users in memory for a few: with prefixes and a store, and from the beginning."""
-    if threads is not None:
-        torch.set_num_threads(threads)
     if memory > users:
         raise ValueError(f"--memory {memory} of {users} users")
-    task = Task(layers, 1, shape)
-    progress("building the model")
-    model = build(task.sizes)
-    dice, vocabulary = random.Random(0), task.sizes["vocab_size"]
+    model, sizes = opened(shape, layers, threads)
+    dice, vocabulary = random.Random(0), sizes["vocab_size"]
 
     def said(count: int) -> list[int]:
         return [dice.randrange(vocabulary) for _ in range(count)]
@@ -128,7 +124,7 @@ def main(
     progress("")
     facts = {
         "model": f"{shape}, random",
-        "layers": task.sizes["num_hidden_layers"],
+        "layers": sizes["num_hidden_layers"],
         "users": users,
         "turns": turns,
         "tokens": longest,

@@ -28,7 +28,7 @@ import typer
 from torch import Tensor
 from transformers import GenerationConfig
 
-from kvant.bench.cache_race import SHAPES, Task, build
+from kvant.bench.cache_race import SHAPES, opened
 from kvant.bench.device import CPU
 from kvant.bench.report import Json, progress, run, show
 from kvant.engine import Engine
@@ -160,14 +160,10 @@ def main(
             f"--tokens {tokens}: {sequences + WARM + 5} or more, or the first of {sequences} "
             "requests ends before the last one begins"
         )
-    if threads is not None:
-        torch.set_num_threads(threads)
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    task = Task(layers, 1, shape)
-    progress("building the model")
-    model = build(task.sizes)
+    model, sizes = opened(shape, layers, threads)
     generator = torch.Generator().manual_seed(0)
-    vocabulary = task.sizes["vocab_size"]
+    vocabulary = sizes["vocab_size"]
     prompts = torch.randint(vocabulary, (sequences, context), generator=generator).tolist()
     turns = [
         Turns(way, again(model, packs=way.packs), prompts)
@@ -202,7 +198,7 @@ def main(
         )
     facts = {
         "model": f"{shape}, random",
-        "layers": task.sizes["num_hidden_layers"],
+        "layers": sizes["num_hidden_layers"],
         "context": context,
         "steps": len(stock),
         "transformers": version("transformers"),

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.cache_race import SHAPES, Task, build
+from kvant.bench.cache_race import SHAPES, opened
 from kvant.bench.device import CPU
 from kvant.bench.engine import Silent
 from kvant.bench.report import Json, progress, run, show
@@ -94,13 +94,9 @@ def main(
     json: Json = False,
 ) -> None:
     """The time to the first token, of prompts that were read before and of others."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    task = Task(layers, repeats, shape)
-    progress("building the model")
-    model = build(task.sizes)
+    model, sizes = opened(shape, layers, threads)
     generator = torch.Generator().manual_seed(0)
-    vocabulary = task.sizes["vocab_size"]
+    vocabulary = sizes["vocab_size"]
     common = torch.randint(vocabulary, (shared,), generator=generator).tolist()
     ends = torch.randint(vocabulary, (2 * repeats + 2, own), generator=generator).tolist()
     with TemporaryDirectory(prefix="kvant-") as folder:
@@ -119,7 +115,7 @@ def main(
     ]
     facts = {
         "model": f"{shape}, random",
-        "layers": task.sizes["num_hidden_layers"],
+        "layers": sizes["num_hidden_layers"],
         "shared": shared,
         "own": own,
         "cache": kv_cache,

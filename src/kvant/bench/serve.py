@@ -23,10 +23,9 @@ from functools import partial
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-import torch
 import typer
 
-from kvant.bench.cache_race import SHAPES, Task, build
+from kvant.bench.cache_race import SHAPES, opened
 from kvant.bench.device import CPU
 from kvant.bench.engine import Silent
 from kvant.bench.report import Json, numbers, progress, run, show
@@ -163,18 +162,14 @@ def main(
 ) -> None:
     """Tokens a second and waits of clients of a server, beside the engine itself."""
     many = numbers("--clients", clients)
-    if threads is not None:
-        torch.set_num_threads(threads)
     others = [(one, model_at(one)) for one in url or ()]
-    task = Task(layers, 1, shape)
-    progress("building the model")
-    model = build(task.sizes)
+    model, sizes = opened(shape, layers, threads)
     dice = random.Random(0)
 
     def prompt(way: Way) -> Prompt:
         if way.text:
             return " ".join(dice.choice(WORDS) for _ in range(context))
-        return [dice.randrange(task.sizes["vocab_size"]) for _ in range(context)]
+        return [dice.randrange(sizes["vocab_size"]) for _ in range(context)]
 
     def directly(ids: Prompt, count: int) -> Iterator[object]:
         return engine.submit(ids, max_new_tokens=count, ignore_end=True)
@@ -197,7 +192,7 @@ def main(
     progress("")
     facts = {
         "model": f"{shape}, random",
-        "layers": task.sizes["num_hidden_layers"],
+        "layers": sizes["num_hidden_layers"],
         "cache": kv_cache,
         "context": context,
         "tokens": tokens,

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.cache_race import SHAPES, Task, build, filled, random_rows
+from kvant.bench.cache_race import SHAPES, filled, opened, random_rows
 from kvant.bench.device import CPU
 from kvant.bench.report import Json, progress, run, show
 from kvant.hf import HostCache
@@ -100,11 +100,7 @@ def main(
     json: Json = False,
 ) -> None:
     """What decoding beside a writer costs, and how soon a prefix is back."""
-    if threads is not None:
-        torch.set_num_threads(threads)
-    task = Task(layers, repeats, shape)
-    progress("building the model")
-    model = build(task.sizes)
+    model, sizes = opened(shape, layers, threads)
     with TemporaryDirectory(prefix="kvant-") as folder:
         rounds = Rounds(model, kv_cache, context, store or folder)
         for number in range(repeats + 1):
@@ -116,7 +112,7 @@ def main(
     progress("")
     facts = {
         "model": f"{shape}, random",
-        "layers": task.sizes["num_hidden_layers"],
+        "layers": sizes["num_hidden_layers"],
         "context": context,
         "cache": kv_cache,
         "mib": rounds.cache.states.nbytes_used / 2**20,

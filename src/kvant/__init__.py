@@ -19,6 +19,7 @@ from kvant.errors import (
     CacheFileError,
     CapacityError,
     EngineError,
+    GrammarError,
     PromptError,
     RewindError,
     SnapshotMismatch,
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from kvant.engine import Engine, Result, Stream, Usage, generate_many
-    from kvant.generation import Session, Step, generate
+    from kvant.generation import Grammar, Messages, Session, Step, generate
     from kvant.hf import HostCache, cache_for, detach
     from kvant.prefixes import Prefixes
     from kvant.probing import Probe, attach, probe
@@ -52,9 +53,12 @@ __all__ = [
     "EmptySpec",
     "Engine",
     "EngineError",
+    "Grammar",
+    "GrammarError",
     "GroupSpec",
     "LayerSpec",
     "Mask",
+    "Messages",
     "Packing",
     "Plan",
     "Prefixes",
@@ -96,7 +100,7 @@ __all__ = [
 LATER = dict.fromkeys(("cache_for", "detach"), "kvant.hf")
 LATER["Prefixes"] = "kvant.prefixes"
 LATER |= dict.fromkeys(("Probe", "attach", "probe"), "kvant.probing")
-LATER |= dict.fromkeys(("Session", "Step", "generate"), "kvant.generation")
+LATER |= dict.fromkeys(("Grammar", "Messages", "Session", "Step", "generate"), "kvant.generation")
 LATER |= dict.fromkeys(("Engine", "Result", "Stream", "Usage", "generate_many"), "kvant.engine")
 
 

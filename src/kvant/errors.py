@@ -17,6 +17,10 @@ class PromptError(CacheError, ValueError):
     """A message that a model cannot be shown: by its template, or by the tokens it comes to."""
 
 
+class GrammarError(CacheError, ValueError):
+    """A grammar that cannot be read, or followed."""
+
+
 class CapacityError(CacheError):
     """More tokens than a fixed capacity has room for."""
 

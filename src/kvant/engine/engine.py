@@ -45,6 +45,7 @@ from kvant.engine.stream import Stream
 from kvant.errors import CacheError, EngineError
 from kvant.generation.conversation import Prompt, marks_of_prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, decoder_of
+from kvant.generation.grammar import Grammar, rules_of
 from kvant.generation.loop import Limits, Reply, Step
 from kvant.generation.sampling import Sampler, Sampling
 from kvant.hf import attach, attachments, detach
@@ -183,9 +184,11 @@ class Engine:
         presence_penalty: float = 0.0,
         frequency_penalty: float = 0.0,
         logit_bias: Mapping[int, float] | None = None,
+        grammar: Grammar | None = None,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         ignore_end: bool = False,
+        skip_special_tokens: bool = True,
         logprobs: int = 0,
         priority: int = 0,
         tenant: str = "",
@@ -195,11 +198,11 @@ class Engine:
     ) -> Stream:
         """Ask for `n` continuations of a prompt: text, token ids, or messages with roles.
 
-        `logprobs` tells so many of the likeliest tokens with each. Requests of a higher `priority`
-        are served first, and among equals those of the `tenant` that has least. Prefixes are shared
-        with requests of the same `salt`, and with no others. `on_step` is called
-        with each step, in the engine's thread: what it raises ends the request. What is wrong with
-        the arguments is said here.
+        A reply follows the `grammar`. `logprobs` tells so many of the likeliest tokens with each.
+        Requests of a higher `priority` are served first, and among equals those of the `tenant`
+        that has least. Prefixes are shared with requests of the same `salt`, and with no others.
+        `on_step` is called with each step, in the engine's thread: what it raises ends the request.
+        What is wrong with the arguments is said here.
         """
         whole = {"n": n, "logprobs": logprobs, "priority": priority}
         for name, value in (whole | {"max_new_tokens": max_new_tokens}).items():
@@ -213,10 +216,12 @@ class Engine:
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             end_tokens=frozenset() if ignore_end else self._ends,
+            special=not skip_special_tokens,
         )
         drawn = temperature, top_k, top_p, min_p, repetition_penalty, seed
         biases = self._biases(logit_bias or {})
-        sampling = Sampling(*drawn, presence_penalty, frequency_penalty, biases)
+        rules = rules_of(grammar, self.tokenizer, limits.end_tokens)
+        sampling = Sampling(*drawn, presence_penalty, frequency_penalty, biases, rules)
         tokens = self.tokens_of(prompt)
         limits.check_prompt(tokens)
         now, new = time.monotonic(), limits.left(0, len(tokens))

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvant.generation.conversation import Prompt, marks_of_prompt, tokens_of_prompt
+from kvant.generation.conversation import Messages, Prompt, marks_of_prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, Memory
 from kvant.generation.drafts import Drafter
+from kvant.generation.grammar import Grammar
 from kvant.generation.loop import Step
 from kvant.generation.reader import Progress
 from kvant.generation.sampling import Sampling
@@ -18,7 +19,7 @@ from kvant.generation.session import Session
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
 
-__all__ = ["HostDecoder", "Sampling", "Session", "Step", "generate"]
+__all__ = ["Grammar", "HostDecoder", "Messages", "Sampling", "Session", "Step", "generate"]
 
 
 def generate(
@@ -35,6 +36,7 @@ def generate(
     repetition_penalty: float = 1.0,
     seed: int | None = None,
     stop: str | Sequence[str] = (),
+    grammar: Grammar | None = None,
     ignore_end: bool = False,
     max_context: int | None = None,
     prefill_chunk: int = 512,
@@ -50,13 +52,14 @@ def generate(
     """Stream the continuation of a prompt, a `Step` for each token.
 
     `model` is a model of transformers, or any callable `model(ids, cache) -> logits`. The prompt is
-    text, token ids, or messages with roles. `kv_cache` is a spec, or an empty cache to use, from
-    which the caller may read what there was. `strategy` is always, disabled (compute everything
-    anew), long (keep only what passes `threshold` tokens) or adaptive (stay under `budget` bytes,
-    "64MiB" too). `draft` guesses tokens that are verified together: "ngram", or a smaller model
-    with the same tokenizer. `backend` reads every layer ("reference", "native", "triton"), else
-    the first that can. With `prefixes`, which other calls may share, nothing is read twice. What is
-    wrong with the arguments is said here, before the first step.
+    text, token ids, or messages with roles (`kvant.Messages` tells a template more than these).
+    `kv_cache` is a spec, or an empty cache to use, from which the caller may read what there was.
+    A reply follows the `grammar`: `kvant.Grammar.json(schema)`. `strategy` is always, disabled
+    (compute everything anew), long (keep only what passes `threshold` tokens) or adaptive (stay
+    under `budget` bytes, "64MiB" too). `draft` guesses tokens that are verified together: "ngram",
+    or a smaller model with the same tokenizer. `backend` reads every layer ("reference", "native",
+    "triton"), else the first that can. With `prefixes`, which other calls may share, nothing is
+    read twice. What is wrong with the arguments is said here, before the first step.
     """
     session = Session(
         model,
@@ -85,6 +88,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         seed=seed,
         stop=stop,
+        grammar=grammar,
         ignore_end=ignore_end,
         progress=progress,
         marks=marks,

@@ -13,11 +13,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from inspect import signature
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvant.errors import CacheError, CacheFileError, PromptError
 from kvant.generation.reader import shared_prefix
@@ -91,10 +93,10 @@ class Template:
         self.system = system
 
     def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
-        return templated(self.tokenizer, self._messages(turns, message))
+        return templated(self.tokenizer, Messages(self._messages(turns, message)))
 
     def marks(self, turns: Sequence[Turn], message: str, prompt: Sequence[int]) -> list[int]:
-        return marks_of(self.tokenizer, self._messages(turns, message), prompt)
+        return marks_of(self.tokenizer, Messages(self._messages(turns, message)), prompt)
 
     def _messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
         said = [] if self.system is None else [("system", self.system)]
@@ -103,30 +105,52 @@ class Template:
         return [{"role": role, "content": text} for role, text in (*said, ("user", message))]
 
 
-def templated(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+Message = Mapping[str, Any]  # role and content, and whatever else a template knows
+
+
+@dataclass(frozen=True)
+class Messages:
+    """Messages with roles, and what a chat template is told beside them."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]] = ()  # functions that the model may call, as JSON
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the template: enable_thinking
+
+    def __post_init__(self) -> None:
+        taken = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+        if wrong := sorted(set(self.options) & set(taken)):
+            raise PromptError(f"{wrong[0]!r} is no option of a template")
+
+    def text(self, tokenizer: Any, messages: Sequence[Message], **how: Any) -> str:
+        """Some of the messages as the template of a tokenizer lays them out."""
+        told = dict(self.options) | ({"tools": list(self.tools)} if self.tools else {})
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **told, **how)
+        return text
+
+
+def templated(tokenizer: Any, asked: Messages) -> list[int]:
     """The tokens before the reply to the last of these."""
-    if getattr(tokenizer, "chat_template", None) is None:
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
         raise PromptError("messages for a tokenizer without a chat template: give one text")
+    if asked.tools and "tools" not in str(template):
+        raise PromptError("tools for a model whose chat template does not know them")
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=True
-        )
+        text = asked.text(tokenizer, asked.messages, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
-def marks_of(
-    tokenizer: Any, messages: Sequence[Mapping[str, Any]], prompt: Sequence[int]
-) -> list[int]:
+def marks_of(tokenizer: Any, asked: Messages, prompt: Sequence[int]) -> list[int]:
     """The lengths of a prompt behind what the system says, and before the last message."""
+    messages = asked.messages
     first = next((i for i, one in enumerate(messages) if one.get("role") != "system"), 0)
     found = set()
     for head in (messages[:first], messages[:-1]):
         if head:
             with suppress(Exception):  # a template may want more messages than these
-                text = tokenizer.apply_chat_template(list(head), tokenize=False)
-                ids = tokenizer.encode(text, add_special_tokens=False)
+                ids = tokenizer.encode(asked.text(tokenizer, head), add_special_tokens=False)
                 found.add(shared_prefix(ids, prompt))
     return sorted(found)
 
@@ -137,23 +161,22 @@ def dialogue_of(tokenizer: Any, system: str | None = None, template: bool = True
     return (Template if templated else Continuation)(tokenizer, system)
 
 
-Message = Mapping[str, Any]  # role and content, and whatever else a template knows
 ONE = (
     "one prompt at a time is generated; of several, "
     "[list(kvant.generate(model, tokenizer, one)) for one in prompts]"
 )
-Prompt = str | Sequence[int] | Tensor | Sequence[Message]
+Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Messages
 
 
 def tokens_of_prompt(tokenizer: Any, prompt: Prompt) -> str | list[int]:
     """Text as it is; of ids [T] or [1, T] the numbers; of messages what the template makes."""
     if isinstance(prompt, str):
         return prompt
+    if (asked := _messages(prompt)) is not None:
+        return templated(tokenizer, asked)
     if isinstance(prompt, Mapping):
         raise PromptError("a mapping is no prompt: of a tokenizer's output give ['input_ids']")
     parts: Any = prompt if isinstance(prompt, list | tuple) else [prompt]
-    if parts and all(isinstance(part, Mapping) for part in parts):
-        return templated(tokenizer, parts)
     if any(isinstance(part, str) or (len(parts) > 1 and _many(part)) for part in parts):
         raise PromptError(ONE)
     return _ids(prompt)
@@ -161,10 +184,17 @@ def tokens_of_prompt(tokenizer: Any, prompt: Prompt) -> str | list[int]:
 
 def marks_of_prompt(tokenizer: Any, prompt: Prompt, tokens: str | Sequence[int]) -> list[int]:
     """Where other prompts may begin to differ from one of messages; of others nobody knows."""
-    parts: Any = prompt if isinstance(prompt, list | tuple) else []
-    if not parts or isinstance(tokens, str) or not all(isinstance(one, Mapping) for one in parts):
+    asked = _messages(prompt)
+    if asked is None or isinstance(tokens, str):
         return []
-    return marks_of(tokenizer, parts, tokens)
+    return marks_of(tokenizer, asked, tokens)
+
+
+def _messages(prompt: Any) -> Messages | None:
+    if isinstance(prompt, list | tuple) and prompt:
+        whole = all(isinstance(one, Mapping) for one in prompt)
+        return Messages(prompt) if whole else None
+    return prompt if isinstance(prompt, Messages) else None
 
 
 def _many(part: Any) -> bool:

@@ -68,10 +68,19 @@ class Text:
     """The text of a growing list of tokens."""
 
     def __init__(
-        self, tokenizer: Any, stop: Sequence[str] = (), before: Sequence[int] = ()
+        self,
+        tokenizer: Any,
+        stop: Sequence[str] = (),
+        before: Sequence[int] = (),
+        *,
+        special: bool = False,
     ) -> None:
-        """`before` are tokens that it stands behind: a tokenizer may join words to them."""
+        """`before` are tokens that it stands behind: a tokenizer may join words to them.
+
+        With `special` the names of special tokens are part of the text.
+        """
         self.tokenizer = tokenizer
+        self.special = special
         self.stop = tuple(stop)
         self.stopped = False
         self._tokens = list(before[-CONTEXT:])
@@ -103,7 +112,8 @@ class Text:
         return text
 
     def _decoded(self, first: int, stop: int) -> str:
-        text: str = self.tokenizer.decode(self._tokens[first:stop], skip_special_tokens=True)
+        tokens = self._tokens[first:stop]
+        text: str = self.tokenizer.decode(tokens, skip_special_tokens=not self.special)
         return text
 
     def _until_stop(self, piece: str) -> str:
@@ -133,6 +143,7 @@ class Limits:
     max_context: int | None = None
     vocabulary: int | None = None
     max_drafts: int = 8  # tokens that are guessed at once, where there is somebody to guess
+    special: bool = False  # are the names of special tokens part of the text?
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_context", "max_drafts"):
@@ -172,7 +183,8 @@ class Reply:
     said: int = 0
 
     def __post_init__(self) -> None:
-        self.text = Text(self.tokenizer, self.limits.stop, self.tokens)
+        limits = self.limits
+        self.text = Text(self.tokenizer, limits.stop, self.tokens, special=limits.special)
 
     @property
     def left(self) -> int:
@@ -229,7 +241,7 @@ class Run:
         """
         self.limits.check_prompt(prompt)
         self.reply = reply = Reply(self.tokenizer, self.limits, list(prompt))
-        sampler, drafts = Sampler(self.sampling), list[Draft]()
+        sampler, drafts = Sampler(self.sampling, len(prompt)), list[Draft]()
         try:
             rows = self.reader.prompt(reply.tokens, progress, marks)[None]
             while True:

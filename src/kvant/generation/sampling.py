@@ -1,9 +1,9 @@
 """From logits to a token, and how likely it was.
 
-The order is the customary one: penalties and biases, temperature, then what is left out (top-k,
-top-p, min-p, each on the distribution that the one before left). Temperature 0 is the likeliest
-token, whatever is left out. What is drawn follows from the seed and the position of the token: the
-same seed draws the same tokens, whoever else is drawn for in the same call.
+The order is the customary one: penalties, biases, the grammar, temperature, then what is left out
+(top-k, top-p, min-p, each on the distribution that the one before left). Temperature 0 is the
+likeliest token, whatever is left out. What is drawn follows from the seed and the position of the
+token: the same seed draws the same tokens, whoever else is drawn for in the same call.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kvant.generation.grammar import Rules
 
 NEVER = float("-inf")
 LIKELIEST = (256, 4096)  # tokens that are looked at before all of them are
@@ -35,6 +37,7 @@ class Sampling:
     presence_penalty: float = 0.0  # taken from the logit of what was said,
     frequency_penalty: float = 0.0  # and as often as it was
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
+    rules: Rules | None = None  # of the grammar that a reply follows
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -58,9 +61,9 @@ class Sampling:
 
     @property
     def changes(self) -> bool:
-        """Does it change logits, by what came before or by a bias?"""
+        """Does it change logits, by what came before, by a bias or by a grammar?"""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0
-        return any(penalties) or bool(self.logit_bias)
+        return any(penalties) or bool(self.logit_bias) or self.rules is not None
 
     def apart(self, index: int) -> Sampling:
         """The same with other random numbers, for one of several continuations."""
@@ -169,9 +172,10 @@ class Sampler:
     """Draws tokens for one sequence; its random numbers follow from the seed and a position."""
 
     def __init__(self, sampling: Sampling, begin: int = 0) -> None:
-        """`begin` tokens are a prompt: presence and frequency are of those behind it."""
+        """`begin` tokens are a prompt: presence, frequency and a grammar are of those behind it."""
         self.sampling = sampling
         self.begin = begin
+        self.follower = None if sampling.rules is None else sampling.rules.begin()
         self.unseeded = replace(sampling, seed=None)  # what others may have in common
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         self._seed = seed % 2**64
@@ -282,7 +286,7 @@ def _guessed(draft: Draft, logprobs: Tensor) -> Tensor:
 def _changed(
     logits: Tensor, samplers: Sequence[Sampler], before: Sequence[Sequence[int]]
 ) -> Tensor:
-    """Logits [rows, vocabulary] as they are once tokens were penalized and biased."""
+    """Logits [rows, vocabulary] once tokens were penalized, biased, and left out by a grammar."""
     if not samplers[0].sampling.changes:
         return logits
     rows = []
@@ -297,6 +301,9 @@ def _changed(
         if one.logit_bias:
             tokens, biases = zip(*one.logit_bias, strict=True)
             row[torch.tensor(tokens, device=row.device)] += row.new_tensor(biases)
+        if sampler.follower is not None:
+            allowed = sampler.follower.allowed(text[sampler.begin :], len(row))
+            row.masked_fill_(~allowed.to(row.device), NEVER)
         rows.append(row)
     return torch.stack(rows)
 

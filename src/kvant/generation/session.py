@@ -19,6 +19,7 @@ from kvant.errors import RewindError
 from kvant.generation.conversation import Transcript, Turn, dialogue_of, refusing, tokens_of
 from kvant.generation.decoder import Decoder, HostDecoder, Memory, decoder_of
 from kvant.generation.drafts import Drafter, drafter_of
+from kvant.generation.grammar import Grammar, rules_of
 from kvant.generation.loop import Limits, Run, Step, Steps
 from kvant.generation.reader import Progress, Reader, shared_prefix
 from kvant.generation.sampling import Sampling
@@ -117,6 +118,7 @@ class Session:
         repetition_penalty: float = 1.0,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
+        grammar: Grammar | None = None,
         ignore_end: bool = False,
         progress: Progress | None = None,
         marks: Sequence[int] = (),
@@ -136,7 +138,15 @@ class Session:
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             end_tokens=frozenset() if ignore_end else self.reader.decoder.end_tokens,
         )
-        sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+        sampling = Sampling(
+            temperature,
+            top_k,
+            top_p,
+            min_p,
+            repetition_penalty,
+            seed,
+            rules=rules_of(grammar, self.tokenizer, limits.end_tokens),
+        )
         if isinstance(message, str):
             prompt = self.dialogue.prompt(self._turns, self._tokens, message)
             if self._prefixes is not None:

@@ -1,0 +1,147 @@
+"""What a reply may be: JSON of a schema, or any text of a grammar.
+
+Before every token a grammar says which tokens may stand there; the others are never drawn. The end
+of a reply may be drawn where the text is whole, and nothing else where it cannot go on. Grammars
+are read by llguidance, which is optional; a `Vocabulary` is a tokenizer as it knows one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.errors import GrammarError
+from kvant.generation.reader import shared_prefix
+
+# Between the parts of JSON: a new line, and so many spaces. A model that is not sure of what comes
+# would else write spaces for ever.
+SPACE = r"\n?[ \t]{0,16}"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A set of texts, in the words of llguidance. `Grammar.json(schema)` is the usual one."""
+
+    text: str
+
+    @classmethod
+    def json(cls, schema: Mapping[str, Any] | None = None) -> Grammar:
+        """What fits a JSON schema; without one, any JSON object."""
+        wanted = {"type": "object"} if schema is None else schema
+        return cls(
+            _llguidance().LLMatcher.grammar_from_json_schema(
+                json.dumps(wanted), overrides={"whitespace_pattern": SPACE}
+            )
+        )
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """What a regular expression matches as a whole; it may look neither ahead nor behind."""
+        return cls(_llguidance().LLMatcher.grammar_from_regex(pattern))
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """What a grammar in the language of Lark, as llguidance reads it, gives for `start`."""
+        return cls(_llguidance().LLMatcher.grammar_from_lark(text))
+
+
+class Vocabulary:
+    """The tokens of a tokenizer, and those that end a reply."""
+
+    def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
+        if not end_tokens:
+            raise GrammarError("a grammar without a token that ends a reply: no text could end")
+        if not getattr(tokenizer, "is_fast", False):
+            kind = type(tokenizer).__name__
+            raise GrammarError(f"a grammar for {kind}: a fast tokenizer of transformers is needed")
+        _llguidance()
+        from llguidance.hf import from_tokenizer
+
+        self.end_tokens = end_tokens
+        self._tokens = from_tokenizer(tokenizer, eos_token=sorted(end_tokens))
+
+    def compile(self, grammar: Grammar) -> Rules:
+        """Refuses what is no grammar, or more of one than can be followed."""
+        matcher = _llguidance().LLMatcher(self._tokens, grammar.text, log_level=0)
+        if matcher.is_error():
+            raise GrammarError(f"a grammar that cannot be followed: {_line(matcher.get_error())}")
+        return Rules(grammar, self, matcher)
+
+
+class Rules:
+    """A grammar over a vocabulary; two of the same are equal."""
+
+    def __init__(self, grammar: Grammar, vocabulary: Vocabulary, matcher: Any) -> None:
+        self._of = grammar, vocabulary
+        self._matcher = matcher
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rules) and self._of == other._of
+
+    def __hash__(self) -> int:
+        return hash(self._of)
+
+    def begin(self) -> Follower:
+        return Follower(self._matcher.deep_copy(), self._of[1].end_tokens)
+
+
+class Follower:
+    """Rules along one reply, which may be taken back as far as it was guessed."""
+
+    def __init__(self, matcher: Any, end_tokens: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._ends = end_tokens
+        self._said: list[int] = []
+
+    def allowed(self, said: Sequence[int], size: int) -> Tensor:
+        """Which of `size` tokens may stand behind these: bool [size]; behind the end, any."""
+        if not self._ends.isdisjoint(said):  # somebody guesses on
+            return torch.ones(size, dtype=torch.bool)
+        self._follow(list(said))
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(
+                f"the grammar cannot be followed any further: {_line(self._matcher.get_error())}"
+            )
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=size)
+        return torch.from_numpy(bits).bool()
+
+    def _follow(self, said: list[int]) -> None:
+        shared = shared_prefix(self._said, said)
+        if shared < len(self._said):  # what was guessed, and is not so
+            self._matcher.rollback(len(self._said) - shared)
+        if not self._matcher.consume_tokens(said[shared:]):
+            why = _line(self._matcher.get_error())
+            raise GrammarError(f"the grammar does not go on with {said[shared:]}: {why}")
+        self._said = said
+
+
+def rules_of(grammar: Grammar | None, tokenizer: Any, end_tokens: frozenset[int]) -> Rules | None:
+    """A grammar over the tokens of a model, where there is one."""
+    return None if grammar is None else _vocabulary(tokenizer, end_tokens).compile(grammar)
+
+
+@lru_cache(maxsize=4)
+def _vocabulary(tokenizer: Any, end_tokens: frozenset[int]) -> Vocabulary:
+    """Of a large tokenizer it takes a second."""
+    return Vocabulary(tokenizer, end_tokens)
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise GrammarError("a grammar needs llguidance: pip install 'kvant[grammar]'") from None
+    return llguidance
+
+
+def _line(told: str) -> str:
+    """The first lines of an error, as one."""
+    return " ".join(told.split())[:300]

@@ -37,14 +37,19 @@ def test_health_and_figures(running: tuple[Any, str]) -> None:
     service, url = running
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{url}/ready").status_code == 200
-    httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
+    asked = {"prompt": PROMPT, "max_tokens": 3, "n": 2, "temperature": 1}
+    httpx.post(f"{url}/v1/completions", json=asked)
     settled(service)
     told = httpx.get(f"{url}/metrics").text
     figures = dict(
         line.rsplit(" ", 1) for line in told.splitlines() if line and not line.startswith("#")
     )
     assert float(figures['vllm:generation_tokens_total{model_name="inside"}']) >= 3
-    assert float(figures["vllm:time_to_first_token_seconds_count"]) >= 1
+    waits = [
+        float(figures[f'vllm:{name}_seconds_count{{model_name="inside"}}'])
+        for name in ("time_to_first_token", "inter_token_latency", "e2e_request_latency")
+    ]
+    assert 1 <= waits[0] <= waits[2] and waits[1] >= 4  # of requests, and between their tokens
     assert float(figures['kvant_cache_bytes{state="held"}']) > 0
     assert float(figures['kvant_http_responses_total{status="200"}']) >= 3
 

@@ -102,7 +102,8 @@ class Engine:
         self.tokenizer = tokenizer
         self.prefixes = prefixes
         self._ends = decoder.end_tokens
-        model, asked = decoder.model, decoder.memory(kv_cache, tokenizer).spec
+        self.model = model = decoder.model
+        asked = decoder.memory(kv_cache, tokenizer).spec
         memory = decoder.memory(asked.with_checkpoints(1))  # of before the forward under way
         self._batch = Batch(decoder, memory, backend)
         needed = plan(model, self._batch.spec, context=1)
@@ -229,7 +230,7 @@ class Engine:
             next(self._numbers), len(tokens), new, n, priority, tenant, arrived=int(1e3 * now)
         )
         self._schedule.check(job)
-        stream = Stream(len(tokens), n, lambda: self._inbox.put(lambda: self._cancel(job)), on_step)
+        stream = Stream(tokens, n, lambda: self._inbox.put(lambda: self._cancel(job)), on_step)
         samplers = [Sampler(sampling.apart(index), len(tokens)) for index in range(n)]
         marks = marks_of_prompt(self.tokenizer, prompt, tokens)
         request = Request(

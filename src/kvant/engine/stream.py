@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition
@@ -49,12 +49,12 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
 
     def __init__(
         self,
-        prompt_tokens: int,
+        prompt: Sequence[int],
         choices: int,
         cancel: Callable[[], None],
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
-        self._prompt = prompt_tokens
+        self.prompt = tuple(prompt)
         self._found: tuple[int, int, str | None] = (0, 0, None)
         self._said: list[list[Step]] = [[] for _ in range(choices)]
         self._cancel = cancel
@@ -108,7 +108,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
 
     @property
     def usage(self) -> Usage:
-        return Usage(self._prompt, sum(map(len, self._said)), *self._found)
+        return Usage(len(self.prompt), sum(map(len, self._said)), *self._found)
 
     def result(self, timeout: float | None = None) -> Result:
         """The first continuation, once all of it is there."""
@@ -179,7 +179,7 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         text = "".join(step.text for step in steps) + rest
         reason = (steps[-1].finish_reason if steps else None) or "cancelled"
         tokens, logprobs = tuple(s.token for s in steps), tuple(s.logprob for s in steps)
-        usage = Usage(self._prompt, len(steps), *self._found)
+        usage = Usage(len(self.prompt), len(steps), *self._found)
         return Result(text, tokens, logprobs, reason, usage)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvant.errors import CacheError
+from kvant.generation import Messages
 from kvant.server.protocol import Chat, Completion, Drawing, Tokenize
-from kvant.server.replies import DONE, Chatted, Completed, Reply, event, refused, used
-from kvant.server.service import Busy, Prompt, Replies, Service, status_of
+from kvant.server.replies import Chatted, Completed, Reply, refused
+from kvant.server.responses import Respond, Responded
+from kvant.server.service import Busy, Replies, Service, status_of
 
 log = logging.getLogger("kvant")
 
@@ -95,8 +97,11 @@ def _tell(app: FastAPI, service: Service) -> None:
         _check_model(service, asked.model)
         if (asked.prompt is None) == (asked.messages is None):
             raise Wrong("prompt or messages: one of them is needed", "prompt")
-        said: Prompt = asked.prompt or ""
-        prompt = said if asked.messages is None else service.prompt(asked.messages)
+        messages = [message.shown for message in asked.messages or ()]
+        tools = [one.shown for one in asked.tools or ()]
+        prompt = (
+            asked.prompt if asked.prompt is not None else service.prompt(Messages(messages, tools))
+        )
         tokens = await anyio.to_thread.run_sync(service.tokens, prompt)
         most = service.engine.limits.max_context
         return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
@@ -105,34 +110,33 @@ def _tell(app: FastAPI, service: Service) -> None:
 def _answer(app: FastAPI, service: Service) -> None:
     """What a server is for."""
     tenant = Depends(_tenant_of(service))
+    known = service.engine.tokenizer, service.model
 
     @app.post("/v1/chat/completions")
     async def chat(asked: Chat, http: Request, tenant: str = tenant) -> Response:
         _check_model(service, asked.model)
-        prompts = [service.prompt(asked.messages)]
-        return await _replied(service, Chatted, prompts, asked, tenant, http)
+        replies = await service.ask([service.prompt(asked.shown)], asked, tenant)
+        return await _replied(Chatted(*known, asked, replies.listeners), replies, asked, http)
 
     @app.post("/v1/completions")
     async def completions(asked: Completion, http: Request, tenant: str = tenant) -> Response:
         _check_model(service, asked.model)
-        prompts: list[Prompt] = [*asked.prompts]
-        return await _replied(service, Completed, prompts, asked, tenant, http)
+        replies = await service.ask([*asked.prompts], asked, tenant)
+        return await _replied(Completed(*known, asked, replies.listeners), replies, asked, http)
+
+    @app.post("/v1/responses")
+    async def responses(told: Respond, http: Request, tenant: str = tenant) -> Response:
+        _check_model(service, told.model)
+        asked = told.chat
+        replies = await service.ask([service.prompt(asked.shown)], asked, tenant)
+        reply = Responded(*known, asked, replies.listeners, told)
+        return await _replied(reply, replies, asked, http)
 
 
-async def _replied(
-    service: Service,
-    kind: type[Reply],
-    prompts: Sequence[Prompt],
-    asked: Drawing,
-    tenant: str,
-    http: Request,
-) -> Response:
+async def _replied(reply: Reply, replies: Replies, asked: Drawing, http: Request) -> Response:
     """Whole, or as it comes."""
-    replies = await service.ask(prompts, asked, tenant)
-    reply = kind(service.engine.tokenizer, service.model, asked.likeliest)
     if asked.stream:
-        events = _events(replies, reply, tells_usage=asked.tells_usage)
-        return Streamed(events, replies)
+        return Streamed(_events(replies, reply), replies)
     spoken = None
     async with anyio.create_task_group() as group:
         group.start_soon(_until_gone, http, group.cancel_scope)
@@ -145,7 +149,7 @@ async def _replied(
             group.cancel_scope.cancel()
     if spoken is None:
         return Response(status_code=WENT)
-    return JSONResponse(reply.all(spoken, used(replies.usage)))
+    return JSONResponse(await anyio.to_thread.run_sync(reply.all, spoken, replies.usage))
 
 
 class Streamed(StreamingResponse):
@@ -165,15 +169,14 @@ class Streamed(StreamingResponse):
 UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-async def _events(replies: Replies, reply: Reply, *, tells_usage: bool) -> AsyncIterator[str]:
+async def _events(replies: Replies, reply: Reply) -> AsyncIterator[str]:
     """A stream to its end, or to an error; who does not listen any more ends it."""
     try:
-        async for told in replies.events(reply, tells_usage=tells_usage):
+        async for told in replies.events(reply):
             yield told
-        yield DONE
     except Exception as error:
         log.warning("a stream ended: %r", error)
-        yield event(_told(error, began=True)[1])
+        yield reply.failed(_told(error, began=True)[1])
     finally:
         replies.cancel()
 
@@ -241,11 +244,12 @@ def _refuse(app: FastAPI) -> None:
             told, code = f"{param}: not supported", "unsupported_parameter"
         elif first["type"] == "json_invalid":
             told, param, code = f"the body is no JSON: {first['ctx']['error']}", None, None
+        elif first["type"] == "value_error":
+            told, code = str(first["ctx"]["error"]), None
+            param = param or told.partition(":")[0]
         elif param is None:
-            told, code = (
-                "a body of a JSON object is needed, with Content-Type: application/json",
-                None,
-            )
+            told = "a body of a JSON object is needed, with Content-Type: application/json"
+            code = None
         else:
             told, code = f"{param}: {first['msg']}", None
         return JSONResponse(refused(told, "invalid_request_error", param, code), 400)
@@ -318,9 +322,18 @@ class Counted:
         self._answers = service.metrics.answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        told = False
+
         async def sending(message: Message) -> None:
+            nonlocal told
             if message["type"] == "http.response.start":
                 self._answers.labels(str(message["status"])).inc()
+                told = True
             await send(message)
 
-        await self._app(scope, receive, sending if scope["type"] == "http" else send)
+        try:
+            await self._app(scope, receive, sending if scope["type"] == "http" else send)
+        except Exception:
+            if not told:  # somebody further out answers
+                self._answers.labels("500").inc()
+            raise

@@ -22,16 +22,17 @@ class Metrics:
     def __init__(self, engine: Engine, model: str) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Engine(engine, model))
-        more: Any = {"registry": self._registry}
-        waits = more | {"buckets": SECONDS}
-        self.first = Histogram(
-            "vllm:time_to_first_token_seconds", "From a request to its token", **waits
-        )
-        self.between = Histogram("vllm:inter_token_latency_seconds", "Between two tokens", **waits)
-        self.whole = Histogram("vllm:e2e_request_latency_seconds", "All of a request", **waits)
+        self.first = self._waits("time_to_first_token", "From a request to its first token", model)
+        self.between = self._waits("inter_token_latency", "Between two tokens", model)
+        self.whole = self._waits("e2e_request_latency", "All of a request", model)
         self.answers = Counter(
-            "kvant_http_responses", "Answers by what they say", ["status"], **more
+            "kvant_http_responses", "Answers by status", ["status"], registry=self._registry
         )
+
+    def _waits(self, name: str, about: str, model: str) -> Histogram:
+        labels = ["model_name"]
+        more: Any = {"registry": self._registry, "buckets": SECONDS}
+        return Histogram(f"vllm:{name}_seconds", about, labels, **more).labels(model)
 
     def told(self) -> bytes:
         return generate_latest(self._registry)

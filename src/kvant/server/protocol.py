@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from kvant.generation import Grammar, Messages
+from kvant.generation.grammar import SPACE
 
 MOST_FIELDS = 64
 MOST_MESSAGES = 4096
@@ -12,9 +17,23 @@ MOST_STOPS = 16
 MOST_BIASES = 1024
 MOST_PARTS = 256  # of a message
 MOST_PROMPTS = 128
+MOST_TOOLS = 128
+MOST_CALLS = 8  # of one reply, where it must call
+LARGEST_SCHEMA = 64 << 10  # characters
+# The schema of a function without parameters.
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 # Of a list that is wrong the first wrong item is told, and no other is looked at.
 Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
 Several = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    if (size := len(json.dumps(schema))) > LARGEST_SCHEMA:
+        raise ValueError(f"a schema of {size} characters: {LARGEST_SCHEMA} at most")
+    return schema
+
+
+Schema = Annotated[dict[str, Any], AfterValidator(_bounded)]
 
 
 class Asked(BaseModel):
@@ -34,15 +53,10 @@ class StreamOptions(Asked):
     include_usage: bool = False
 
 
-class TextFormat(Asked):
-    type: Literal["text"]
-
-
 class Drawing(Asked):
     """What all requests for text have in common."""
 
     model: str | None = None
-    max_tokens: Annotated[int | None, Field(ge=1)] = None
     temperature: Annotated[float | None, Field(ge=0, le=2)] = None
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     top_k: Annotated[int | None, Field(ge=-1)] = None  # 0 and -1, as vLLM has it: all
@@ -58,11 +72,17 @@ class Drawing(Asked):
     ) = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 63)] = None
     stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Annotated[int | None, Field(ge=1)] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
-    user: str | None = None  # taken, and not used
+    cache_salt: Annotated[str | None, Field(max_length=256)] = None  # shares prefixes within it
+    user: str | None = None  # these are taken, and not used
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
 
     @property
     def most(self) -> int | None:
@@ -73,6 +93,26 @@ class Drawing(Asked):
     def likeliest(self) -> int | None:
         """How many likely tokens it wants beside each; None: no logprobs at all."""
         return None
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What a reply may be."""
+        return None
+
+    @property
+    def is_parsed(self) -> bool:
+        """Does a model write it in words of its own, with thoughts and calls?"""
+        return False
+
+    @property
+    def must_call(self) -> bool:
+        """Is it a list of calls?"""
+        return False
+
+    @property
+    def tools_shown(self) -> list[dict[str, Any]]:
+        """Tools that may be called, as a template knows them."""
+        return []
 
     @property
     def tells_usage(self) -> bool:
@@ -91,6 +131,8 @@ class Drawing(Asked):
             "seed": self.seed,
             "stop": self.stop,
             "n": self.n,
+            "grammar": self.grammar,
+            "logprobs": self.likeliest,
         }
         found: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
         if self.logit_bias:
@@ -122,35 +164,158 @@ class TextPart(Asked):
     text: str
 
 
+class Called(Asked):
+    name: str
+    arguments: str
+
+
+class ToolCall(Asked):
+    """What a model asked for, as clients send it back."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Called
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """Templates know the arguments as what the JSON says."""
+        try:
+            arguments = json.loads(self.function.arguments or "{}")
+        except ValueError:
+            arguments = self.function.arguments
+        told = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id, "type": self.type, "function": told}
+
+
 class Message(Asked):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)]
-    name: None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: (
+        str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None
+    ) = None
+    name: Annotated[str | None, Field(max_length=256)] = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
+        None
+    )
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None  # as replies have it, which clients send back
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError(f"tool_calls of {self.role}: only an assistant calls")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id: a message of a tool needs it, and no other one has it")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content: needed, but where an assistant calls tools")
+        return self
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "".join(part.text for part in self.content)
 
     @property
-    def shown(self) -> dict[str, str]:
+    def shown(self) -> dict[str, Any]:
         """As a template knows it."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        calls = [call.shown for call in self.tool_calls or ()]
+        beside = {
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
+        role = "system" if self.role == "developer" else self.role
+        told = {"role": role, "content": self.text}
+        return told | {name: one for name, one in beside.items() if one is not None}
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+Conversation = Annotated[
+    list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+]
+
+
+class Function(Asked):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: Schema | None = None
+    strict: bool | None = None
+
+
+class Tool(Asked):
+    type: Literal["function"]
+    function: Function
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        told = self.function.model_dump(exclude={"strict"}, exclude_none=True)
+        return {"type": "function", "function": {"parameters": NOTHING} | told}
+
+
+class Named(Asked):
+    name: str
+
+
+class OneTool(Asked):
+    type: Literal["function"]
+    function: Named
+
+
+class TextFormat(Asked):
+    type: Literal["text"]
+
+
+class ObjectFormat(Asked):
+    type: Literal["json_object"]
+
+
+class JsonSchema(Asked):
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class SchemaFormat(Asked):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+Format = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
 class Chat(Drawing):
     """POST /v1/chat/completions"""
 
-    messages: Messages
+    messages: Conversation
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    response_format: TextFormat | None = None
+    response_format: Format | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | OneTool | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    modalities: list[Literal["text"]] | None = None
+    store: Literal[False] | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Chat:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: logprobs is needed with it")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise ValueError("tool_choice: there are no tools")
+        if isinstance(self.tool_choice, OneTool):
+            name, known = self.tool_choice.function.name, {one.name for one in self.functions}
+            if name not in known:
+                raise ValueError(f"tool_choice: {name!r} is none of the tools")
+        if self.formats and self.functions:
+            raise ValueError("response_format beside tools: only with tool_choice none")
+        return self
 
     @property
     def most(self) -> int | None:
@@ -160,13 +325,70 @@ class Chat(Drawing):
     def likeliest(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
+    @property
+    def formats(self) -> bool:
+        """Is a reply to be JSON?"""
+        return self.response_format is not None and self.response_format.type != "text"
+
+    @property
+    def functions(self) -> list[Function]:
+        """Those that may be called."""
+        return [] if self.tool_choice == "none" else [one.function for one in self.tools or ()]
+
+    @property
+    def forced(self) -> list[Function]:
+        """Those of which one at least must be called."""
+        if isinstance(self.tool_choice, OneTool):
+            return [one for one in self.functions if one.name == self.tool_choice.function.name][:1]
+        return self.functions if self.tool_choice == "required" else []
+
+    @property
+    def must_call(self) -> bool:
+        return bool(self.forced)
+
+    @property
+    def grammar(self) -> Grammar | None:
+        if self.forced:
+            return calls(self.forced, many=self.parallel_tool_calls is not False)
+        if isinstance(self.response_format, SchemaFormat):
+            return Grammar.json(self.response_format.json_schema.schema_)
+        return Grammar.json() if self.formats else None
+
+    @property
+    def is_parsed(self) -> bool:
+        return not (self.forced or self.formats)
+
+    @property
+    def tools_shown(self) -> list[dict[str, Any]]:
+        return [one.shown for one in self.tools or () if self.functions]
+
+    @property
+    def shown(self) -> Messages:
+        """As a template knows it."""
+        messages = [message.shown for message in self.messages]
+        return Messages(messages, self.tools_shown, self.chat_template_kwargs or {})
+
+
+def calls(functions: Sequence[Function], *, many: bool) -> Grammar:
+    """A list of calls of these, as JSON: whatever the model's own words for one are."""
+    call = " | ".join(f"call{place}" for place in range(len(functions)))
+    more = f'("," " "? call){{0,{MOST_CALLS - 1}}}' if many else ""
+    lines = [f'start: "[" call {more} "]"', f"call: {call}"]
+    for place, one in enumerate(functions):
+        head = json.dumps(f'{{"name": "{one.name}", "arguments": ')
+        lines.append(f'call{place}: {head} args{place} "}}"')
+        schema = (one.parameters or NOTHING) | {"x-guidance": {"whitespace_pattern": SPACE}}
+        lines.append(f"args{place}: %json {json.dumps(schema)}")
+    return Grammar.lark("\n".join(lines))
+
 
 class Tokenize(Asked):
     """POST /tokenize"""
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: Conversation | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
 
 
 def token_of(name: str) -> int:

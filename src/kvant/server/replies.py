@@ -6,101 +6,167 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
 from kvant.engine import Usage
 from kvant.generation import Step
+from kvant.server.protocol import Drawing
+from kvant.server.speech import Call, Content, Listener, Part, Thought
 
 PART = "\N{REPLACEMENT CHARACTER}"
 DONE = "data: [DONE]\n\n"
 CANCELLED = "length"  # what is cut short by a server that ends
 
 
-@dataclass
-class Spoken:
-    """One continuation as it comes."""
-
-    steps: list[Step] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return "".join(step.text for step in self.steps)
-
-    @property
-    def finish_reason(self) -> str:
-        return finished(self.steps[-1]) or CANCELLED if self.steps else CANCELLED
-
-
-def finished(step: Step) -> str | None:
-    return CANCELLED if step.finish_reason == "cancelled" else step.finish_reason
+def finished(steps: Sequence[Step]) -> str:
+    """Why a continuation ended."""
+    reason = steps[-1].finish_reason if steps else None
+    return CANCELLED if reason in (None, "cancelled") else str(reason)
 
 
 class Reply(ABC):
-    """Whole replies and chunks of them; `Chatted` and `Completed` say what is in a choice."""
+    """What is said to one request, as a whole or in events."""
+
+    def __init__(self, tokenizer: Any, asked: Drawing, listeners: Sequence[Listener]) -> None:
+        """Each continuation has a listener of its own."""
+        self.tokenizer = tokenizer
+        self.likeliest = asked.likeliest
+        self.tells_usage = asked.tells_usage
+        self.listeners = listeners
+
+    @abstractmethod
+    def all(self, spoken: Sequence[Sequence[Step]], usages: Iterable[Usage]) -> dict[str, Any]:
+        """Every continuation from its first step to its last."""
+
+    @abstractmethod
+    def begin(self) -> str:
+        """The events before the first step."""
+
+    @abstractmethod
+    def step(self, index: int, step: Step) -> str:
+        """The events of a step; nothing for one that adds nothing."""
+
+    @abstractmethod
+    def end(self, usages: Iterable[Usage]) -> str:
+        """The events behind the last step."""
+
+    @abstractmethod
+    def failed(self, told: Mapping[str, Any]) -> str:
+        """The event of an error, after which nothing comes."""
+
+    def heard(self, index: int, steps: Sequence[Step]) -> list[Part]:
+        """What these steps add to a continuation."""
+        listener = self.listeners[index]
+        found = [part for step in steps for part in listener.hear(step.text)]
+        return found + (listener.end() if steps and steps[-1].finish_reason else [])
+
+
+class Choices(Reply):
+    """Continuations beside each other; `Chatted` and `Completed` say what one is."""
 
     kind = ""
     whole = ""
     chunk = ""
 
-    def __init__(self, tokenizer: Any, model: str, likeliest: int | None) -> None:
-        self.tokenizer = tokenizer
-        self.likeliest = likeliest
+    def __init__(
+        self, tokenizer: Any, model: str, asked: Drawing, listeners: Sequence[Listener]
+    ) -> None:
+        super().__init__(tokenizer, asked, listeners)
         self._head = {
             "id": f"{self.kind}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
         }
 
-    def all(self, spoken: Sequence[Spoken], usage: Mapping[str, Any]) -> dict[str, Any]:
-        choices = [self.choice(index, one) for index, one in enumerate(spoken)]
-        return self._head | {"object": self.whole, "choices": choices, "usage": usage}
+    def all(self, spoken: Sequence[Sequence[Step]], usages: Iterable[Usage]) -> dict[str, Any]:
+        choices = [self.choice(index, steps) for index, steps in enumerate(spoken)]
+        return self._head | {"object": self.whole, "choices": choices, "usage": used(usages)}
+
+    def begin(self) -> str:
+        return ""
+
+    def end(self, usages: Iterable[Usage]) -> str:
+        return (self.part([], usage=used(usages)) if self.tells_usage else "") + DONE
+
+    def failed(self, told: Mapping[str, Any]) -> str:
+        return event(told)
+
+    @abstractmethod
+    def choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
+        """A whole continuation."""
 
     def part(self, choices: list[dict[str, Any]], **beside: Any) -> str:
         return event(self._head | {"object": self.chunk, "choices": choices} | beside)
-
-    def begin(self, index: int) -> str:
-        """What comes before the first token."""
-        return ""
-
-    @abstractmethod
-    def choice(self, index: int, spoken: Spoken) -> dict[str, Any]:
-        """A whole continuation."""
-
-    @abstractmethod
-    def step(self, index: int, step: Step) -> str:
-        """A chunk of a token; nothing for one that adds nothing."""
 
     def _text(self, token: int) -> str:
         return str(self.tokenizer.decode([token]))
 
 
-class Chatted(Reply):
+class Chatted(Choices):
     kind = "chatcmpl"
     whole = "chat.completion"
     chunk = "chat.completion.chunk"
 
-    def begin(self, index: int) -> str:
-        delta = {"role": "assistant", "content": ""}
-        return self.part([self._delta(index, delta, None)])
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._called = Counter[int]()  # calls of each continuation
 
-    def choice(self, index: int, spoken: Spoken) -> dict[str, Any]:
-        message = {"role": "assistant", "content": spoken.text, "refusal": None}
+    def begin(self) -> str:
+        delta = {"role": "assistant", "content": ""}
+        return "".join(
+            self.part([self._delta(index, delta, None)]) for index in range(len(self.listeners))
+        )
+
+    def choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
+        parts = self.heard(index, steps)
+        calls = self._calls(index, parts)
+        content = "".join(one.text for one in parts if isinstance(one, Content))
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        if thought := "".join(one.text for one in parts if isinstance(one, Thought)):
+            message["reasoning_content"] = thought
         return {
             "index": index,
             "message": message,
-            "logprobs": self._logprobs(spoken.steps),
-            "finish_reason": spoken.finish_reason,
+            "logprobs": self._logprobs(steps),
+            "finish_reason": self._reason(index, steps),
         }
 
     def step(self, index: int, step: Step) -> str:
-        reason = finished(step)
-        if not (step.text or reason or self.likeliest is not None):
+        parts, delta = self.heard(index, [step]), dict[str, Any]()
+        for name, kind in (("content", Content), ("reasoning_content", Thought)):
+            if text := "".join(one.text for one in parts if isinstance(one, kind)):
+                delta[name] = text
+        before = self._called[index]
+        if calls := self._calls(index, parts):
+            delta["tool_calls"] = [
+                {"index": before + place} | one for place, one in enumerate(calls)
+            ]
+        reason = None if step.finish_reason is None else self._reason(index, [step])
+        if not (delta or reason or self.likeliest is not None):
             return ""
-        delta = {"content": step.text} if step.text or reason is None else {}
         return self.part([self._delta(index, delta, reason, self._logprobs([step]))])
+
+    def _calls(self, index: int, parts: Iterable[Part]) -> list[dict[str, Any]]:
+        found = [
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": one.name, "arguments": one.arguments},
+            }
+            for one in parts
+            if isinstance(one, Call)
+        ]
+        self._called[index] += len(found)
+        return found
+
+    def _reason(self, index: int, steps: Sequence[Step]) -> str:
+        reason = finished(steps)
+        return "tool_calls" if reason == "stop" and self._called[index] else reason
 
     def _delta(
         self,
@@ -128,35 +194,41 @@ class Chatted(Reply):
         return {"token": text, "logprob": _number(logprob), "bytes": told}
 
 
-class Completed(Reply):
+class Completed(Choices):
     kind = "cmpl"
     whole = chunk = "text_completion"
 
-    def choice(self, index: int, spoken: Spoken) -> dict[str, Any]:
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._said = Counter[int]()  # characters of each continuation, by its tokens
+
+    def choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
         return {
             "index": index,
-            "text": spoken.text,
-            "logprobs": self._logprobs(spoken.steps),
-            "finish_reason": spoken.finish_reason,
+            "text": "".join(step.text for step in steps),
+            "logprobs": self._logprobs(index, steps),
+            "finish_reason": finished(steps),
         }
 
     def step(self, index: int, step: Step) -> str:
         if not (step.text or step.finish_reason or self.likeliest is not None):
             return ""
-        one = {"index": index, "text": step.text, "logprobs": self._logprobs([step])}
-        return self.part([one | {"finish_reason": finished(step)}])
+        one = {"index": index, "text": step.text, "logprobs": self._logprobs(index, [step])}
+        return self.part(
+            [one | {"finish_reason": finished([step]) if step.finish_reason else None}]
+        )
 
-    def _logprobs(self, steps: Sequence[Step]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, steps: Sequence[Step]) -> dict[str, Any] | None:
         if self.likeliest is None:
             return None
         texts = [self._text(step.token) for step in steps]
-        ends = [*accumulate(map(len, texts), initial=0)]
+        *begins, self._said[index] = accumulate(map(len, texts), initial=self._said[index])
         tops = [{self._text(t): _number(p) for t, p in step.likeliest} for step in steps]
         return {
             "tokens": texts,
             "token_logprobs": [_number(step.logprob) for step in steps],
             "top_logprobs": tops,
-            "text_offset": ends[:-1],
+            "text_offset": begins,
         }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import math
 import time
@@ -13,15 +14,17 @@ from typing import Any
 
 from kvant.engine import Engine, Stream, Usage
 from kvant.errors import CacheError, CapacityError, EngineError
-from kvant.generation import Step
+from kvant.generation import Messages, Step
 from kvant.server.access import Keys
 from kvant.server.metrics import Metrics
-from kvant.server.protocol import Drawing, Message
-from kvant.server.replies import Reply, Spoken, used
+from kvant.server.protocol import Drawing
+from kvant.server.replies import Reply
+from kvant.server.speech import CALLS, Listed, Listener, Parsed, Plainly, response_template
 
 log = logging.getLogger("kvant")
 
-Prompt = str | list[int] | list[dict[str, str]]
+Prompt = str | list[int] | Messages
+NEAR = 512  # tokens of a prompt at its end, which may begin a reply
 
 
 class Busy(CacheError):
@@ -54,6 +57,7 @@ class Service:
         self.max_new_tokens = max_new_tokens
         self.metrics = Metrics(engine, model)
         self.created = int(time.time())
+        self._response = response_template(engine.model, engine.tokenizer)
         self._closing = False
         self._most = engine.max_sequences + max_waiting
         self._asked: Counter[str] = Counter()  # continuations under way, by tenant
@@ -77,11 +81,12 @@ class Service:
             "prefixes": None if prefixes is None else prefixes.stats(),
         }
 
-    def prompt(self, messages: Sequence[Message]) -> Prompt:
+    def prompt(self, asked: Messages) -> Prompt:
         """Messages for the template of the model; without one, their texts one behind the other."""
-        if getattr(self.engine.tokenizer, "chat_template", None) is None:
-            return "".join(message.text for message in messages)
-        return [message.shown for message in messages]
+        templated = getattr(self.engine.tokenizer, "chat_template", None) is not None
+        if templated or asked.tools or asked.options:
+            return asked
+        return "".join(str(message["content"]) for message in asked.messages)
 
     def tokens(self, prompt: Prompt) -> list[int]:
         return self.engine.tokens_of(prompt)
@@ -100,9 +105,11 @@ class Service:
             )
         if under_way and (under_way + coming > self._most or self._asked[tenant] + coming > own):
             raise Busy(self._patience())
-        given = asked.sampling() | {"logprobs": asked.likeliest or 0}
-        given |= {"tenant": tenant, "salt": tenant, "max_new_tokens": self._new_tokens(asked)}
-        began, streams = time.monotonic(), list[Stream]()
+        template = self._template(asked)
+        given = asked.sampling() | {"tenant": tenant, "salt": _salt(tenant, asked.cache_salt)}
+        given |= {"max_new_tokens": self.max_new_tokens if asked.most is None else asked.most}
+        given |= {"skip_special_tokens": template is None}
+        began, streams, listeners = time.monotonic(), list[Stream](), list[Listener]()
         self._asked[tenant] += coming
         loop = asyncio.get_running_loop()
 
@@ -118,15 +125,35 @@ class Service:
                 stream = await asyncio.to_thread(self.engine.submit, prompt, **given)
                 stream.add_done_callback(told)
                 streams.append(stream)
+                listeners += [self._listener(asked, stream) for _ in range(width)]
         except BaseException:
             self._asked[tenant] -= width * (len(prompts) - len(streams))
             for stream in streams:
                 stream.cancel()
             raise
-        return Replies(streams, width, self.metrics, began)
+        return Replies(streams, listeners, self.metrics, began)
 
-    def _new_tokens(self, asked: Drawing) -> int:
-        return self.max_new_tokens if asked.most is None else asked.most
+    def _listener(self, asked: Drawing, stream: Stream) -> Listener:
+        """Of one continuation."""
+        template = self._template(asked)
+        if template is None:
+            return Listed() if asked.must_call else Plainly()
+        prompt = self.engine.tokenizer.decode(stream.prompt[-NEAR:])
+        return Parsed(template, prompt, asked.tools_shown)
+
+    def _template(self, asked: Drawing) -> Mapping[str, Any] | None:
+        """By which a reply is read; None: it is read as it is."""
+        template = self._response if asked.is_parsed else None
+        if (
+            asked.is_parsed
+            and asked.tools_shown
+            and CALLS not in (template or {}).get("fields", ())
+        ):
+            raise ValueError(
+                "tools: nobody told how this model writes calls (its tokenizer has no "
+                "response_template); tool_choice required, or of one function, does without"
+            )
+        return template
 
     def _patience(self) -> int:
         """Seconds after which there may be room: what requests wait for their first token now."""
@@ -138,10 +165,16 @@ class Replies:
     """What is said to a request, of all its prompts and continuations."""
 
     def __init__(
-        self, streams: Sequence[Stream], width: int, metrics: Metrics, began: float
+        self,
+        streams: Sequence[Stream],
+        listeners: Sequence[Listener],
+        metrics: Metrics,
+        began: float,
     ) -> None:
+        """A listener for every continuation of every stream."""
+        self.listeners = listeners
         self._streams = streams
-        self._width = width  # continuations of a prompt
+        self._width = len(listeners) // len(streams)
         self._metrics = metrics
         self._began = began
 
@@ -161,7 +194,6 @@ class Replies:
             asyncio.create_task(self._read(place, stream, coming))
             for place, stream in enumerate(self._streams)
         ]
-        last: dict[int, float] = {}
         try:
             left = len(readers)
             while left:
@@ -171,12 +203,6 @@ class Replies:
                 elif isinstance(one, BaseException):
                     raise one
                 else:
-                    now = time.monotonic()
-                    if one[0] in last:
-                        self._metrics.between.observe(now - last[one[0]])
-                    else:
-                        self._metrics.first.observe(now - self._began)
-                    last[one[0]] = now
                     yield one
         finally:
             self._metrics.whole.observe(time.monotonic() - self._began)
@@ -190,31 +216,41 @@ class Replies:
         stream: Stream,
         coming: asyncio.Queue[tuple[int, Step] | BaseException | None],
     ) -> None:
+        last: dict[int, float] = {}
         try:
             async for step in stream:
+                now = time.monotonic()
+                if not last:
+                    self._metrics.first.observe(now - self._began)
+                elif step.choice in last:
+                    self._metrics.between.observe(now - last[step.choice])
+                last[step.choice] = now
                 coming.put_nowait((place * self._width + step.choice, step))
         except Exception as error:
             coming.put_nowait(error)
         else:
             coming.put_nowait(None)
 
-    async def spoken(self) -> list[Spoken]:
+    async def spoken(self) -> list[list[Step]]:
         """All of them, once they are whole."""
-        found = [Spoken() for _ in range(len(self._streams) * self._width)]
+        found: list[list[Step]] = [[] for _ in self.listeners]
         async for index, step in self.steps():
-            found[index].steps.append(step)
+            found[index].append(step)
         return found
 
-    async def events(self, reply: Reply, *, tells_usage: bool) -> AsyncIterator[str]:
-        """As server-sent events, but for the last one."""
-        for index in range(len(self._streams) * self._width):
-            if begin := reply.begin(index):
-                yield begin
+    async def events(self, reply: Reply) -> AsyncIterator[str]:
+        """As server-sent events."""
+        if begin := reply.begin():
+            yield begin
         async for index, step in self.steps():
             if told := reply.step(index, step):
                 yield told
-        if tells_usage:
-            yield reply.part([], usage=used(self.usage))
+        yield reply.end(self.usage)
+
+
+def _salt(tenant: str, own: str | None) -> str:
+    """A client may share prefixes with fewer than its tenant does, and never with more."""
+    return tenant if own is None else json.dumps([tenant, own])
 
 
 def status_of(error: BaseException, *, began: bool) -> tuple[int, str]:

@@ -94,6 +94,25 @@ def test_a_stream_has_the_same_parts(speaking: Any) -> None:
     assert len([one.content for one in deltas if one.content]) == 2
 
 
+def test_what_is_said_does_not_begin_with_empty_lines() -> None:
+    """Neither behind thoughts, nor where the prompt ended them."""
+    pieces = ("<think>\n", "Hm.", "\n</think>", "\n\n", "Yes.")
+    with client_of(*speaker(*pieces)) as client:
+        (choice,) = chat(client).choices
+        assert choice.message.content == "Yes."
+        assert choice.message.reasoning_content.startswith("Hm.")
+    with client_of(*speaker("\n\n\n", "Yes.")) as client:
+        off = {"chat_template_kwargs": {"enable_thinking": False}}
+        assert chat(client, extra_body=off).choices[0].message.content == "Yes."
+
+
+@pytest.mark.parametrize("told", ['{"name": "now"}', '{"name": "now", "arguments": {}}'])
+def test_a_call_may_have_no_arguments(told: str) -> None:
+    with client_of(*speaker("<tool_call>", told, "</tool_call>")) as client:
+        (call,) = chat(client, tools=TOOLS).choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("now", "{}")
+
+
 def test_without_tools_a_call_is_text(speaking: Any) -> None:
     (choice,) = chat(speaking).choices
     assert choice.message.content == f"I look.<tool_call>{CALL}</tool_call>"
@@ -126,8 +145,10 @@ def test_several_calls_are_numbered() -> None:
     with client_of(*speaker(*pieces)) as client:
         whole = chat(client, tools=TOOLS).choices[0].message
         chunks = [chunk.choices[0].delta for chunk in chat(client, tools=TOOLS, stream=True)]
+        single = chat(client, tools=TOOLS, parallel_tool_calls=False).choices[0].message
     cities = [json.loads(call.function.arguments)["city"] for call in whole.tool_calls]
     assert cities == ["Rome", "Oslo"] and whole.content is None
+    assert len(single.tool_calls) == 1
     places = [call.index for delta in chunks for call in delta.tool_calls or ()]
     assert places == [0, 1]
 
@@ -148,6 +169,18 @@ def test_what_a_tool_gave_is_shown_to_the_model(speaking: Any) -> None:
     special = len("<|im_start|><|im_end|>") - 2  # each of these is one token
     added = more.usage.prompt_tokens - alone.usage.prompt_tokens
     assert added == len(shown) - 2 * special
+
+
+def test_messages_are_taken_as_clients_keep_them(speaking: Any) -> None:
+    asked = {"model": "inside", "messages": ASKED, "temperature": 0, "tools": TOOLS}
+    with speaking.chat.completions.stream(**asked) as stream:
+        said = stream.get_final_completion().choices[0].message
+    more = [*ASKED, said, {"role": "tool", "tool_call_id": said.tool_calls[0].id, "content": "a"}]
+    assert chat(speaking, messages=more, tools=TOOLS).choices[0].message.content == "I look."
+    deep = said.model_dump(exclude_none=True)
+    deep["tool_calls"][0]["function"]["arguments"] = "[" * 100_000
+    with pytest.raises(openai.BadRequestError, match="context"):
+        chat(speaking, messages=[*ASKED, deep], tools=TOOLS)
 
 
 def test_options_reach_the_template(speaking: Any) -> None:
@@ -173,6 +206,7 @@ def test_a_tool_can_be_forced(free: Any, stream: bool) -> None:
             else:
                 (found,) = chat(free, **asked).choices
             assert found.finish_reason == "tool_calls" and not found.message.content
+            assert choice == "required" or len(found.message.tool_calls) == 1
             for call in found.message.tool_calls:
                 arguments = json.loads(call.function.arguments)
                 assert call.function.name in names
@@ -318,3 +352,5 @@ def test_a_model_without_a_template_has_no_tools(running: tuple[Any, str]) -> No
             chat(client, tools=TOOLS, tool_choice="required")
         with pytest.raises(openai.BadRequestError, match="input"):
             client.responses.create(model="inside", input=[])
+        with pytest.raises(openai.BadRequestError, match="400 - tool_choice: there are no"):
+            client.responses.create(model="inside", input="a", tool_choice="required")

@@ -101,7 +101,7 @@ class Engine:
             raise ValueError(f"chunk_seconds={seconds}: more than 0 is needed")
         self.tokenizer = tokenizer
         self.prefixes = prefixes
-        self._ends = decoder.end_tokens
+        self.end_tokens = decoder.end_tokens
         self.model = model = decoder.model
         asked = decoder.memory(kv_cache, tokenizer).spec
         memory = decoder.memory(asked.with_checkpoints(1))  # of before the forward under way
@@ -199,7 +199,8 @@ class Engine:
     ) -> Stream:
         """Ask for `n` continuations of a prompt: text, token ids, or messages with roles.
 
-        A reply follows the `grammar`. `logprobs` tells so many of the likeliest tokens with each.
+        A reply follows the `grammar`. Its text leaves out special tokens, unless it shall not skip
+        them. `logprobs` tells so many of the likeliest tokens with each.
         Requests of a higher `priority` are served first, and among equals those of the `tenant`
         that has least. Prefixes are shared with requests of the same `salt`, and with no others.
         `on_step` is called with each step, in the engine's thread: what it raises ends the request.
@@ -216,15 +217,15 @@ class Engine:
             self.limits,
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            end_tokens=frozenset() if ignore_end else self._ends,
+            end_tokens=frozenset() if ignore_end else self.end_tokens,
             special=not skip_special_tokens,
         )
         drawn = temperature, top_k, top_p, min_p, repetition_penalty, seed
         biases = self._biases(logit_bias or {})
-        rules = rules_of(grammar, self.tokenizer, limits.end_tokens)
-        sampling = Sampling(*drawn, presence_penalty, frequency_penalty, biases, rules)
         tokens = self.tokens_of(prompt)
         limits.check_prompt(tokens)
+        rules = rules_of(grammar, self.tokenizer, limits.end_tokens)
+        sampling = Sampling(*drawn, presence_penalty, frequency_penalty, biases, rules)
         now, new = time.monotonic(), limits.left(0, len(tokens))
         job = Job(
             next(self._numbers), len(tokens), new, n, priority, tenant, arrived=int(1e3 * now)

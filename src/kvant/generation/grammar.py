@@ -51,6 +51,24 @@ class Grammar:
         """What a grammar in the language of Lark, as llguidance reads it, gives for `start`."""
         return cls(_llguidance().LLMatcher.grammar_from_lark(text))
 
+    @classmethod
+    def calls(cls, functions: Mapping[str, Mapping[str, Any]], most: int = 1) -> Grammar:
+        """A list of calls of functions, by name with the schemas of their arguments.
+
+        `[{"name": ..., "arguments": {...}}]`, with `most` calls at most.
+        """
+        call = " | ".join(f"call{place}" for place in range(len(functions)))
+        more = f'("," " "? call){{0,{most - 1}}}' if most > 1 else ""
+        lines = [f'start: "[" call {more} "]"', f"call: {call}"]
+        for place, (name, schema) in enumerate(functions.items()):
+            head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+            told = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": SPACE}}
+            lines += [
+                f'call{place}: {head} args{place} "}}"',
+                f"args{place}: %json {json.dumps(told)}",
+            ]
+        return cls.lark("\n".join(lines))
+
 
 class Vocabulary:
     """The tokens of a tokenizer, and those that end a reply."""
@@ -65,7 +83,10 @@ class Vocabulary:
         from llguidance.hf import from_tokenizer
 
         self.end_tokens = end_tokens
-        self._tokens = from_tokenizer(tokenizer, eos_token=sorted(end_tokens))
+        try:
+            self._tokens = from_tokenizer(tokenizer, eos_token=sorted(end_tokens))
+        except ValueError as error:
+            raise GrammarError(f"a grammar for this tokenizer: {_line(str(error))}") from None
 
     def compile(self, grammar: Grammar) -> Rules:
         """Refuses what is no grammar, or more of one than can be followed."""
@@ -125,7 +146,12 @@ class Follower:
 
 def rules_of(grammar: Grammar | None, tokenizer: Any, end_tokens: frozenset[int]) -> Rules | None:
     """A grammar over the tokens of a model, where there is one."""
-    return None if grammar is None else _vocabulary(tokenizer, end_tokens).compile(grammar)
+    return None if grammar is None else _rules(grammar, tokenizer, end_tokens)
+
+
+@lru_cache(maxsize=64)
+def _rules(grammar: Grammar, tokenizer: Any, end_tokens: frozenset[int]) -> Rules:
+    return _vocabulary(tokenizer, end_tokens).compile(grammar)
 
 
 @lru_cache(maxsize=4)

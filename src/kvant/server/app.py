@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import anyio
 from fastapi import Depends, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvant.errors import CacheError
+from kvant.errors import CacheError, CapacityError
 from kvant.generation import Messages
 from kvant.server.protocol import Chat, Completion, Drawing, Tokenize
-from kvant.server.replies import Chatted, Completed, Reply, refused
+from kvant.server.replies import Chatted, Completed, Refused, Reply, refused
 from kvant.server.responses import Respond, Responded
 from kvant.server.service import Busy, Replies, Service, status_of
+from kvant.server.speech import Listener
 
 log = logging.getLogger("kvant")
 
@@ -39,12 +44,21 @@ PLAIN = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-KINDS = ("body", "str", "int", "TextPart")
+STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"description": "A reply, or events of it", "content": {"text/event-stream": {}}}
+}
+KINDS = ("body", "str", "int", "bool", "float", "list")
 
 
 def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
     """What clients of a service see, under the name of the machine itself or of this host."""
-    app = FastAPI(title="kvant", version=version("kvant"), docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="kvant",
+        version=version("kvant"),
+        docs_url=None,
+        redoc_url=None,
+        responses={"4XX": {"model": Refused}, "5XX": {"model": Refused}},
+    )
     if not len(service.keys):  # a page of somebody else may not ask under a name of its own
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL, host])
     app.add_middleware(Bounded)
@@ -79,9 +93,9 @@ def _tell(app: FastAPI, service: Service) -> None:
     async def stats() -> dict[str, Any]:
         return service.stats()
 
-    @app.get("/metrics", dependencies=[tenant])
+    @app.get("/metrics", dependencies=[tenant], response_class=PlainTextResponse)
     async def metrics() -> Response:
-        return Response(service.metrics.told(), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(service.metrics.told(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     @app.get("/v1/models", dependencies=[tenant])
     async def models() -> dict[str, Any]:
@@ -112,29 +126,35 @@ def _answer(app: FastAPI, service: Service) -> None:
     tenant = Depends(_tenant_of(service))
     known = service.engine.tokenizer, service.model
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAM)
     async def chat(asked: Chat, http: Request, tenant: str = tenant) -> Response:
         _check_model(service, asked.model)
         replies = await service.ask([service.prompt(asked.shown)], asked, tenant)
-        return await _replied(Chatted(*known, asked, replies.listeners), replies, asked, http)
+        return await _replied(partial(Chatted, *known, asked), replies, asked, http)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAM)
     async def completions(asked: Completion, http: Request, tenant: str = tenant) -> Response:
         _check_model(service, asked.model)
         replies = await service.ask([*asked.prompts], asked, tenant)
-        return await _replied(Completed(*known, asked, replies.listeners), replies, asked, http)
+        return await _replied(partial(Completed, *known, asked), replies, asked, http)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=STREAM)
     async def responses(told: Respond, http: Request, tenant: str = tenant) -> Response:
         _check_model(service, told.model)
         asked = told.chat
         replies = await service.ask([service.prompt(asked.shown)], asked, tenant)
-        reply = Responded(*known, asked, replies.listeners, told)
-        return await _replied(reply, replies, asked, http)
+        return await _replied(partial(Responded, *known, told, asked), replies, asked, http)
 
 
-async def _replied(reply: Reply, replies: Replies, asked: Drawing, http: Request) -> Response:
+async def _replied(
+    told_by: Callable[[Sequence[Listener]], Reply], replies: Replies, asked: Drawing, http: Request
+) -> Response:
     """Whole, or as it comes."""
+    try:
+        reply = told_by(replies.listeners)
+    except Exception:
+        replies.cancel()
+        raise
     if asked.stream:
         return Streamed(_events(replies, reply), replies)
     spoken = None
@@ -235,18 +255,20 @@ def _check_model(service: Service, name: str | None) -> None:
 
 
 def _refuse(app: FastAPI) -> None:
+    @app.exception_handler(ValidationError)  # of a request that becomes another one
     @app.exception_handler(RequestValidationError)
-    async def invalid(http: Request, error: RequestValidationError) -> Response:
+    async def invalid(http: Request, error: RequestValidationError | ValidationError) -> Response:
         first = max(error.errors(), key=lambda one: len(one["loc"]))  # of a choice, the nearest
         place = [str(part) for part in first["loc"] if not _is_kind(part)]
-        param = ".".join(place) or None
+        param = ".".join(part for part, _ in groupby(place)) or None  # once, what names a kind too
         if first["type"] == "extra_forbidden":
             told, code = f"{param}: not supported", "unsupported_parameter"
         elif first["type"] == "json_invalid":
             told, param, code = f"the body is no JSON: {first['ctx']['error']}", None, None
         elif first["type"] == "value_error":
             told, code = str(first["ctx"]["error"]), None
-            param = param or told.partition(":")[0]
+            field = told.partition(":")[0]
+            param = param or (field if field.isidentifier() else None)
         elif param is None:
             told = "a body of a JSON object is needed, with Content-Type: application/json"
             code = None
@@ -271,7 +293,7 @@ def _refuse(app: FastAPI) -> None:
 
 def _is_kind(part: str | int) -> bool:
     """Is this part of a place the name of a type, which was tried there?"""
-    return isinstance(part, str) and (part in KINDS or "[" in part)
+    return isinstance(part, str) and (part in KINDS or "[" in part or part[:1].isupper())
 
 
 def _told(error: BaseException, *, began: bool = False) -> tuple[int, dict[str, Any]]:
@@ -279,6 +301,8 @@ def _told(error: BaseException, *, began: bool = False) -> tuple[int, dict[str, 
     param = code = None
     if isinstance(error, Wrong):
         status, param, code = error.status, error.param, error.code
+    elif isinstance(error, CapacityError):  # as clients know it who cut a conversation then
+        code = "context_length_exceeded"
     told = str(error) if status < 500 or status == 503 else "the request failed"
     return status, refused(told, kind, param, code)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from kvant.generation import Grammar, Messages
-from kvant.generation.grammar import SPACE
 
 MOST_FIELDS = 64
 MOST_MESSAGES = 4096
@@ -27,13 +26,23 @@ Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_f
 Several = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
 
 
-def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+def at_most(count: int, given: Any) -> Any:
+    """A mapping, counted before anything in it is looked at."""
+    if isinstance(given, dict) and len(given) > count:
+        raise ValueError(f"{len(given)} fields: {count} at most")
+    return given
+
+
+def bounded(schema: Any) -> Any:
+    """A schema, or several of them, of so many characters at most."""
     if (size := len(json.dumps(schema))) > LARGEST_SCHEMA:
         raise ValueError(f"a schema of {size} characters: {LARGEST_SCHEMA} at most")
     return schema
 
 
-Schema = Annotated[dict[str, Any], AfterValidator(_bounded)]
+Schema = Annotated[dict[str, Any], AfterValidator(bounded)]
+FEW = BeforeValidator(partial(at_most, MOST_FIELDS))
+Metadata = Annotated[dict[str, str], FEW]
 
 
 class Asked(BaseModel):
@@ -44,13 +53,12 @@ class Asked(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few(cls, given: Any) -> Any:
-        if isinstance(given, dict) and len(given) > MOST_FIELDS:
-            raise ValueError(f"{len(given)} fields: {MOST_FIELDS} at most")
-        return given
+        return at_most(MOST_FIELDS, given)
 
 
 class StreamOptions(Asked):
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Drawing(Asked):
@@ -66,7 +74,8 @@ class Drawing(Asked):
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     logit_bias: (
         Annotated[
-            dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASES)
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            BeforeValidator(partial(at_most, MOST_BIASES)),
         ]
         | None
     ) = None
@@ -79,7 +88,7 @@ class Drawing(Asked):
     ignore_eos: bool = False
     cache_salt: Annotated[str | None, Field(max_length=256)] = None  # shares prefixes within it
     user: str | None = None  # these are taken, and not used
-    metadata: dict[str, str] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     service_tier: Literal["auto", "default"] | None = None
@@ -110,13 +119,18 @@ class Drawing(Asked):
         return False
 
     @property
+    def most_calls(self) -> int | None:
+        """Calls that a reply may have."""
+        return None
+
+    @property
     def tools_shown(self) -> list[dict[str, Any]]:
         """Tools that may be called, as a template knows them."""
         return []
 
     @property
     def tells_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def sampling(self) -> dict[str, Any]:
         """As an engine is asked."""
@@ -167,6 +181,7 @@ class TextPart(Asked):
 class Called(Asked):
     name: str
     arguments: str
+    parsed_arguments: Any = None  # beside them, as OpenAI's client keeps them: not used
 
 
 class ToolCall(Asked):
@@ -175,13 +190,14 @@ class ToolCall(Asked):
     id: str
     type: Literal["function"] = "function"
     function: Called
+    index: int | None = None
 
     @property
     def shown(self) -> dict[str, Any]:
         """Templates know the arguments as what the JSON says."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = self.function.arguments
         told = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": self.type, "function": told}
@@ -198,7 +214,8 @@ class Message(Asked):
     )
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: None = None  # as replies have it, which clients send back
+    parsed: Any = None  # as replies have it, which clients send back
+    refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
@@ -256,6 +273,16 @@ class Tool(Asked):
         return {"type": "function", "function": {"parameters": NOTHING} | told}
 
 
+def together(tools: list[Any]) -> list[Any]:
+    bounded([tool.shown for tool in tools])
+    return tools
+
+
+Tools = Annotated[
+    list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(together)
+]
+
+
 class Named(Asked):
     name: str
 
@@ -296,24 +323,33 @@ class Chat(Drawing):
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
     response_format: Format | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | OneTool | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
-    modalities: list[Literal["text"]] | None = None
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], FEW] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
     store: Literal[False] | None = None
+    # What OpenAI has and this server has not, as clients send it who do not ask for it.
+    reasoning_effort: None = None
+    verbosity: None = None
+    prompt_cache_retention: None = None
+    prediction: None = None
+    audio: None = None
+    web_search_options: None = None
+    functions: None = None
+    function_call: None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Chat:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: logprobs is needed with it")
-        if self.tool_choice not in (None, "none") and not self.tools:
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice: there are no tools")
         if isinstance(self.tool_choice, OneTool):
-            name, known = self.tool_choice.function.name, {one.name for one in self.functions}
+            name, known = self.tool_choice.function.name, {one.name for one in self.offered}
             if name not in known:
                 raise ValueError(f"tool_choice: {name!r} is none of the tools")
-        if self.formats and self.functions:
+        if self.formats and self.offered:
             raise ValueError("response_format beside tools: only with tool_choice none")
         return self
 
@@ -331,7 +367,7 @@ class Chat(Drawing):
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
-    def functions(self) -> list[Function]:
+    def offered(self) -> list[Function]:
         """Those that may be called."""
         return [] if self.tool_choice == "none" else [one.function for one in self.tools or ()]
 
@@ -339,17 +375,23 @@ class Chat(Drawing):
     def forced(self) -> list[Function]:
         """Those of which one at least must be called."""
         if isinstance(self.tool_choice, OneTool):
-            return [one for one in self.functions if one.name == self.tool_choice.function.name][:1]
-        return self.functions if self.tool_choice == "required" else []
+            return [one for one in self.offered if one.name == self.tool_choice.function.name][:1]
+        return self.offered if self.tool_choice == "required" else []
 
     @property
     def must_call(self) -> bool:
         return bool(self.forced)
 
     @property
+    def most_calls(self) -> int | None:
+        return 1 if self.parallel_tool_calls is False else None
+
+    @property
     def grammar(self) -> Grammar | None:
         if self.forced:
-            return calls(self.forced, many=self.parallel_tool_calls is not False)
+            functions = {one.name: one.parameters or NOTHING for one in self.forced}
+            one = isinstance(self.tool_choice, OneTool)
+            return Grammar.calls(functions, 1 if one else self.most_calls or MOST_CALLS)
         if isinstance(self.response_format, SchemaFormat):
             return Grammar.json(self.response_format.json_schema.schema_)
         return Grammar.json() if self.formats else None
@@ -360,7 +402,7 @@ class Chat(Drawing):
 
     @property
     def tools_shown(self) -> list[dict[str, Any]]:
-        return [one.shown for one in self.tools or () if self.functions]
+        return [one.shown for one in self.tools or () if self.offered]
 
     @property
     def shown(self) -> Messages:
@@ -369,26 +411,13 @@ class Chat(Drawing):
         return Messages(messages, self.tools_shown, self.chat_template_kwargs or {})
 
 
-def calls(functions: Sequence[Function], *, many: bool) -> Grammar:
-    """A list of calls of these, as JSON: whatever the model's own words for one are."""
-    call = " | ".join(f"call{place}" for place in range(len(functions)))
-    more = f'("," " "? call){{0,{MOST_CALLS - 1}}}' if many else ""
-    lines = [f'start: "[" call {more} "]"', f"call: {call}"]
-    for place, one in enumerate(functions):
-        head = json.dumps(f'{{"name": "{one.name}", "arguments": ')
-        lines.append(f'call{place}: {head} args{place} "}}"')
-        schema = (one.parameters or NOTHING) | {"x-guidance": {"whitespace_pattern": SPACE}}
-        lines.append(f"args{place}: %json {json.dumps(schema)}")
-    return Grammar.lark("\n".join(lines))
-
-
 class Tokenize(Asked):
     """POST /tokenize"""
 
     model: str | None = None
     prompt: str | None = None
     messages: Conversation | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Tools | None = None
 
 
 def token_of(name: str) -> int:

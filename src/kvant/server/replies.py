@@ -8,8 +8,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from itertools import accumulate
 from typing import Any
+
+from pydantic import BaseModel
 
 from kvant.engine import Usage
 from kvant.generation import Step
@@ -36,6 +39,7 @@ class Reply(ABC):
         self.likeliest = asked.likeliest
         self.tells_usage = asked.tells_usage
         self.listeners = listeners
+        self._going = set(range(len(listeners)))
 
     @abstractmethod
     def all(self, spoken: Sequence[Sequence[Step]], usages: Iterable[Usage]) -> dict[str, Any]:
@@ -57,11 +61,18 @@ class Reply(ABC):
     def failed(self, told: Mapping[str, Any]) -> str:
         """The event of an error, after which nothing comes."""
 
-    def heard(self, index: int, steps: Sequence[Step]) -> list[Part]:
-        """What these steps add to a continuation."""
+    def heard(self, index: int, step: Step | None) -> list[Part]:
+        """What a step adds to a continuation; None: nothing comes any more."""
         listener = self.listeners[index]
-        found = [part for step in steps for part in listener.hear(step.text)]
-        return found + (listener.end() if steps and steps[-1].finish_reason else [])
+        found = [] if step is None else listener.hear(step.text)
+        if step is None or step.finish_reason:
+            self._going.discard(index)
+            found += listener.end()
+        return found
+
+    def cut(self) -> list[int]:
+        """Continuations without an end of their own: the server ended before."""
+        return sorted(self._going)
 
 
 class Choices(Reply):
@@ -79,6 +90,7 @@ class Choices(Reply):
             "id": f"{self.kind}-{secrets.token_hex(12)}",
             "created": int(time.time()),
             "model": model,
+            "system_fingerprint": f"kvant-{version('kvant')}",
         }
 
     def all(self, spoken: Sequence[Sequence[Step]], usages: Iterable[Usage]) -> dict[str, Any]:
@@ -89,7 +101,8 @@ class Choices(Reply):
         return ""
 
     def end(self, usages: Iterable[Usage]) -> str:
-        return (self.part([], usage=used(usages)) if self.tells_usage else "") + DONE
+        told = "".join(self.last(index) for index in self.cut())
+        return told + (self.part([], usage=used(usages)) if self.tells_usage else "") + DONE
 
     def failed(self, told: Mapping[str, Any]) -> str:
         return event(told)
@@ -97,6 +110,10 @@ class Choices(Reply):
     @abstractmethod
     def choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
         """A whole continuation."""
+
+    @abstractmethod
+    def last(self, index: int) -> str:
+        """The event of a continuation that is cut short."""
 
     def part(self, choices: list[dict[str, Any]], **beside: Any) -> str:
         return event(self._head | {"object": self.chunk, "choices": choices} | beside)
@@ -115,13 +132,15 @@ class Chatted(Choices):
         self._called = Counter[int]()  # calls of each continuation
 
     def begin(self) -> str:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant"}
         return "".join(
             self.part([self._delta(index, delta, None)]) for index in range(len(self.listeners))
         )
 
     def choice(self, index: int, steps: Sequence[Step]) -> dict[str, Any]:
-        parts = self.heard(index, steps)
+        parts = [part for step in steps for part in self.heard(index, step)]
+        if index in self.cut():
+            parts += self.heard(index, None)
         calls = self._calls(index, parts)
         content = "".join(one.text for one in parts if isinstance(one, Content))
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -137,7 +156,19 @@ class Chatted(Choices):
         }
 
     def step(self, index: int, step: Step) -> str:
-        parts, delta = self.heard(index, [step]), dict[str, Any]()
+        delta = self._grown(index, self.heard(index, step))
+        reason = None if step.finish_reason is None else self._reason(index, [step])
+        if not (delta or reason or self.likeliest is not None):
+            return ""
+        return self.part([self._delta(index, delta, reason, self._logprobs([step]))])
+
+    def last(self, index: int) -> str:
+        delta = self._grown(index, self.heard(index, None))
+        return self.part([self._delta(index, delta, self._reason(index, []))])
+
+    def _grown(self, index: int, parts: Sequence[Part]) -> dict[str, Any]:
+        """What these add to a message."""
+        delta: dict[str, Any] = {}
         for name, kind in (("content", Content), ("reasoning_content", Thought)):
             if text := "".join(one.text for one in parts if isinstance(one, kind)):
                 delta[name] = text
@@ -146,10 +177,7 @@ class Chatted(Choices):
             delta["tool_calls"] = [
                 {"index": before + place} | one for place, one in enumerate(calls)
             ]
-        reason = None if step.finish_reason is None else self._reason(index, [step])
-        if not (delta or reason or self.likeliest is not None):
-            return ""
-        return self.part([self._delta(index, delta, reason, self._logprobs([step]))])
+        return delta
 
     def _calls(self, index: int, parts: Iterable[Part]) -> list[dict[str, Any]]:
         found = [
@@ -211,12 +239,16 @@ class Completed(Choices):
         }
 
     def step(self, index: int, step: Step) -> str:
+        self.heard(index, step)
         if not (step.text or step.finish_reason or self.likeliest is not None):
             return ""
         one = {"index": index, "text": step.text, "logprobs": self._logprobs(index, [step])}
         return self.part(
             [one | {"finish_reason": finished([step]) if step.finish_reason else None}]
         )
+
+    def last(self, index: int) -> str:
+        return self.part([self.choice(index, [])])
 
     def _logprobs(self, index: int, steps: Sequence[Step]) -> dict[str, Any] | None:
         if self.likeliest is None:
@@ -254,9 +286,21 @@ def event(told: Mapping[str, Any]) -> str:
     return f"data: {json.dumps(told, ensure_ascii=False)}\n\n"
 
 
-def refused(message: str, kind: str, param: str | None = None, code: str | None = None) -> Any:
+class Error(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Refused(BaseModel):
     """An error in OpenAI's shape."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+    error: Error
+
+
+def refused(message: str, kind: str, param: str | None = None, code: str | None = None) -> Any:
+    return Refused(error=Error(message=message, type=kind, param=param, code=code)).model_dump()
 
 
 def _number(logprob: float) -> float:

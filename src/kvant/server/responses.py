@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from kvant.engine import Usage
 from kvant.generation import Step
@@ -18,9 +18,12 @@ from kvant.server.protocol import (
     Asked,
     Chat,
     Function,
+    JsonSchema,
+    Metadata,
     ObjectFormat,
-    Schema,
+    StreamOptions,
     TextFormat,
+    together,
 )
 from kvant.server.replies import Reply, event, finished, used
 from kvant.server.speech import Call, Content, Listener, Part, Thought
@@ -78,13 +81,22 @@ class Answer(Item):
         return {"role": "tool", "tool_call_id": self.call_id, "content": text}
 
 
+class Thoughts(Asked):
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class Thinking(Item):
-    """Sent back as it came, and not shown to the model."""
+    """Sent back as it came."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
-    content: list[Any] | None = None
-    encrypted_content: str | None = None
+    content: Annotated[list[Thoughts], Field(max_length=MOST_PARTS, fail_fast=True)] | None = None
+    encrypted_content: None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(part.text for part in self.content or ())
 
 
 class FlatTool(Function):
@@ -95,17 +107,18 @@ class FlatTool(Function):
         return {"type": "function", "function": self.model_dump(exclude={"type"})}
 
 
+FlatTools = Annotated[
+    list[FlatTool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(together)
+]
+
+
 class FlatName(Asked):
     type: Literal["function"]
     name: str
 
 
-class FlatSchema(Asked):
+class FlatSchema(JsonSchema):
     type: Literal["json_schema"]
-    name: str | None = None
-    description: str | None = None
-    schema_: Annotated[Schema | None, Field(alias="schema")] = None
-    strict: bool | None = None
 
 
 class TextOptions(Asked):
@@ -130,18 +143,29 @@ class Respond(Asked):
     top_p: Annotated[float | None, Field(gt=0, le=1)] = None
     stream: bool | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FlatTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: FlatTools | None = None
     tool_choice: Literal["none", "auto", "required"] | FlatName | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None  # told again
+    metadata: Metadata | None = None  # told again
     store: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = (
+        None  # thoughts are told as they are
+    )
     background: Literal[False] | None = None
+    stream_options: StreamOptions | None = None
     service_tier: Literal["auto", "default"] | None = None
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # What OpenAI has and this server has not, as clients send it who do not ask for it.
+    reasoning: None = None
+    previous_response_id: None = None
+    conversation: None = None
+    prompt: None = None
+    top_logprobs: None = None
+    max_tool_calls: None = None
+    prompt_cache_retention: None = None
 
     @property
     def chat(self) -> Chat:
@@ -168,13 +192,20 @@ class Respond(Asked):
             found.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
             return [*found, {"role": "user", "content": self.input}]
+        thought = ""
         for item in self.input:
+            if isinstance(item, Thinking):  # of the message or the call behind it
+                thought += item.text
+                continue
             if isinstance(item, Calling):
-                if not found or found[-1]["role"] != "assistant":
+                if not found or found[-1]["role"] != "assistant" or thought:
                     found.append({"role": "assistant", "content": None})
                 found[-1].setdefault("tool_calls", []).append(item.shown)
-            elif not isinstance(item, Thinking):
+            else:
                 found.append(item.shown)
+            if thought and found[-1]["role"] == "assistant":
+                found[-1]["reasoning_content"] = thought
+            thought = ""
         return found
 
 
@@ -182,7 +213,7 @@ class Responded(Reply):
     """One continuation as a list of items: thoughts, a message, calls."""
 
     def __init__(
-        self, tokenizer: Any, model: str, asked: Chat, listeners: Sequence[Listener], told: Respond
+        self, tokenizer: Any, model: str, told: Respond, asked: Chat, listeners: Sequence[Listener]
     ) -> None:
         super().__init__(tokenizer, asked, listeners)
         self._count = 0  # events so far
@@ -197,7 +228,7 @@ class Responded(Reply):
             "model": model,
             "instructions": told.instructions,
             "max_output_tokens": told.max_output_tokens,
-            "temperature": asked.sampling()["temperature"],
+            "temperature": 1.0 if told.temperature is None else told.temperature,
             "top_p": 1.0 if told.top_p is None else told.top_p,
             "tools": [tool.model_dump(mode="json") for tool in told.tools or ()],
             "tool_choice": _plain(told.tool_choice) or "auto",
@@ -211,7 +242,7 @@ class Responded(Reply):
     def all(self, spoken: Sequence[Sequence[Step]], usages: Iterable[Usage]) -> dict[str, Any]:
         for step in spoken[0]:
             self.step(0, step)
-        self._close()
+        self._end()
         return self._response(finished(spoken[0]), usages)
 
     def begin(self) -> str:
@@ -220,15 +251,20 @@ class Responded(Reply):
         return "".join(self._event(kind, response=told) for kind in events)
 
     def step(self, index: int, step: Step) -> str:
-        parts = self.heard(index, [step])
+        parts = self.heard(index, step)
         self._thought += any(isinstance(part, Thought) for part in parts)
         self._steps = [step]
         return "".join(map(self._add, parts))
 
     def end(self, usages: Iterable[Usage]) -> str:
-        closed = self._close()
+        closed = self._end()
         told = self._response(finished(self._steps), usages)
         return closed + self._event(f"response.{told['status']}", response=told)
+
+    def _end(self) -> str:
+        """What was held back, and the end of the last item."""
+        left = [part for index in self.cut() for part in self.heard(index, None)]
+        return "".join(map(self._add, left)) + self._close()
 
     def failed(self, told: Mapping[str, Any]) -> str:
         error = {"code": "server_error", "message": told["error"]["message"]}
@@ -273,8 +309,8 @@ class Responded(Reply):
 
     def _begin(self, kind: str) -> str:
         """A message or a thought, of which there is no text yet."""
-        name, more, beside = PARTS[kind]
-        head = {"id": f"{kind}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
+        short, name, more, beside = PARTS[kind]
+        head = {"id": f"{short}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
         self._open = head | {"content": []} | beside
         self._items.append(self._open)
         added = self._of_item("added")
@@ -317,7 +353,7 @@ class Responded(Reply):
         return self._event(f"response.content_part.{what}", **self._place(), part=part)
 
     def _of_text(self, what: str, **told: Any) -> str:
-        name, *_ = PARTS[self._items[-1]["type"]]
+        name = PARTS[self._items[-1]["type"]][1]
         beside: dict[str, Any] = {"logprobs": []} if name == "output_text" else {}
         return self._event(f"response.{name}.{what}", **self._place(), **beside, **told)
 
@@ -332,9 +368,9 @@ class Responded(Reply):
 
 
 KINDS: dict[type, str] = {Content: "message", Thought: "reasoning"}
-PARTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # by the kind of an item
-    "message": ("output_text", {"annotations": [], "logprobs": []}, {"role": "assistant"}),
-    "reasoning": ("reasoning_text", {}, {"summary": []}),
+PARTS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {  # by the kind of an item
+    "message": ("msg", "output_text", {"annotations": [], "logprobs": []}, {"role": "assistant"}),
+    "reasoning": ("rs", "reasoning_text", {}, {"summary": []}),
 }
 
 

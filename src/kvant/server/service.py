@@ -13,13 +13,14 @@ from contextlib import suppress
 from typing import Any
 
 from kvant.engine import Engine, Stream, Usage
-from kvant.errors import CacheError, CapacityError, EngineError
-from kvant.generation import Messages, Step
+from kvant.errors import CacheError, CapacityError, EngineError, GrammarError
+from kvant.generation import Grammar, Messages, Step
+from kvant.generation.grammar import rules_of
 from kvant.server.access import Keys
 from kvant.server.metrics import Metrics
 from kvant.server.protocol import Drawing
 from kvant.server.replies import Reply
-from kvant.server.speech import CALLS, Listed, Listener, Parsed, Plainly, response_template
+from kvant.server.speech import Listed, Listener, Parsed, Plainly, Template, template_of
 
 log = logging.getLogger("kvant")
 
@@ -57,7 +58,9 @@ class Service:
         self.max_new_tokens = max_new_tokens
         self.metrics = Metrics(engine, model)
         self.created = int(time.time())
-        self._response = response_template(engine.model, engine.tokenizer)
+        self._template = template_of(engine.model, engine.tokenizer)
+        with suppress(GrammarError):  # the first one of a model takes a second
+            rules_of(Grammar.json(), engine.tokenizer, engine.end_tokens)
         self._closing = False
         self._most = engine.max_sequences + max_waiting
         self._asked: Counter[str] = Counter()  # continuations under way, by tenant
@@ -105,7 +108,7 @@ class Service:
             )
         if under_way and (under_way + coming > self._most or self._asked[tenant] + coming > own):
             raise Busy(self._patience())
-        template = self._template(asked)
+        template = self._template_for(asked)
         given = asked.sampling() | {"tenant": tenant, "salt": _salt(tenant, asked.cache_salt)}
         given |= {"max_new_tokens": self.max_new_tokens if asked.most is None else asked.most}
         given |= {"skip_special_tokens": template is None}
@@ -125,7 +128,7 @@ class Service:
                 stream = await asyncio.to_thread(self.engine.submit, prompt, **given)
                 stream.add_done_callback(told)
                 streams.append(stream)
-                listeners += [self._listener(asked, stream) for _ in range(width)]
+                listeners += self._listeners(asked, stream)
         except BaseException:
             self._asked[tenant] -= width * (len(prompts) - len(streams))
             for stream in streams:
@@ -133,22 +136,18 @@ class Service:
             raise
         return Replies(streams, listeners, self.metrics, began)
 
-    def _listener(self, asked: Drawing, stream: Stream) -> Listener:
-        """Of one continuation."""
-        template = self._template(asked)
+    def _listeners(self, asked: Drawing, stream: Stream) -> list[Listener]:
+        """Those of all continuations of a prompt."""
+        template, width = self._template_for(asked), asked.n or 1
         if template is None:
-            return Listed() if asked.must_call else Plainly()
-        prompt = self.engine.tokenizer.decode(stream.prompt[-NEAR:])
-        return Parsed(template, prompt, asked.tools_shown)
+            return [Listed() if asked.must_call else Plainly() for _ in range(width)]
+        prompt, tools = self.engine.tokenizer.decode(stream.prompt[-NEAR:]), asked.tools_shown
+        return [Parsed(template, prompt, tools, asked.most_calls) for _ in range(width)]
 
-    def _template(self, asked: Drawing) -> Mapping[str, Any] | None:
+    def _template_for(self, asked: Drawing) -> Template | None:
         """By which a reply is read; None: it is read as it is."""
-        template = self._response if asked.is_parsed else None
-        if (
-            asked.is_parsed
-            and asked.tools_shown
-            and CALLS not in (template or {}).get("fields", ())
-        ):
+        template = self._template if asked.is_parsed else None
+        if asked.is_parsed and asked.tools_shown and not (template and template.has_calls):
             raise ValueError(
                 "tools: nobody told how this model writes calls (its tokenizer has no "
                 "response_template); tool_choice required, or of one function, does without"
@@ -256,12 +255,15 @@ def _salt(tenant: str, own: str | None) -> str:
 def status_of(error: BaseException, *, began: bool) -> tuple[int, str]:
     """The status of an error, and its kind in OpenAI's words.
 
-    What is wrong with a request is said before it began; later it is the server's fault.
+    What is wrong with a request is said before it began; later it is the server's fault, but of a
+    grammar that turns out to be too large on the way.
     """
     if isinstance(error, Busy):
         return 429, "rate_limit_error"
     if isinstance(error, Closing | EngineError):
         return 503, "server_error"
-    if isinstance(error, CapacityError | ValueError | TypeError) and not began:
+    if isinstance(error, GrammarError) or (
+        isinstance(error, CapacityError | ValueError | TypeError) and not began
+    ):
         return 400, "invalid_request_error"
     return 500, "server_error"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +59,7 @@ class Plainly(Listener):
 
 
 class Listed(Listener):
-    """A list of calls, as the grammar of `protocol.calls` writes it."""
+    """A list of calls, as `Grammar.calls` has it."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -71,76 +71,109 @@ class Listed(Listener):
     def end(self) -> list[Part]:
         try:
             return [_called(one) for one in json.loads(self._text)]
-        except ValueError:  # it was cut short
+        except (ValueError, RecursionError):  # it was cut short
             return [Content(self._text)] if self._text else []
 
 
+class Template:
+    """How a model writes what is not content: the response template of its tokenizer."""
+
+    def __init__(self, told: Mapping[str, Any]) -> None:
+        """Refuses one that cannot be used."""
+        content = {name: one for name, one in told["fields"].items() if name != CALLS}
+        self.whole = load_response_template(dict(told))
+        self.without_calls = load_response_template({**told, "fields": content})
+
+    @property
+    def has_calls(self) -> bool:
+        return CALLS in self.whole.fields
+
+    @property
+    def calls_end_in_themselves(self) -> bool:
+        """Does what is within a call tell whether it is whole?"""
+        return self.has_calls and self.whole.fields[CALLS].content == "json"
+
+
 class Parsed(Listener):
-    """By the response template of a model."""
+    """By the template of a model."""
 
     def __init__(
-        self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]]
+        self,
+        template: Template,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        most: int | None = None,
     ) -> None:
-        """A prompt may begin a reply itself. Without tools nothing is a call."""
-        fields = {k: one for k, one in template["fields"].items() if tools or k != CALLS}
-        told = load_response_template({**template, "fields": fields})
+        """A prompt may begin a reply itself. Without tools nothing is a call; at `most` so many."""
+        told = template.whole if tools else template.without_calls
         begun = told.truncate_past_last_anchor(prompt)
         begun = "" if begun == prompt else begun  # it is not there
         self._parser = ResponseParser(told, prefix=begun, tools=list(tools) or None)
+        self._left = most  # calls that may still come
+        self._ends = template.calls_end_in_themselves
+        self._bare: set[type] = {Content, Thought}  # of which nothing was told yet
         self._unread = ""  # what may be a call, and is not told yet
         self._failed = False
 
     def hear(self, text: str) -> list[Part]:
         if self._failed:
             return [Content(text)] if text else []
-        try:
-            events = self._parser.feed(text)
-            return self._parts(events, text)
-        except Exception:  # a parser and its templates are programs of others
-            return self._give_up(text)
+        self._unread += text
+        return self._told(lambda: self._parser.feed(text))
 
     def end(self) -> list[Part]:
-        if self._failed:
-            return []
-        try:
-            return self._parts(self._parser.finalize()[1], "")
-        except Exception:
-            return self._give_up("")
+        """Calls that end with the reply are whole only if they tell so themselves."""
 
-    def _parts(self, events: Sequence[Mapping[str, Any]], text: str) -> list[Part]:
+        def rest() -> Sequence[Mapping[str, Any]]:
+            events: Sequence[Mapping[str, Any]] = self._parser.finalize()[1]
+            if not self._ends and any(one["field"] == CALLS for one in events):
+                raise ValueError("a call that is cut short")
+            return events
+
+        return [] if self._failed else self._told(rest)
+
+    def _told(self, events: Callable[[], Sequence[Mapping[str, Any]]]) -> list[Part]:
+        """What came of these; who parses is a program of others, and may fail."""
         found: list[Part] = []
-        self._unread += text
-        for event in events:
-            kind, field = event["type"], event["field"]
-            if field == CALLS:
-                if kind == "region_close":
-                    found.append(_called(event["value"]["function"]))
-                    self._unread = ""
-            elif kind == "region_close" and field in THOUGHTS:
-                self._unread = ""
-            elif kind == "region_chunk" and (said := event["text"]):
-                found.append((Thought if field in THOUGHTS else Content)(said))
-                self._unread = self._unread.rpartition(said)[2]
+        try:
+            for event in events():
+                found += self._parts(event)
+        except Exception:
+            self._failed = True
+            found += [Content(self._unread)] if self._unread else []
         return found
 
-    def _give_up(self, text: str) -> list[Part]:
-        self._failed = True
-        left = self._unread + text
-        return [Content(left)] if left else []
+    def _parts(self, event: Mapping[str, Any]) -> list[Part]:
+        kind, field = event["type"], event["field"]
+        if field == CALLS:
+            return self._calls(event["value"]) if kind == "region_close" else []
+        if kind == "region_close" and field in THOUGHTS:
+            self._unread = ""
+        if kind != "region_chunk" or not event["text"]:
+            return []
+        self._unread = self._unread.rpartition(event["text"])[2]
+        said = Thought if field in THOUGHTS else Content
+        text = event["text"].lstrip() if said in self._bare else event["text"]
+        self._bare -= {said} if text else set()
+        return [said(text)] if text else []
+
+    def _calls(self, value: Any) -> list[Part]:
+        values = value if isinstance(value, list) else [value]
+        calls = [_called(one["function"]) for one in values][: self._left]
+        self._left = None if self._left is None else self._left - len(calls)
+        self._unread = ""
+        return [*calls]
 
 
-def response_template(model: Any, tokenizer: Any) -> Mapping[str, Any] | None:
-    """How a model writes what is not content; None: nobody told, or it knows no messages."""
+def template_of(model: Any, tokenizer: Any) -> Template | None:
+    """None: nobody told how the model writes calls and thoughts, or it knows no messages."""
     if getattr(tokenizer, "chat_template", None) is None:
         return None
-    found: Mapping[str, Any] | None = get_response_template(tokenizer, model)
-    if found is not None:
-        load_response_template(found)  # refuses one that cannot be used
-    return found
+    found = get_response_template(tokenizer, model)
+    return None if found is None else Template(found)
 
 
 def _called(told: Mapping[str, Any]) -> Call:
-    arguments = told["arguments"]
-    if not isinstance(arguments, str):
-        arguments = json.dumps(arguments, ensure_ascii=False)
-    return Call(str(told["name"]), arguments)
+    arguments = told.get("arguments", {})
+    whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return Call(str(told["name"]), whole)

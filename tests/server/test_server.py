@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,7 @@ def test_health_and_figures(running: tuple[Any, str]) -> None:
     service, url = running
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     assert httpx.get(f"{url}/ready").status_code == 200
-    asked = {"prompt": PROMPT, "max_tokens": 3, "n": 2, "temperature": 1}
+    asked = {"prompt": PROMPT, "max_tokens": 3, "n": 2, "temperature": 1, "ignore_eos": True}
     httpx.post(f"{url}/v1/completions", json=asked)
     settled(service)
     told = httpx.get(f"{url}/metrics").text
@@ -52,6 +54,15 @@ def test_health_and_figures(running: tuple[Any, str]) -> None:
     assert 1 <= waits[0] <= waits[2] and waits[1] >= 4  # of requests, and between their tokens
     assert float(figures['kvant_cache_bytes{state="held"}']) > 0
     assert float(figures['kvant_http_responses_total{status="200"}']) >= 3
+
+
+def test_a_server_that_ended_keeps_nothing(inside: tuple[Any, Any]) -> None:
+    with served(*inside) as (service, url):
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 2}).is_success
+        engine = weakref.ref(service.engine)
+    del service
+    gc.collect()
+    assert engine() is None
 
 
 def test_the_page_is_small_and_asks_nobody_else(running: tuple[Any, str]) -> None:

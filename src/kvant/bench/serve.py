@@ -15,7 +15,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -76,12 +76,13 @@ class Way:
         return found
 
 
-def over_http(url: str, prompt: Prompt, tokens: int, model: str | None = None) -> Iterator[object]:
+def over_http(
+    url: str, prompt: Prompt, tokens: int, beside: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """The chunks of a stream that have a choice."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=600)
-    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
-    asked |= {"ignore_eos": True} | ({} if model is None else {"model": model})
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **beside}
     try:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json_text.dumps(asked), headers)
@@ -89,8 +90,9 @@ def over_http(url: str, prompt: Prompt, tokens: int, model: str | None = None) -
         if answer.status != 200:
             raise OSError(f"{url}: {answer.status} {answer.read(500).decode(errors='replace')}")
         for line in answer:
-            if line.startswith(b"data: {") and json_text.loads(line[6:]).get("choices"):
-                yield line
+            told = json_text.loads(line[6:]) if line.startswith(b"data: {") else {}
+            if told.get("choices"):
+                yield told
     finally:
         connection.close()
 
@@ -178,8 +180,9 @@ def main(
         Engine(model, Silent(), kv_cache, max_sequences=max(many)) as engine,
         served(engine) as ours,
     ):
-        ways = [Way("engine", directly), Way("server", partial(over_http, ours))]
-        ways += [Way(one, partial(over_http, one, model=name), True) for one, name in others]
+        to_the_end = {"ignore_eos": True}
+        ways = [Way("engine", directly), Way("server", partial(over_http, ours, beside=to_the_end))]
+        ways += [Way(one, partial(over_http, one, beside={"model": x}), True) for one, x in others]
         for way in ways:  # what is done once
             way.go([prompt(way)], 2)
             way.rounds.clear()

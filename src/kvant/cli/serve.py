@@ -29,6 +29,9 @@ def serve(
     max_sequences: Annotated[int, Option(min=1, help="Sequences that go on at a time.")] = 16,
     max_context: options.MaxContext = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Where a client says no number.")] = 1024,
+    chunk_seconds: Annotated[
+        float | None, Option(help="That a chunk of a prompt may keep others from a token.")
+    ] = None,
     max_waiting: Annotated[int, Option(min=0, help="Requests that may wait; then 429.")] = 256,
     store: options.Store = None,
     host: Annotated[str, Option(help="Another one only with keys.")] = "127.0.0.1",
@@ -70,6 +73,7 @@ def serve(
         "max_bytes": limit,
         "max_sequences": max_sequences,
         "max_context": max_context,
+        "chunk_seconds": chunk_seconds,
         "backend": backend,
         "pack": pack,
     }

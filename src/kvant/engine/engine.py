@@ -59,7 +59,7 @@ from kvant.stores import Store
 log = logging.getLogger("kvant")
 
 CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
-SECONDS = {"cpu": 0.25, "cuda": 0.03}  # that a chunk may keep others from their next token
+SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a chunk may keep others from their next token
 
 
 class Engine:

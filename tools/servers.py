@@ -1,0 +1,201 @@
+"""Compares servers of one model, each begun by a command of its own, in one run.
+
+`python tools/servers.py --model NAME --server "kvant=kvant serve --port {port} ..." --server ...`
+asks all of them in turn, several rounds, at several numbers of clients, then for the second turn
+of a conversation: right behind the first, and after a restart. `times` is the tokens a second of a
+server over those of the first one, and its wait over that of the first one; each the median of the
+ratios of one round. Every server knows the model under the same NAME.
+"""
+
+from __future__ import annotations
+
+import random
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from typing import Annotated, Any
+from urllib.request import urlopen
+
+import typer
+
+from kvant.bench.report import Json, numbers, progress, run, table, tell
+from kvant.bench.serve import WORDS, over_http
+
+BEGIN = 300  # seconds in which a server must be there
+
+
+@dataclass
+class Server:
+    """A command, and where what it began listens."""
+
+    name: str
+    command: str
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    speeds: dict[int, list[float]] = field(default_factory=dict)  # by clients
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def begin(self) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        words = shlex.split(self.command.replace("{port}", str(self.port)))
+        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        until = time.monotonic() + BEGIN
+        while True:
+            try:
+                urlopen(f"{self.url}/health", timeout=5).close()
+                return
+            except (OSError, HTTPException):
+                if self.process.poll() is not None or time.monotonic() > until:
+                    raise OSError(f"{self.name} did not begin: {shlex.join(words)}") from None
+                time.sleep(0.5)
+
+    def end(self) -> None:
+        if self.process is not None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(60)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+            self.process = None
+
+    def ask(self, model: str, prompt: str, tokens: int) -> tuple[float, str]:
+        """Seconds until something came, and the text; a reply that ends early is an error."""
+        begin, first, text, reason = time.perf_counter(), 0.0, "", None
+        for told in over_http(self.url, prompt, tokens, {"model": model}):
+            first = first or time.perf_counter() - begin
+            text += told["choices"][0].get("text") or ""
+            reason = told["choices"][0].get("finish_reason") or reason
+        if reason != "length":
+            raise OSError(
+                f"{self.name}: a reply ended by {reason!r}, {tokens} tokens were asked for"
+            )
+        return first, text
+
+
+@contextmanager
+def begun(servers: Sequence[Server]) -> Iterator[None]:
+    with ExitStack() as ends:
+        for server in servers:
+            progress(f"beginning {server.name}")
+            ends.callback(server.end)
+            server.begin()
+        yield
+
+
+def texts(dice: random.Random, words: int) -> str:
+    return " ".join(dice.choice(WORDS) for _ in range(words))
+
+
+def race(
+    servers: Sequence[Server], model: str, many: list[int], words: int, tokens: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Tokens a second, all clients together."""
+    dice = random.Random(0)
+    for server in servers:  # what is done once
+        server.ask(model, texts(dice, 16), 2)
+    for number in range(rounds):
+        for clients in many:
+            for server in servers:
+                progress(f"round {number + 1} of {rounds}: {server.name}, {clients} clients")
+                prompts = [texts(dice, words) for _ in range(clients)]
+                begin = time.perf_counter()
+                with ThreadPoolExecutor(clients) as pool:
+                    list(pool.map(lambda one: server.ask(model, one, tokens), prompts))  # noqa: B023
+                took = time.perf_counter() - begin
+                server.speeds.setdefault(clients, []).append(clients * tokens / took)
+    base = servers[0]
+    return [
+        {
+            "server": server.name,
+            "clients": clients,
+            "tokens_s": statistics.median(server.speeds[clients]),
+            "times": statistics.median(
+                one / other
+                for one, other in zip(server.speeds[clients], base.speeds[clients], strict=True)
+            ),
+        }
+        for clients in many
+        for server in servers
+    ]
+
+
+def turns(servers: Sequence[Server], model: str, words: int, tokens: int) -> list[dict[str, Any]]:
+    """Seconds to the first token of the second turn, with the first one and after a restart."""
+    dice = random.Random(1)
+    first, second, third = (texts(dice, count) for count in (words, 16, 16))
+    waits: dict[str, list[float]] = {}
+    for server in servers:
+        progress(f"{server.name}: the first turn")
+        wait, reply = server.ask(model, first, tokens)
+        said = f"{first}{reply} {second}"
+        progress(f"{server.name}: the second turn")
+        again, more = server.ask(model, said, tokens)
+        server.end()
+        progress(f"{server.name}: beginning again")
+        server.begin()
+        server.ask(model, texts(dice, 16), 2)
+        progress(f"{server.name}: the third turn")
+        after, _ = server.ask(model, f"{said}{more} {third}", tokens)
+        waits[server.name] = [wait, again, after]
+        server.end()
+    base = waits[servers[0].name]
+    return [
+        {
+            "server": name,
+            "turn_1_s": own[0],
+            "turn_2_s": own[1],
+            "restarted_s": own[2],
+            "turn_2_times": own[1] / base[1],
+            "restarted_times": own[2] / base[2],
+        }
+        for name, own in waits.items()
+    ]
+
+
+def main(
+    model: Annotated[str, typer.Option(help="as all of them know it")],
+    server: Annotated[list[str], typer.Option(help="NAME=COMMAND with {port} in it; several")],
+    clients: Annotated[str, typer.Option(help="that ask at the same time")] = "1,4,16",
+    context: Annotated[int, typer.Option(min=1, help="words of a prompt")] = 128,
+    tokens: Annotated[int, typer.Option(min=2, help="of a reply")] = 32,
+    rounds: Annotated[int, typer.Option(min=1)] = 3,
+    turn: Annotated[int, typer.Option(min=0, help="words of a first turn; 0: no turns")] = 8192,
+    json: Json = False,
+) -> None:
+    """Tokens a second, and what the second turn waits for."""
+    many = numbers("--clients", clients)
+    servers = []
+    for one in server:
+        name, found, command = one.partition("=")
+        if not found or "{port}" not in command:
+            raise ValueError(f"--server {one}: NAME=COMMAND with {{port}} in it is needed")
+        servers.append(Server(name, command))
+    with begun(servers):
+        raced = race(servers, model, many, context, tokens, rounds) if rounds else []
+        turned = turns(servers, model, turn, 8) if turn else []
+    progress("")
+    if not json:
+        table("servers", raced)
+        if turned:
+            table("turns", turned)
+    facts = {"context": context, "tokens": tokens, "turn": turn, "rounds": rounds}
+    commands = {one.name: one.command for one in servers}
+    tell("servers", facts | {"commands": commands, "rows": raced, "turns": turned})
+
+
+if __name__ == "__main__":
+    run(main)

@@ -4,11 +4,13 @@
 asks all of them in turn, several rounds, at several numbers of clients, then for the second turn
 of a conversation: right behind the first, and after a restart. `times` is the tokens a second of a
 server over those of the first one, and its wait over that of the first one; each the median of the
-ratios of one round. Every server knows the model under the same NAME.
+ratios of one round. Every server knows the model under the same NAME. While one is asked, the
+others stand still.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import shlex
 import signal
@@ -20,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from http.client import HTTPException
 from typing import Annotated, Any
 from urllib.request import urlopen
@@ -51,7 +54,8 @@ class Server:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         words = shlex.split(self.command.replace("{port}", str(self.port)))
-        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(words, start_new_session=True, **quiet)
         until = time.monotonic() + BEGIN
         while True:
             try:
@@ -64,13 +68,19 @@ class Server:
 
     def end(self) -> None:
         if self.process is not None:
-            self.process.send_signal(signal.SIGTERM)
+            self.tell(signal.SIGCONT)
+            self.tell(signal.SIGTERM)
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
-                self.process.kill()
+                self.tell(signal.SIGKILL)
                 self.process.wait()
             self.process = None
+
+    def tell(self, what: signal.Signals) -> None:
+        """Its process, and those that it began."""
+        if self.process is not None:
+            os.killpg(self.process.pid, what)
 
     def ask(self, model: str, prompt: str, tokens: int) -> tuple[float, str]:
         """Seconds until something came, and the text; a reply that ends early is an error."""
@@ -84,6 +94,19 @@ class Server:
                 f"{self.name}: a reply ended by {reason!r}, {tokens} tokens were asked for"
             )
         return first, text
+
+
+@contextmanager
+def alone(server: Server, servers: Sequence[Server]) -> Iterator[None]:
+    """The others stand still meanwhile: some poll, with nothing to do."""
+    others = [one for one in servers if one is not server]
+    for one in others:
+        one.tell(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for one in others:
+            one.tell(signal.SIGCONT)
 
 
 @contextmanager
@@ -112,10 +135,11 @@ def race(
             for server in servers:
                 progress(f"round {number + 1} of {rounds}: {server.name}, {clients} clients")
                 prompts = [texts(dice, words) for _ in range(clients)]
-                begin = time.perf_counter()
-                with ThreadPoolExecutor(clients) as pool:
-                    list(pool.map(lambda one: server.ask(model, one, tokens), prompts))  # noqa: B023
-                took = time.perf_counter() - begin
+                ask = partial(server.ask, model, tokens=tokens)
+                with alone(server, servers), ThreadPoolExecutor(clients) as pool:
+                    begin = time.perf_counter()
+                    list(pool.map(ask, prompts))
+                    took = time.perf_counter() - begin
                 server.speeds.setdefault(clients, []).append(clients * tokens / took)
     base = servers[0]
     return [
@@ -139,6 +163,10 @@ def turns(servers: Sequence[Server], model: str, words: int, tokens: int) -> lis
     first, second, third = (texts(dice, count) for count in (words, 16, 16))
     waits: dict[str, list[float]] = {}
     for server in servers:
+        server.end()
+    for server in servers:  # each has the machine to itself
+        server.begin()
+        server.ask(model, texts(dice, 16), 2)
         progress(f"{server.name}: the first turn")
         wait, reply = server.ask(model, first, tokens)
         said = f"{first}{reply} {second}"

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from server.conftest import served
+from server.speaking import speaker
+
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
 PROMPT = "import os\n\ndef read(path):\n"
@@ -55,6 +58,15 @@ def test_it_says_what_the_model_says_and_what_it_took(page: Any, running: tuple[
     note = page.locator("article.assistant p").inner_text()
     assert "12 tokens" in note and "tokens of the prompt" in note
     playwright.expect(page.locator("#memory")).to_contain_text("a token (affine8)")
+
+
+def test_thoughts_are_not_the_reply(browser: Any) -> None:
+    with served(*speaker("<think>", "Hm.", "</think>", "Yes."), pack=False) as (_, url):
+        page = browser.new_page()
+        page.goto(url)
+        send(page, "Is it so?")
+        assert replies(page) == ["Yes."]
+        page.close()
 
 
 def test_a_reply_is_stopped_with_escape(page: Any, running: tuple[Any, str]) -> None:

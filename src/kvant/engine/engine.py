@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvant import weights
+from kvant import openmp, weights
 from kvant.engine.batch import Batch, Seat, most_idle
 from kvant.engine.figures import Figures
 from kvant.engine.pace import Pace
@@ -141,6 +141,7 @@ class Engine:
             self._batch.share(prefixes)
             self._reuse.weigh()
         self._undo = self._prepared(model, own, backend, pack=pack)
+        openmp.release()  # the engine's thread computes from now on
         self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
         self._thread.start()
 

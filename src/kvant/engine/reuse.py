@@ -17,6 +17,7 @@ from typing import Any
 from kvant.engine.batch import Batch, Seat
 from kvant.engine.request import Request, clear
 from kvant.engine.schedule import Job, Schedule
+from kvant.openmp import compute_alone
 from kvant.prefixes import Coming
 
 log = logging.getLogger("kvant")
@@ -43,7 +44,7 @@ class Reuse:
         self._requests = requests
         self._tokenizer = tokenizer
         self._later = later
-        self._fetching = ThreadPoolExecutor(1, "kvant-fetch")  # one prompt at a time comes beside
+        self._fetching = ThreadPoolExecutor(1, "kvant-fetch", compute_alone)  # one prompt at a time
         self._flushing = ThreadPoolExecutor(1, "kvant-hurry")  # waits until prefixes are written
         self._hurrying = False  # it does that now
         self._late = False  # it did, and what must go may go

@@ -27,6 +27,7 @@ from kvant.cache.pieces import Page, Pieces, page_sizes, pages_of, together
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.hf import HostCache
+from kvant.openmp import compute_alone
 from kvant.prefixes.keys import PAGE, chain, digest
 from kvant.stores import Blob, Layout, Payload, Tiers
 
@@ -175,7 +176,7 @@ class Archive:
         self.tiers = tiers
         self._shared = shared
         self._there: dict[str, set[str]] = {}  # parts that were written or read lately, by page
-        self._threads = ThreadPoolExecutor(AT_ONCE, "kvant-restore")
+        self._threads = ThreadPoolExecutor(AT_ONCE, "kvant-restore", compute_alone)
         self._counts: Counter[str] = Counter()
         self._speed: float | None = None  # tokens a second that come back
 

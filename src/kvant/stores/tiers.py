@@ -18,6 +18,7 @@ from threading import Condition, Thread, current_thread
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
+from kvant.openmp import compute_alone
 from kvant.stores.blob import Blob, opened_as, packed
 from kvant.stores.contract import Bytes, Store
 
@@ -214,6 +215,7 @@ class Behind:
         return {"nbytes_waiting": self.nbytes, "dropped": self._dropped}
 
     def _work(self) -> None:
+        compute_alone()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._calls or self._ended)

@@ -1,0 +1,50 @@
+"""The threads with which torch computes on a CPU: OpenMP gives every thread that computes its own.
+
+Where there are more of them than processors, each sleeps at the end of a loop and has to be woken
+for the next one, in place of waiting for it: a token takes a third longer then. So a thread that is
+done gives its own back, and one that works beside another computes without any.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from ctypes import CDLL
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOFT = 1  # of OpenMP: what a program set stays as it is
+
+
+def release() -> None:
+    """Give back the threads that the calling thread computes with, until it computes again."""
+    runtime = _runtime()
+    if runtime is not None:
+        runtime.omp_pause_resource_all(SOFT)
+
+
+def compute_alone() -> None:
+    """Let the calling thread compute without others from now on; they compute as before."""
+    runtime = _runtime()
+    if runtime is not None:
+        torch.get_num_threads()  # the first time, torch sets what a thread begins with
+        runtime.omp_set_num_threads(1)
+
+
+@cache
+def _runtime() -> CDLL | None:
+    """The OpenMP that torch has loaded; None where we do not know it."""
+    if sys.platform != "linux":
+        return None
+    installed = Path(torch.__file__).parent
+    for folder in (installed / "lib", installed.with_name("torch.libs")):
+        for path in sorted(folder.glob("lib*omp*.so*")):
+            try:
+                found = CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+            except OSError:  # another one is loaded, or none
+                continue
+            if hasattr(found, "omp_pause_resource_all"):
+                return found
+    return None

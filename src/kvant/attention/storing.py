@@ -38,8 +38,11 @@ def _count_clamped(change: Change, rows: Fields, sides: Mapping[str, Stored], ta
     """But not the sinks, which nobody reads sealed."""
     sinks = change.before.kind.sinks
     for name, stored in sides.items():
-        for first in range(0, len(change.seals), SEAL_AT_ONCE):
-            seals = change.seals[first : first + SEAL_AT_ONCE]
+        due = change.seals
+        if _within(rows[name], stored.codec.limit):
+            due = due[due[:, 2] >= 0]  # pages with rows that came before
+        for first in range(0, len(due), SEAL_AT_ONCE):
+            seals = due[first : first + SEAL_AT_ONCE]
             pages = rows_to_seal(seals, rows[name], stored)
             position = seals[:, 3] + change.before.lengths[seals[:, 0]]  # of the first row
             for page in np.flatnonzero(position < sinks).tolist():
@@ -66,15 +69,10 @@ log = logging.getLogger("kvant")
 def count_clamped(codec: Codec, rows: Tensor, side: str, tally: Tally) -> None:
     """Count in `tally` the finite values of rows to be sealed that are beyond the codec's limit."""
     limit = codec.limit
-    if torch.finfo(rows.dtype).max <= limit or rows.numel() == 0:
-        return
-    if type(rows) is not Tensor:  # in a mode whose tensors have no values
+    if type(rows) is not Tensor or _within(rows, limit):  # some modes have tensors without values
         return
     if rows.device.type != "cpu":  # nobody waits for a device here: who asks for stats does
         tally.clamped = tally.clamped + _beyond(rows, limit).sum()
-        return
-    # Not `aminmax`, which copies rows that lie apart: scratch that the allocator keeps.
-    if -limit <= float(rows.amin()) and float(rows.amax()) <= limit:
         return
     beyond = rows[_beyond(rows, limit)].abs()
     if beyond.numel() == 0:  # infinities and NaN alone, which come back as NaN
@@ -90,6 +88,16 @@ def count_clamped(codec: Codec, rows: Tensor, side: str, tally: Tally) -> None:
             float(beyond.max()),
             limit,
         )
+
+
+def _within(rows: Tensor, limit: float) -> bool:
+    """Is no value beyond? False where that takes waiting for a device, or is not known."""
+    if torch.finfo(rows.dtype).max <= limit or rows.numel() == 0:
+        return True
+    if type(rows) is not Tensor or rows.device.type != "cpu":
+        return False
+    # Not `aminmax`, which copies rows that lie apart: scratch that the allocator keeps.
+    return -limit <= float(rows.amin()) and float(rows.amax()) <= limit
 
 
 def _beyond(rows: Tensor, limit: float) -> Tensor:

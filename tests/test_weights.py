@@ -227,6 +227,94 @@ def test_an_optimizer_from_before_trains_the_unpacked_model() -> None:
     assert not torch.equal(model.up.weight, before)
 
 
+class Tied(nn.Module):
+    """Words, and a layer that says how likely each is, by one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(OUT, IN, dtype=torch.bfloat16)
+        self.head = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.words(tokens))
+        return out
+
+
+TOKENS = torch.arange(7)
+
+
+def tied_twins() -> tuple[Tied, Tied]:
+    plain = Tied()
+    packed = copy.deepcopy(plain)
+    told = kvant.pack(packed, tied=True)
+    assert str(told) == "1 linear layers packed, 24 KiB, 24 KiB of it beside an embedding"
+    return plain, packed
+
+
+@torch.no_grad()
+def test_a_tied_weight_is_packed_beside_its_embedding() -> None:
+    plain, packed = tied_twins()
+    assert isinstance(packed.head.weight, weights.PackedWeight)
+    assert torch.equal(packed(TOKENS), plain(TOKENS))
+    words = packed.words.weight
+    assert kvant.unpack(packed) == 1
+    assert packed.head.weight is packed.words.weight is words
+    assert torch.equal(words, plain.words.weight)
+
+
+@torch.no_grad()
+def test_what_is_written_to_the_embedding_is_what_the_layer_reads() -> None:
+    plain, packed = tied_twins()
+    for model in (plain, packed):
+        model.words.weight[3] = 2.0
+    assert torch.equal(packed(TOKENS), plain(TOKENS))
+    copied = copy.deepcopy(packed)
+    assert torch.equal(copied(TOKENS), plain(TOKENS))
+    for model in (plain, copied):
+        model.words.weight.mul_(2.0)
+    assert torch.equal(copied(TOKENS), plain(TOKENS))
+    assert not torch.equal(copied(TOKENS), packed(TOKENS))
+
+
+@torch.no_grad()
+def test_another_state_is_loaded_into_a_tied_weight() -> None:
+    other, (_, packed) = Tied(), tied_twins()
+    packed.load_state_dict(other.state_dict())
+    assert torch.equal(packed(TOKENS), other(TOKENS))
+    assert isinstance(packed.head.weight, weights.PackedWeight) and packed.head.weight.current
+    assert torch.equal(packed.words.weight, other.words.weight)
+
+
+def test_a_tied_weight_is_one_weight_to_those_who_name_it() -> None:
+    plain, packed = tied_twins()
+    named = [[name for name, _ in weights.named_weights(one)] for one in (plain, packed)]
+    assert named == [["words.weight"], ["words.weight"]]
+    stored = [one.untyped_storage().data_ptr() for one in packed.state_dict().values()]
+    assert len(stored) == 2 and len(set(stored)) == 1
+
+
+def test_gradients_of_a_tied_weight_are_those_of_both_its_uses() -> None:
+    found = []
+    for model in tied_twins():
+        model(TOKENS).square().sum().backward()
+        kvant.unpack(model)
+        found.append(model.words.weight.grad)
+    assert found[0] is not None and found[1] is not None
+    assert torch.allclose(found[0].float(), found[1].float(), rtol=2**-6)
+
+
+def test_a_conversion_of_a_tied_weight_is_refused() -> None:
+    plain, packed = tied_twins()
+    with pytest.raises(CacheError, match=r"a conversion of a packed weight: kvant.unpack"):
+        packed.float()
+    kvant.unpack(packed)
+    packed.float()
+    assert packed.head.weight is packed.words.weight
+    with torch.no_grad():
+        assert torch.equal(packed(TOKENS), plain.float()(TOKENS))
+
+
 class Linear(nn.Linear):
     """What computes otherwise has a class of its own."""
 

@@ -41,35 +41,44 @@ class Packing:
     layers: tuple[str, ...]
     nbytes: int
     left: Mapping[str, str]
+    nbytes_added: int = 0  # of weights that an embedding has as well
 
     def __str__(self) -> str:
         told = f"{len(self.layers)} linear layers packed, {format_size(self.nbytes)}"
+        if self.nbytes_added:
+            told += f", {format_size(self.nbytes_added)} of it beside an embedding"
         reasons = Counter(self.left.values()).most_common()
         left = ", ".join(f"{count} {reason}" for reason, count in reasons)
         return f"{told}; left: {left}" if left else told
 
 
-def pack(model: nn.Module) -> Packing:
+def pack(model: nn.Module, *, tied: bool = False) -> Packing:
     """Pack weights of 16 bits on a CPU, until `unpack`: the same outputs to the bit, sooner.
 
     A layer is left alone where that does not hold. The memory of the weights is given back, one
     layer after the other. Under autograd a packed layer computes with a dense copy.
+    `tied` packs a layer, too, whose weight is an embedding's: that one stays, so it takes memory.
     """
     _check_model(model)
     layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
     tried: dict[Any, str | None] = {}
     left: dict[str, str] = {}
     sharing = Counter(_memory(tensor) for tensor in _tensors(model))
+    embedded = _embedded(model) if tied else {}
     with torch.no_grad(), no_inference_mode():
         for name, layer in layers.items():
-            if isinstance(layer._parameters.get(WEIGHT), PackedWeight):
+            weight = layer._parameters.get(WEIGHT)
+            if isinstance(weight, PackedWeight):
                 continue
-            reason = _unfit(name, layer, sharing) or _pack_layer(layer, tried)
+            stays = weight is not None and embedded.get(_memory(weight)) is weight
+            reason = _unfit(name, layer, sharing, 2 if stays else 1)
+            reason = reason or _pack_layer(layer, tried, stays=stays)
             if reason is not None:
                 left[name] = reason
-    packed = [name for name in layers if name not in left]
-    nbytes = sum(layers[name].weight.nbytes for name in packed)
-    return Packing(tuple(packed), nbytes, left)
+    packed = {name: layers[name].weight for name in layers if name not in left}
+    nbytes = sum(weight.nbytes for weight in packed.values())
+    added = sum(w.nbytes for w in packed.values() if isinstance(w, PackedWeight) and w.stays)
+    return Packing(tuple(packed), nbytes, left, added)
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -94,16 +103,26 @@ def unpack(model: nn.Module) -> int:
     return count
 
 
+def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters by name, each once: the same whether a model is packed or not."""
+    for name, weight in model.named_parameters():
+        if not (isinstance(weight, PackedWeight) and weight.stays):
+            yield name, weight
+
+
 class PackedWeight(torch.Tensor):
     """The weight of a linear layer, [out, in], in the order in which oneDNN reads it."""
 
     _is_param = True  # a parameter to `isinstance`
 
     packed: Tensor
-    original: nn.Parameter | None  # empty for as long as it is packed; None of a weight's `data`
+    original: nn.Parameter | None  # empty, unless it `stays`; None of a weight's `data`
+    version: int | None  # of an original that stays: how often it had been written to
 
     @classmethod
-    def of(cls, packed: Tensor, original: nn.Parameter | None) -> PackedWeight:
+    def of(
+        cls, packed: Tensor, original: nn.Parameter | None, version: int | None = None
+    ) -> PackedWeight:
         made: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             packed.shape,
@@ -112,13 +131,27 @@ class PackedWeight(torch.Tensor):
             requires_grad=original is not None and original.requires_grad,
         )
         made.__dict__.update({} if original is None else original.__dict__)
-        made.packed, made.original = packed, original
+        made.packed, made.original, made.version = packed, original, version
         return made
+
+    @property
+    def stays(self) -> bool:
+        """Is the original another module's as well?"""
+        return self.version is not None
+
+    @property
+    def current(self) -> bool:
+        """Are the packed bytes those of the original?"""
+        return self.original is None or self.version in (None, self.original._version)
 
     def restored(self) -> nn.Parameter:
         """The parameter that was there before."""
         assert self.original is not None
         original = self.original
+        if self.stays:
+            if self.grad is not None:
+                original.grad = self.grad if original.grad is None else original.grad + self.grad
+            return original
         original.data = self.packed.to_dense()
         original.requires_grad_(self.requires_grad)
         original.grad = self.grad
@@ -153,6 +186,9 @@ class PackedWeight(torch.Tensor):
             if func is not torch.ops.aten.copy_.default or target.original is None:
                 raise _refusal(str(func))
             value = args[1].to(target.packed.device, target.packed.dtype)
+            if target.stays:
+                target.original.data.copy_(value)
+                target.version = target.original._version
             target.packed = _packed(value.expand(target.packed.shape))
             return target
         real = tree_map_only(PackedWeight, _dense, (tuple(args), named))
@@ -160,7 +196,10 @@ class PackedWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Packed as well: the bytes are never written to, so both read the same."""
-        return PackedWeight.of(self.packed, copy.deepcopy(self.original, memo))
+        original = copy.deepcopy(self.original, memo)
+        if original is None or not self.stays:
+            return PackedWeight.of(self.packed, original)
+        return PackedWeight.of(self.packed, original, original._version if self.current else -1)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """What is written to a file is dense."""
@@ -173,6 +212,9 @@ class PackedWeight(torch.Tensor):
 
 def _dense(weight: PackedWeight) -> Tensor:
     _leave_compilers()
+    if weight.stays:
+        assert weight.original is not None
+        return weight.original.detach()
     return weight.packed.to_dense()
 
 
@@ -184,7 +226,7 @@ def _packed(weight: Tensor) -> Tensor:
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
     """`functional.linear` with packed bytes, or None where a dense copy is needed."""
-    if type(weight) is not PackedWeight or type(x) is not Tensor:
+    if type(weight) is not PackedWeight or type(x) is not Tensor or not weight.current:
         return None
     if x.dtype != weight.packed.dtype or not x.is_cpu or transformed():
         return None
@@ -224,6 +266,13 @@ def _set_data(weight: Any, value: Any) -> bool:
     return True
 
 
+def _converted(weight: Any, other: Any) -> bool:
+    """Asked by `nn.Module.to`, which makes a new parameter of what was converted then."""
+    if weight is not other and isinstance(weight, PackedWeight) and weight.stays:
+        raise _refusal("a conversion")  # the new one would no longer be the embedding's
+    return weight is other
+
+
 def _refused(what: str) -> Callable[..., Any]:
     def refuse(*args: Any) -> Any:
         raise _refusal(what)
@@ -244,8 +293,7 @@ ANSWERS: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.__setitem__: _refused("writing to rows"),
     torch.Tensor.data_ptr: _refused("the address"),
-    # Asked by `nn.Module.to`, which makes a new parameter of what was converted then.
-    torch._has_compatible_shallow_copy_type: lambda weight, other: weight is other,
+    torch._has_compatible_shallow_copy_type: _converted,
 }
 
 
@@ -279,8 +327,14 @@ def _memory(tensor: Tensor) -> int:
     return (tensor.data_ptr() if plain else 0) or id(tensor)
 
 
-def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int]) -> str | None:
-    """Why a layer is not packed, as far as it shows."""
+def _embedded(model: nn.Module) -> dict[int, Any]:
+    """The weights of embeddings, by where they lie."""
+    found = (one._parameters.get(WEIGHT) for one in model.modules() if type(one) is nn.Embedding)
+    return {_memory(weight): weight for weight in found if weight is not None}
+
+
+def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int], holders: int) -> str | None:
+    """Why a layer is not packed, as far as it shows; so many modules may hold its weight."""
     weight = layer._parameters.get(WEIGHT)
     if type(layer) is not nn.Linear:
         return f"of class {type(layer).__name__}"
@@ -294,10 +348,10 @@ def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int]) -> str | Non
         return "too small"
     if name.rpartition(".")[2] in READ_BY_OTHERS:
         return "read by other code"
-    return "tied" if sharing[_memory(weight)] > 1 else None
+    return "tied" if sharing[_memory(weight)] > holders else None
 
 
-def _pack_layer(layer: nn.Linear, tried: dict[Any, str | None]) -> str | None:
+def _pack_layer(layer: nn.Linear, tried: dict[Any, str | None], *, stays: bool) -> str | None:
     """Pack a layer, or say why not; layers of one shape are tried once."""
     weight, bias = layer._parameters[WEIGHT], layer.bias
     assert weight is not None
@@ -312,10 +366,13 @@ def _pack_layer(layer: nn.Linear, tried: dict[Any, str | None]) -> str | None:
         except RuntimeError:  # of this processor, or of this torch
             tried[shape] = "refused by oneDNN"
     if tried[shape] is None:
-        made = PackedWeight.of(_packed(weight) if packed is None else packed, weight)
-        made.grad, weight.grad = weight.grad, None
+        packed = _packed(weight) if packed is None else packed
+        made = PackedWeight.of(packed, weight, weight._version if stays else None)
+        if not stays:
+            made.grad, weight.grad = weight.grad, None
         layer._parameters[WEIGHT] = cast(nn.Parameter, made)
-        weight.data = weight.new_empty(0)  # last: an interrupt before it loses nothing
+        if not stays:
+            weight.data = weight.new_empty(0)  # last: an interrupt before it loses nothing
     return tried[shape]
 
 

@@ -158,7 +158,7 @@ class Engine:
                 undo.callback(detach, model)
             if pack and not weights.is_packed(model):
                 undo.callback(weights.unpack, model)
-                weights.pack(model)
+                weights.pack(model, tied=True)
             return undo.pop_all()
 
     def __enter__(self) -> Engine:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from kvant.weights import named_weights
+
 
 def unwrapped(model: Any) -> PreTrainedModel | None:
     """The model that torch.compile or peft wraps, or itself; None where nobody knows of one.
@@ -105,7 +107,7 @@ LOOKED_AT = 16  # values of each weight
 def identity(model: PreTrainedModel) -> str:
     """The same for the same weights in the same dtype, wherever they lie."""
     sha = hashlib.sha256(json.dumps(_positions(model.config), sort_keys=True).encode())
-    for name, weight in model.named_parameters():
+    for name, weight in named_weights(model):
         sha.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
         sha.update(_values(weight).numpy().tobytes())
     return sha.hexdigest()[:32]

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from kvant.hf import plain_values
 from kvant.recipes import CacheSpec
 from kvant.spec.headers import dumps
-from kvant.weights import PackedWeight
+from kvant.weights import PackedWeight, named_weights
 
 PAGE = 64  # tokens under one key
 EDITION = b"kvant prefix 2"
@@ -93,7 +93,7 @@ def fingerprint(model: PreTrainedModel) -> bytes:
     values = [pair for pair in plain_values(model) if pair[1] is not None]
     plain = json.dumps([_settings(model.config), values], default=repr).encode()
     parts = [plain]
-    tensors = [*model.named_parameters(), *model.named_buffers(), *_loose(model)]
+    tensors = [*named_weights(model), *model.named_buffers(), *_loose(model)]
     states = [_state(tensor) for _, tensor in tensors]
     new = [
         (tensor, state)

@@ -70,8 +70,10 @@ def nameless(model: PreTrainedModel) -> str | None:
     """Why nobody can tell what a model computes."""
     for name, module in model.named_modules():
         who = name or "the model"
-        weighs = next(module.parameters(), None) is not None
-        if module.training and (weighs or isinstance(module, nn.modules.dropout._DropoutNd)):
+        if module.training and (
+            isinstance(module, nn.modules.dropout._DropoutNd)
+            or next(module.parameters(), None) is not None
+        ):
             return f"{who} is in training mode"
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{who} has hooks, which may do anything to its rows"

@@ -285,7 +285,7 @@ LIVES = [
 def test_all_are_served_within_the_bytes_and_nobody_waits_too_long(
     count: int, seed: int, overcommit: float, fetches: bool
 ) -> None:
-    limit = 200 * 1000
+    limit = 120 * 1000
     here = world(limit, overcommit)
     here.schedule.fetches = fetches
     here.run(requests(count, seed))
@@ -312,7 +312,7 @@ def test_all_are_served_within_the_bytes_and_nobody_waits_too_long(
 )
 @pytest.mark.parametrize("fetches", [False, True])
 def test_prefixes_take_only_what_nobody_needs(count: int, overcommit: float, fetches: bool) -> None:
-    limit = 200 * 1000
+    limit = 150 * 1000
     here = world(limit, overcommit)
     here.schedule.fetches = fetches
     here.schedule.keep(here.schedule.room.nothing)
@@ -385,6 +385,17 @@ def test_between_two_chunks_everybody_gets_a_token() -> None:
     here = world(None)
     here.run([Life(Job(n, 3000, 30, arrived=n), ends=[30]) for n in range(6)])
     assert max(here.waits) < 1.1 * BUDGET
+
+
+@pytest.mark.parametrize(
+    ("prompt", "count"),
+    [(130, 130), (240, 240), (260, 192)],  # 225 ms of 250 at 200 tokens, 274 at 240, 299 at 260
+)
+def test_a_few_tokens_more_come_with_the_last_chunk(prompt: int, count: int) -> None:
+    pace = Pace(BUDGET / 1e3, 512)
+    for tokens in (64, 128, 256):
+        pace.took(tokens, 0, milliseconds(tokens, 0) / 1e3)
+    assert pace.chunk(0, prompt, waited=True) == count
 
 
 def test_what_can_never_fit_is_refused_with_what_it_needs() -> None:

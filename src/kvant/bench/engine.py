@@ -28,6 +28,7 @@ import typer
 from torch import Tensor
 from transformers import GenerationConfig
 
+from kvant import openmp
 from kvant.bench.cache_race import SHAPES, opened
 from kvant.bench.device import CPU
 from kvant.bench.report import Json, progress, run, show
@@ -100,6 +101,7 @@ class Turns:
         if ids.numel() == self.way.sequences:
             if self._begin is not None:
                 self.seconds.append(time.perf_counter() - self._begin)
+            openmp.release()  # of all ways, or each would slow the others down
             self._theirs.release()
             self._ours.acquire()
             self._begin = time.perf_counter()

@@ -6,6 +6,9 @@ import numpy as np
 
 FORGOTTEN = 0.9  # what a chunk before counts beside the newest one
 PAGE = 64  # chunks end at multiples of it, whatever they took
+LEEWAY = (
+    1.1  # of the time of a chunk, where it is the last one then: a forward of its own takes more
+)
 
 
 class Pace:
@@ -31,7 +34,9 @@ class Pace:
             return prompt - read
         if self.fixed:
             return min((read // self.largest + 1) * self.largest, prompt) - read
-        count = self.largest
+        count, rest = self.largest, prompt - read
+        if rest <= count and (not waited or self.seconds(rest, read) <= LEEWAY * self.budget):
+            return rest
         while waited and count > PAGE and self.seconds(count, read) > self.budget:
             count -= PAGE
         stop = (read + count) // PAGE * PAGE

@@ -1,6 +1,7 @@
 """Threads that OpenMP holds for those that compute."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +11,7 @@ import torch
 
 from kvant import openmp
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it does nothing")
+pytestmark = pytest.mark.skipif(openmp._runtime() is None, reason="here it does nothing")
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,22 @@ def test_a_thread_computes_again_after_that() -> None:
 
 def test_a_thread_that_computes_alone_holds_none() -> None:
     assert more(openmp.compute_alone, compute) == [0, 0]
+
+
+FORK = """
+import os, sys, torch
+from kvant import openmp
+torch.set_num_threads(3)
+torch.ones(1 << 20).add_(1)
+if not (child := os.fork()):
+    openmp.release()
+    os._exit(7)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_fork_waits_for_no_threads_of_its_parent() -> None:
+    assert subprocess.run([sys.executable, "-c", FORK], timeout=120).returncode == 7
 
 
 def test_others_compute_as_before() -> None:

@@ -271,8 +271,12 @@ def test_what_is_written_to_the_embedding_is_what_the_layer_reads() -> None:
     assert torch.equal(packed(TOKENS), plain(TOKENS))
     copied = copy.deepcopy(packed)
     assert torch.equal(copied(TOKENS), plain(TOKENS))
+    assert torch.equal(packed.head.weight.data, packed.words.weight)
     for model in (plain, copied):
-        model.words.weight.mul_(2.0)
+        model.head.weight.mul_(2.0)
+    assert torch.equal(copied(TOKENS), plain(TOKENS))
+    copied = copy.deepcopy(packed)
+    copied.words.weight.data = plain.words.weight.detach().clone()
     assert torch.equal(copied(TOKENS), plain(TOKENS))
     assert not torch.equal(copied(TOKENS), packed(TOKENS))
 
@@ -292,6 +296,36 @@ def test_a_tied_weight_is_one_weight_to_those_who_name_it() -> None:
     assert named == [["words.weight"], ["words.weight"]]
     stored = [one.untyped_storage().data_ptr() for one in packed.state_dict().values()]
     assert len(stored) == 2 and len(set(stored)) == 1
+
+
+@torch.no_grad()
+def test_a_pickled_tied_weight_is_still_one() -> None:
+    plain, packed = tied_twins()
+    again = pickle.loads(pickle.dumps(packed))
+    assert again.head.weight is again.words.weight
+    assert torch.equal(again(TOKENS), plain(TOKENS))
+
+
+class Scaled(nn.Embedding):
+    """As those of some families."""
+
+
+def test_a_tied_weight_may_be_of_several_embeddings_of_any_class() -> None:
+    model = Tied()
+    model.others = Scaled(OUT, IN, _weight=model.words.weight)
+    model.others.weight = model.words.weight
+    assert kvant.pack(model, tied=True).layers == ("head",)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_were_made_in_inference_mode(tied: bool) -> None:
+    with torch.inference_mode():
+        model: Any = Tied() if tied else Model()
+        expected = model(TOKENS if tied else rows(2))
+    told = kvant.pack(model, tied=tied)
+    assert told.left == ({"head": "tied"} if tied else {})
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS if tied else rows(2)), expected)
 
 
 def test_gradients_of_a_tied_weight_are_those_of_both_its_uses() -> None:

@@ -11,17 +11,17 @@ import os
 import sys
 from ctypes import CDLL
 from functools import cache
-from pathlib import Path
 
 import torch
 
+PROCESS = os.getpid()
 SOFT = 1  # of OpenMP: what a program set stays as it is
 
 
 def release() -> None:
     """Give back the threads that the calling thread computes with, until it computes again."""
     runtime = _runtime()
-    if runtime is not None:
+    if runtime is not None and os.getpid() == PROCESS:  # a fork has none of them to wait for
         runtime.omp_pause_resource_all(SOFT)
 
 
@@ -35,16 +35,6 @@ def compute_alone() -> None:
 
 @cache
 def _runtime() -> CDLL | None:
-    """The OpenMP that torch has loaded; None where we do not know it."""
-    if sys.platform != "linux":
-        return None
-    installed = Path(torch.__file__).parent
-    for folder in (installed / "lib", installed.with_name("torch.libs")):
-        for path in sorted(folder.glob("lib*omp*.so*")):
-            try:
-                found = CDLL(str(path), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-            except OSError:  # another one is loaded, or none
-                continue
-            if hasattr(found, "omp_pause_resource_all"):
-                return found
-    return None
+    """The OpenMP that torch computes with; None where we do not know it."""
+    found = CDLL(None) if sys.platform == "linux" else None  # torch loads it for everybody
+    return found if hasattr(found, "omp_pause_resource_all") else None

@@ -64,15 +64,16 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
     tried: dict[Any, str | None] = {}
     left: dict[str, str] = {}
     sharing = Counter(_memory(tensor) for tensor in _tensors(model))
-    embedded = _embedded(model) if tied else {}
+    embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding) and tied]
     with torch.no_grad(), no_inference_mode():
         for name, layer in layers.items():
             weight = layer._parameters.get(WEIGHT)
             if isinstance(weight, PackedWeight):
                 continue
-            stays = weight is not None and embedded.get(_memory(weight)) is weight
-            reason = _unfit(name, layer, sharing, 2 if stays else 1)
-            reason = reason or _pack_layer(layer, tried, stays=stays)
+            version = _version(weight) if isinstance(weight, Tensor) else None
+            others = sum(one.weight is weight for one in embeddings) if version else 0
+            reason = _unfit(name, layer, sharing, 1 + others)
+            reason = reason or _pack_layer(layer, tried, version if others else None)
             if reason is not None:
                 left[name] = reason
     packed = {name: layers[name].weight for name in layers if name not in left}
@@ -105,9 +106,25 @@ def unpack(model: nn.Module) -> int:
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters by name, each once: the same whether a model is packed or not."""
+    seen = set[int]()
     for name, weight in model.named_parameters():
-        if not (isinstance(weight, PackedWeight) and weight.stays):
-            yield name, weight
+        stays = isinstance(weight, PackedWeight) and weight.stays
+        one = cast(Any, weight).original if stays else weight
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield name, one
+
+
+Version = tuple[int, int]
+NEVER: Version = (-1, 0)
+
+
+def _version(weight: Tensor) -> Version | None:
+    """How often a weight was written to, and where it lies; None where nobody counts."""
+    try:
+        return weight._version, weight.data_ptr()
+    except RuntimeError:  # made in inference mode, or without memory
+        return None
 
 
 class PackedWeight(torch.Tensor):
@@ -117,11 +134,11 @@ class PackedWeight(torch.Tensor):
 
     packed: Tensor
     original: nn.Parameter | None  # empty, unless it `stays`; None of a weight's `data`
-    version: int | None  # of an original that stays: how often it had been written to
+    version: Version | None  # of an original that stays, as it was packed
 
     @classmethod
     def of(
-        cls, packed: Tensor, original: nn.Parameter | None, version: int | None = None
+        cls, packed: Tensor, original: nn.Parameter | None, version: Version | None = None
     ) -> PackedWeight:
         made: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -142,15 +159,13 @@ class PackedWeight(torch.Tensor):
     @property
     def current(self) -> bool:
         """Are the packed bytes those of the original?"""
-        return self.original is None or self.version in (None, self.original._version)
+        return not self.stays or _version(cast(Tensor, self.original)) == self.version
 
     def restored(self) -> nn.Parameter:
         """The parameter that was there before."""
         assert self.original is not None
         original = self.original
         if self.stays:
-            if self.grad is not None:
-                original.grad = self.grad if original.grad is None else original.grad + self.grad
             return original
         original.data = self.packed.to_dense()
         original.requires_grad_(self.requires_grad)
@@ -169,8 +184,9 @@ class PackedWeight(torch.Tensor):
             out = ANSWERS[func](*args)
             if out is not None:
                 return out
+        real = tree_map_only(PackedWeight, _original, (tuple(args), dict(kwargs or {})))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            return func(*real[0], **real[1])
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -183,12 +199,9 @@ class PackedWeight(torch.Tensor):
         named = dict(kwargs or {})
         if _writes(func, args, named):
             target = args[0]
-            if func is not torch.ops.aten.copy_.default or target.original is None:
+            if func is not torch.ops.aten.copy_.default or target.original is None or target.stays:
                 raise _refusal(str(func))
             value = args[1].to(target.packed.device, target.packed.dtype)
-            if target.stays:
-                target.original.data.copy_(value)
-                target.version = target.original._version
             target.packed = _packed(value.expand(target.packed.shape))
             return target
         real = tree_map_only(PackedWeight, _dense, (tuple(args), named))
@@ -199,10 +212,13 @@ class PackedWeight(torch.Tensor):
         original = copy.deepcopy(self.original, memo)
         if original is None or not self.stays:
             return PackedWeight.of(self.packed, original)
-        return PackedWeight.of(self.packed, original, original._version if self.current else -1)
+        version = _version(original) if self.current else None
+        return PackedWeight.of(self.packed, original, version or NEVER)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """What is written to a file is dense."""
+        if self.stays:
+            return _same_object, (self.original,)
         dense: Any = nn.Parameter(_dense(self), self.requires_grad)
         return dense.__reduce_ex__(protocol)
 
@@ -210,11 +226,20 @@ class PackedWeight(torch.Tensor):
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
 
 
+def _same_object(found: Any) -> Any:
+    return found
+
+
+def _original(weight: PackedWeight) -> Any:
+    """What is computed with in its place: an original that stays, or itself."""
+    if weight.stays:
+        _leave_compilers()
+        return weight.original
+    return weight
+
+
 def _dense(weight: PackedWeight) -> Tensor:
     _leave_compilers()
-    if weight.stays:
-        assert weight.original is not None
-        return weight.original.detach()
     return weight.packed.to_dense()
 
 
@@ -257,20 +282,34 @@ def _leave_compilers() -> None:
 
 def _data(weight: PackedWeight) -> PackedWeight:
     """The same weight beside autograd; not a copy, which would take what is written to it."""
-    return PackedWeight.of(weight.packed, None)
+    packed = weight.packed if weight.current else _packed(cast(Tensor, weight.original))
+    return PackedWeight.of(packed, None)
+
+
+def _copied(weight: Any, value: Any, *more: Any) -> Any:
+    """Write another state to an original that stays, and pack it again."""
+    if not isinstance(weight, PackedWeight) or not weight.stays:
+        return None
+    original = cast(Tensor, weight.original)
+    original.copy_(value, *more)
+    weight.packed, weight.version = _packed(original), _version(original)
+    return weight
 
 
 def _set_data(weight: Any, value: Any) -> bool:
-    if weight is not value:
+    if value is not (weight.original if weight.stays else weight):
         raise _refusal("assigning to the data")
     return True
 
 
 def _converted(weight: Any, other: Any) -> bool:
     """Asked by `nn.Module.to`, which makes a new parameter of what was converted then."""
-    if weight is not other and isinstance(weight, PackedWeight) and weight.stays:
+    if not weight.stays:
+        return weight is other
+    packed: Tensor = weight.packed
+    if (other.dtype, other.device) != (packed.dtype, packed.device):
         raise _refusal("a conversion")  # the new one would no longer be the embedding's
-    return weight is other
+    return other is weight.original
 
 
 def _refused(what: str) -> Callable[..., Any]:
@@ -291,6 +330,7 @@ ANSWERS: Mapping[Any, Callable[..., Any]] = {
     functional.linear: _linear,
     torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    torch.Tensor.copy_: _copied,
     torch.Tensor.__setitem__: _refused("writing to rows"),
     torch.Tensor.data_ptr: _refused("the address"),
     torch._has_compatible_shallow_copy_type: _converted,
@@ -327,12 +367,6 @@ def _memory(tensor: Tensor) -> int:
     return (tensor.data_ptr() if plain else 0) or id(tensor)
 
 
-def _embedded(model: nn.Module) -> dict[int, Any]:
-    """The weights of embeddings, by where they lie."""
-    found = (one._parameters.get(WEIGHT) for one in model.modules() if type(one) is nn.Embedding)
-    return {_memory(weight): weight for weight in found if weight is not None}
-
-
 def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int], holders: int) -> str | None:
     """Why a layer is not packed, as far as it shows; so many modules may hold its weight."""
     weight = layer._parameters.get(WEIGHT)
@@ -351,8 +385,13 @@ def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int], holders: int
     return "tied" if sharing[_memory(weight)] > holders else None
 
 
-def _pack_layer(layer: nn.Linear, tried: dict[Any, str | None], *, stays: bool) -> str | None:
-    """Pack a layer, or say why not; layers of one shape are tried once."""
+def _pack_layer(
+    layer: nn.Linear, tried: dict[Any, str | None], version: Version | None
+) -> str | None:
+    """Pack a layer, or say why not; layers of one shape are tried once.
+
+    An original that has a `version` stays.
+    """
     weight, bias = layer._parameters[WEIGHT], layer.bias
     assert weight is not None
     if _PACK is None or _LINEAR is None:
@@ -367,11 +406,11 @@ def _pack_layer(layer: nn.Linear, tried: dict[Any, str | None], *, stays: bool) 
             tried[shape] = "refused by oneDNN"
     if tried[shape] is None:
         packed = _packed(weight) if packed is None else packed
-        made = PackedWeight.of(packed, weight, weight._version if stays else None)
-        if not stays:
+        made = PackedWeight.of(packed, weight, version)
+        if version is None:
             made.grad, weight.grad = weight.grad, None
         layer._parameters[WEIGHT] = cast(nn.Parameter, made)
-        if not stays:
+        if version is None:
             weight.data = weight.new_empty(0)  # last: an interrupt before it loses nothing
     return tried[shape]
 

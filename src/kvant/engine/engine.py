@@ -84,9 +84,10 @@ class Engine:
         """`max_bytes` ("2GiB" too) bounds all caches, `max_sequences` those served at a time.
 
         `overcommit` promises so many times the bytes: what turns out to be too much waits in files.
-        A chunk of a prompt may keep others from their next token for `chunk_seconds`. `pack` packs
-        16-bit weights on a CPU, for as long as the engine serves. What is kept of `prefixes` counts
-        within `max_bytes`, and goes where a request needs it. A `store` is for prefixes of its own.
+        A chunk of a prompt keeps others from their next token for about `chunk_seconds`. `pack`
+        packs 16-bit weights on a CPU, for as long as the engine serves. What is kept of `prefixes`
+        counts within `max_bytes`, and goes where a request needs it. A `store` is for prefixes of
+        its own.
         """
         own = _prefixes_of(store, max_bytes, prefixes)
         prefixes = prefixes if own is None else own

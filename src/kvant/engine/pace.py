@@ -6,9 +6,7 @@ import numpy as np
 
 FORGOTTEN = 0.9  # what a chunk before counts beside the newest one
 PAGE = 64  # chunks end at multiples of it, whatever they took
-LEEWAY = (
-    1.1  # of the time of a chunk, where it is the last one then: a forward of its own takes more
-)
+LEEWAY = 1.1  # times the budget, for a chunk that ends a prompt
 
 
 class Pace:

@@ -384,9 +384,8 @@ class Schedule:
         decoding = tuple(job for job in served if job.decodes)
         if reading and (self._decoded or not decoding):
             job = self._reader(reading)
-            count = self.pace.chunk(job.read, job.prompt, waited=bool(decoding))
-            stop = min([stop for stop in job.stops if stop > job.read], default=job.prompt)
-            return Read(job, min(count, stop - job.read))
+            stop = min([job.prompt, *(stop for stop in job.stops if stop > job.read)])
+            return Read(job, self.pace.chunk(job.read, stop, waited=bool(decoding)))
         return Decode(decoding) if decoding else None
 
     def _reader(self, reading: list[Job]) -> Job:

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
 from kvant.hf import plain_values
+from kvant.openmp import compute_alone
 from kvant.recipes import CacheSpec
 from kvant.spec.headers import dumps
 from kvant.weights import PackedWeight, named_weights
@@ -103,7 +104,9 @@ def fingerprint(model: PreTrainedModel) -> bytes:
         if tensor not in _KNOWN or _KNOWN[tensor][0] != state
     ]
     if new:
-        with ThreadPoolExecutor(cpu_count()) as threads:  # hashing lets other threads run
+        with ThreadPoolExecutor(
+            cpu_count(), initializer=compute_alone
+        ) as threads:  # hashing lets other threads run
             for (tensor, state), found in zip(new, threads.map(_of_tensor, new), strict=True):
                 _KNOWN[tensor] = state, found
     for name, tensor in tensors:

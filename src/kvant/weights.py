@@ -184,9 +184,13 @@ class PackedWeight(torch.Tensor):
             out = ANSWERS[func](*args)
             if out is not None:
                 return out
-        real = tree_map_only(PackedWeight, _original, (tuple(args), dict(kwargs or {})))
+        own, named = tuple(args), dict(kwargs or {})
+        if len(own) == 1 and type(own[0]) is PackedWeight:  # an attribute, asked for often
+            own = (_original(own[0]),)
+        else:
+            own, named = tree_map_only(PackedWeight, _original, (own, named))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*real[0], **real[1])
+            return func(*own, **named)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

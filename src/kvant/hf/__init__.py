@@ -6,7 +6,8 @@ from kvant.hf.build import PairedCache, cache_for, loaded
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues, crosses
 from kvant.hf.inside import check_continues, continuing, host_model, identity, reader, unwrapped
-from kvant.hf.replaying import Capture, Replayer, captured, capturing, plain_values
+from kvant.hf.modules import held, named_modules, plain
+from kvant.hf.replaying import Capture, Replayer, captured, capturing
 
 explain.register(HostCache, HostCache.explain)
 explain.register(PairedCache, PairedCache.explain)
@@ -26,10 +27,12 @@ __all__ = [
     "continuing",
     "crosses",
     "detach",
+    "held",
     "host_model",
     "identity",
     "loaded",
-    "plain_values",
+    "named_modules",
+    "plain",
     "reader",
     "unwrapped",
 ]

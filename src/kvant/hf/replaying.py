@@ -12,7 +12,7 @@ is noticed when a page falls due or something else is read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
@@ -36,6 +36,7 @@ from kvant.hf.context import Notes
 from kvant.hf.detect import narrows
 from kvant.hf.handles import pair
 from kvant.hf.layers import AttentionLayer
+from kvant.hf.modules import held, plain
 from kvant.hf.reading import Question, Reading, SideName
 from kvant.modes import no_inference_mode
 
@@ -181,10 +182,6 @@ def _compiled(
     return capture(compiled, ids, lengths)
 
 
-PLAIN = (bool, int, float, str)
-COMMON = frozenset(vars(nn.Module()))  # what PyTorch keeps of any module
-
-
 def unfit(model: PreTrainedModel) -> str | None:
     """Why a replay would not do what the model does."""
     if model.training:
@@ -200,26 +197,7 @@ def unfit(model: PreTrainedModel) -> str | None:
 def baked(model: PreTrainedModel) -> list[object]:
     """Where its tensors lie, and the plain values that its modules hold, as of adapters."""
     found: list[object] = [x.data_ptr() for x in chain(model.parameters(), model.buffers())]
-    return [*found, *plain_values(model)]
-
-
-def plain_values(model: nn.Module) -> list[tuple[str, object]]:
-    """Those that its modules hold, by name."""
-    every = (item for module in model.modules() for item in vars(module).items())
-    return [(name, _plain(value)) for name, value in every if name not in COMMON]
-
-
-def _plain(value: Any) -> object:
-    """Something equal for equal values; None for what is no plain value."""
-    if isinstance(value, PLAIN):
-        return value
-    if isinstance(value, Mapping):
-        return tuple((key, item) for key, item in value.items() if isinstance(item, PLAIN))
-    if isinstance(value, list | tuple):
-        return tuple(item for item in value if isinstance(item, PLAIN))
-    if isinstance(value, set | frozenset):
-        return tuple(sorted((item for item in value if isinstance(item, PLAIN)), key=repr))
-    return None
+    return [*found, *((name, plain(value)) for name, value in held(model))]
 
 
 log = logging.getLogger("kvant")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import PreTrainedModel
 
-from kvant.hf import plain_values
+from kvant.hf import held, named_modules, plain
 from kvant.openmp import compute_alone
 from kvant.recipes import CacheSpec
 from kvant.spec.headers import dumps
@@ -69,7 +69,8 @@ def chain(root: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 def nameless(model: PreTrainedModel) -> str | None:
     """Why nobody can tell what a model computes."""
-    for name, module in model.named_modules():
+    modules = named_modules(model)
+    for name, module in modules:
         who = name or "the model"
         if module.training and (
             isinstance(module, nn.modules.dropout._DropoutNd)
@@ -78,7 +79,8 @@ def nameless(model: PreTrainedModel) -> str | None:
             return f"{who} is in training mode"
         if module._forward_hooks or module._forward_pre_hooks:
             return f"{who} has hooks, which may do anything to its rows"
-    if any(tensor.is_meta for tensor in model.parameters()):
+    weights = (weight for _, module in modules for weight in module._parameters.values())
+    if any(weight is not None and weight.is_meta for weight in weights):
         return "some of its weights are not here"
     return None
 
@@ -93,31 +95,28 @@ def fingerprint(model: PreTrainedModel) -> bytes:
     address, and a few of its values. A write past all of these (into `.data`, of few values) is not
     noticed.
     """
-    values = [pair for pair in plain_values(model) if pair[1] is not None]
-    plain = json.dumps([_settings(model.config), values], default=repr).encode()
-    parts = [plain]
-    tensors = [*named_weights(model), *model.named_buffers(), *_loose(model)]
-    states = [_state(tensor) for _, tensor in tensors]
-    new = [
-        (tensor, state)
-        for (_, tensor), state in zip(tensors, states, strict=True)
-        if tensor not in _KNOWN or _KNOWN[tensor][0] != state
-    ]
-    if new:
-        with ThreadPoolExecutor(
-            cpu_count(), initializer=compute_alone
-        ) as threads:  # hashing lets other threads run
-            for (tensor, state), found in zip(new, threads.map(_of_tensor, new), strict=True):
-                _KNOWN[tensor] = state, found
-    for name, tensor in tensors:
-        parts += [f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), _KNOWN[tensor][1]]
+    attributes = held(model)
+    loose = [(name, value) for name, value in attributes if isinstance(value, Tensor)]
+    values = [(name, plain(value)) for name, value in attributes]
+    told = [_settings(model.config), [pair for pair in values if pair[1] is not None]]
+    parts = [json.dumps(told, default=repr).encode()]
+    tensors = [*named_weights(model), *model.named_buffers(), *loose]
+    for (name, tensor), found in zip(tensors, _digests([one for _, one in tensors]), strict=True):
+        parts += [f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), found]
     return digest(*parts)
 
 
-def _loose(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Tensors that modules hold as plain attributes."""
-    every = ((name, value) for module in model.modules() for name, value in vars(module).items())
-    return [(name, value) for name, value in every if isinstance(value, Tensor)]
+def _digests(tensors: Sequence[Tensor]) -> Iterable[bytes]:
+    """Of the bytes of each, which are hashed where that was not done before."""
+    states = [_state(tensor) for tensor in tensors]
+    known = [_KNOWN.get(tensor, (None, b"")) for tensor in tensors]
+    new = [at for at, state in enumerate(states) if known[at][0] != state]
+    if new:  # hashing lets other threads run
+        with ThreadPoolExecutor(cpu_count(), initializer=compute_alone) as threads:
+            hashed = threads.map(_of_tensor, [tensors[at] for at in new])
+            for at, found in zip(new, hashed, strict=True):
+                _KNOWN[tensors[at]] = known[at] = states[at], found
+    return [found for _, found in known]
 
 
 def _state(tensor: Tensor) -> object:
@@ -132,8 +131,8 @@ def _state(tensor: Tensor) -> object:
 
 
 @torch.no_grad()
-def _of_tensor(new: tuple[Tensor, object]) -> bytes:
-    flat = new[0].detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def _of_tensor(tensor: Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return blake2b(flat.numpy().data, digest_size=32).digest()
 
 

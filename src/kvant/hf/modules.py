@@ -1,0 +1,45 @@
+"""What the modules of a model hold beside parameters: asked at every request, so in one walk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+PLAIN = (bool, int, float, str)
+COMMON = frozenset(vars(nn.Module()))  # what PyTorch keeps of any module
+
+
+def named_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Each of them once, as `nn.Module.named_modules` has them, but sooner."""
+    found, seen = [], set[int]()
+    rest = [("", model)]
+    while rest:
+        name, module = rest.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append((name, module))
+        parts = [(part, one) for part, one in module._modules.items() if one is not None]
+        rest += [(f"{name}.{part}" if name else part, one) for part, one in reversed(parts)]
+    return found
+
+
+def held(model: nn.Module) -> list[tuple[str, Any]]:
+    """The plain attributes of its modules, by name."""
+    every = (item for _, module in named_modules(model) for item in vars(module).items())
+    return [(name, value) for name, value in every if name not in COMMON]
+
+
+def plain(value: Any) -> object:
+    """Something equal for equal values; None for what is no plain value."""
+    if isinstance(value, PLAIN):
+        return value
+    if isinstance(value, Mapping):
+        return tuple((key, item) for key, item in value.items() if isinstance(item, PLAIN))
+    if isinstance(value, list | tuple):
+        return tuple(item for item in value if isinstance(item, PLAIN))
+    if isinstance(value, set | frozenset):
+        return tuple(sorted((item for item in value if isinstance(item, PLAIN)), key=repr))
+    return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from threading import Event
 from types import SimpleNamespace
@@ -276,20 +275,35 @@ def test_who_closes_in_a_hurry_drops_what_waits() -> None:
     held.behind.close(60)
 
 
+class Pieces:
+    """Work of three pieces, which says when the first and the last of them are done."""
+
+    def __init__(self) -> None:
+        self.done, self.first, self.last = list[int](), Event(), Event()
+
+    def __call__(self) -> Iterator[int]:
+        for number in range(3):
+            sum(range(10_000))
+            self.done.append(number)
+            self.first.set()
+            yield 1
+        self.last.set()
+
+
 def test_it_works_a_part_of_the_time_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SHARE", 1e-9)  # the first pause would take years
-    behind, first, done = Behind(10), Event(), list[int]()
+    monkeypatch.setattr(module, "IDLE", 0.0)  # somebody computes, it is taken to be
+    behind, work = Behind(10), Pieces()
+    behind.add(1, work)
+    assert work.first.wait(60) and not work.last.wait(0.1) and work.done == [0]
+    assert behind.flush(60) and work.done == [0, 1, 2]
 
-    def pieces() -> Iterator[int]:
-        for number in range(3):
-            time.sleep(1e-3)
-            done.append(number)
-            first.set()
-            yield 1
 
-    behind.add(1, pieces)
-    assert first.wait(60) and done == [0]
-    assert behind.flush(60) and done == [0, 1, 2]
+def test_it_pauses_for_nobody_where_nobody_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SHARE", 1e-9)
+    behind, work = Behind(10), Pieces()
+    behind.add(1, work)
+    assert work.last.wait(60) and work.done == [0, 1, 2]
 
 
 def test_an_error_behind_ends_nothing() -> None:

@@ -72,10 +72,14 @@ class Reuse:
         self.weigh()
 
     def fetch(self, job: Job) -> None:
-        """Look for a prompt in a store, for as long as it would take to read it."""
-        request = self._requests[job]
-        wait = min(self._batch.seconds(job.prompt - job.read), PATIENCE)
-        until = time.monotonic() + wait
+        """Look for a prompt in a store, for as long as it would take to read it.
+
+        As prompts would be read one after the other, so they are looked for.
+        """
+        request, now = self._requests[job], time.monotonic()
+        before = max((1e-3 * other.waits_until for other in self._requests), default=0.0)
+        wait = max(before - now, 0.0) + self._batch.seconds(job.prompt - job.read)
+        until = now + min(wait, PATIENCE)
         try:
             scout = self._batch.scout(request.seat, until)
         except Exception as error:  # it can still be read

@@ -38,6 +38,7 @@ COPIED = 8 << 20  # bytes of pages that are copied at once, to be written
 LITTLE = 20  # tokens behind the last page are worth a blob where they are more than such a part
 REMEMBERED = 1 << 17  # names of blobs that are known to be there
 LATELY = 0.5  # the weight of the newest measurement
+FORGIVEN = 1.5  # times as fast a store is taken to be when it was not asked
 
 
 @dataclass(frozen=True)
@@ -284,14 +285,21 @@ class Archive:
         if restored is not None:
             self._counts["restored"] += 1
             self._counts["tokens_restored"] += len(restored.tokens)
-            speed = len(restored.tokens) / took
-            old = speed if self._speed is None else self._speed
-            self._speed = LATELY * speed + (1 - LATELY) * old
+            if self._counts["restored"] > 1:  # the first one opens connections, and tells nothing
+                speed = len(restored.tokens) / took
+                old = speed if self._speed is None else self._speed
+                self._speed = LATELY * speed + (1 - LATELY) * old
         return restored
 
-    def seconds(self, count: int) -> float:
-        """How long it may take until so many tokens are there; nothing, before anybody knows."""
-        return 0.0 if self._speed is None else count / self._speed
+    def likely(self, count: int, seconds: float) -> bool:
+        """Will so many tokens be there by then? They are, before anybody knows.
+
+        Every no makes the next one less likely: what was slow once is tried again some day.
+        """
+        if self._speed is None or count <= self._speed * seconds:
+            return True
+        self._speed *= FORGIVEN
+        return False
 
     def stats(self) -> dict[str, Any]:
         names = ("restored", "tokens_restored", "late", "refused")

@@ -123,7 +123,7 @@ class Shelf:
         find = archive.find(names.tree, tokens, memory.states, held, suffice=self._pages_suffice)
         for found in islice(find, TRIES):
             patience = min(self.seconds(found.length - held), until - time.monotonic())
-            if archive.seconds(found.length) > patience:
+            if not archive.likely(found.length, patience):
                 return None
             restored = archive.read(found, tokens, memory, model.device, patience)
             if restored is not None and restored.cache.resumable(len(tokens) - 1) > held:

@@ -30,6 +30,8 @@ IN_A_ROW = 5  # failures, after which a store rests
 REST = 30.0  # seconds
 WAITING = 256 << 20  # bytes of what is to be written, at most
 SHARE = 0.01  # of all processors' time, that is for writing while nobody waits for it
+LOOK = 0.02  # seconds, after which it looks whether anybody computes
+IDLE = 0.1  # of one processor: who takes less than that is not disturbed
 
 
 class Guarded:
@@ -155,8 +157,8 @@ class Tiers:
 class Behind:
     """A thread that does what nobody waits for, in order, while it fits into so many bytes.
 
-    It works a part of the time, to leave the rest to those who decode. A low priority would not
-    do: who has little of a processor keeps the interpreter's lock while it waits for more.
+    While others compute it works a part of the time, to leave them the rest. A low priority would
+    not do: who has little of a processor keeps the interpreter's lock while it waits for more.
     """
 
     def __init__(self, most: int) -> None:
@@ -234,15 +236,22 @@ class Behind:
             del call  # and the pages that it holds
 
     def _pieces(self, call: Work) -> Iterable[int]:
-        """Do one piece after the other, with pauses between."""
-        begin = time.monotonic()
+        """Do one piece after the other, with pauses between while others compute."""
+        share = min(1.0, SHARE * (os.cpu_count() or 1))
+        worked = time.thread_time()
         for done in call():
             yield done
-            share = min(1.0, SHARE * (os.cpu_count() or 1))
-            pause = (time.monotonic() - begin) * (1 / share - 1)
-            with self._changed:
-                self._changed.wait_for(lambda: self._awaited or self._ended, pause)
-            begin = time.monotonic()
+            until = time.monotonic() + (time.thread_time() - worked) * (1 / share - 1)
+            while (left := until - time.monotonic()) > 0:
+                begin, computed = time.monotonic(), time.process_time()
+                with self._changed:
+                    if self._changed.wait_for(
+                        lambda: self._awaited or self._ended, min(left, LOOK)
+                    ):
+                        break
+                if time.process_time() - computed < IDLE * (time.monotonic() - begin):
+                    break
+            worked = time.thread_time()
 
     def _did(self, nbytes: int) -> int:
         with self._changed:

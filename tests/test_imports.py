@@ -23,6 +23,7 @@ RANKS = (
     "generation/",
     "engine/",
     "server/",
+    "serve/",
     "bench/ eval/",
     "cli/",
 )

@@ -53,6 +53,7 @@ COMMANDS = {
         *("--clients", "1,2", "--context", "4", "--tokens", "3", "--rounds", "1"),
         *("--layers", "1"),
     ),
+    "bench scale": ("--requests", "500", "--replicas", "2,4"),
     "bench stores": ("--context", "128", "--repeats", "1", "--layers", "1"),
     "bench prefixes": ("--shared", "64", "--own", "2", "--repeats", "1", "--layers", "1"),
     "bench prefill": (

@@ -24,7 +24,7 @@ from kvant.exit_codes import command
 
 NAMES = (
     *("append", "attend", "batch", "conversations", "decode"),
-    *("engine", "prefill", "prefixes", "serve", "stores"),
+    *("engine", "prefill", "prefixes", "scale", "serve", "stores"),
 )
 
 

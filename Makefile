@@ -31,10 +31,10 @@ check: env
 	$(BIN)/python tools/check_sizes.py
 
 test: env
-	$(PYTEST) -n $(WORKERS)
+	$(PYTEST) -n $(WORKERS) --dist loadgroup
 
 laws: env
-	$(PYTEST) -n $(WORKERS) -m laws
+	$(PYTEST) -n $(WORKERS) --dist loadgroup -m laws
 
 format: env
 	$(BIN)/ruff check --fix-only .

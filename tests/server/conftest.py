@@ -23,7 +23,7 @@ def served(model: Any, tokenizer: Any, keys: Keys | None = None, **given: Any) -
     with Engine(model, tokenizer, "affine8", prefixes=Prefixes(None), **given) as engine:
         service = Service(engine, "inside", keys or Keys(), **limits)
         server, begun = server_of(create_app(service), "127.0.0.1", 0, 5), threading.Event()
-        server.begun = begun.set
+        server.begun = lambda port: begun.set()
         thread = threading.Thread(target=server.run, name="served")
         thread.start()
         assert begun.wait(30)

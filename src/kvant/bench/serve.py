@@ -116,7 +116,7 @@ def served(engine: Engine) -> Iterator[str]:
     """A server of ours in a thread; its URL."""
     service = Service(engine, "bench", Keys())
     server, begun = server_of(create_app(service), "127.0.0.1", 0, 1), threading.Event()
-    server.begun = begun.set
+    server.begun = lambda port: begun.set()
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     begun.wait()

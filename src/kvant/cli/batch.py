@@ -20,7 +20,7 @@ from typer import Argument, Exit, Option
 from kvant import checkpoints
 from kvant.attention import check_backend
 from kvant.cli import options
-from kvant.cli.options import check_drawing, check_readable, check_spec, check_writable, read_text
+from kvant.cli.options import check_drawing, check_readable, check_writable, read_text
 from kvant.cli.session import attached, prefixes_in, show
 from kvant.devices import named_device, named_dtype
 from kvant.progress import Bar
@@ -65,6 +65,8 @@ def batch(
     json: options.Json = False,
 ) -> None:
     """Continue many prompts of a file, on one model at once."""
+    from kvant.probing import check_spec
+
     spec = "affine8" if kv_cache is None else kv_cache
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}

@@ -20,7 +20,6 @@ from kvant.cache.files import Header, header
 from kvant.checkpoints import config_file
 from kvant.errors import CacheError, CacheFileError
 from kvant.models import layer_shapes
-from kvant.spec import parse
 
 PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
 
@@ -116,17 +115,6 @@ def checked_text(text: str, where: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f"{where} is no text in UTF-8") from None
     return text
-
-
-def check_spec(spec: str) -> None:
-    """A spec of any number of layers; what `auto` is, only a model tells."""
-    from kvant.probing import Tolerance, auto_size, auto_tolerance, is_auto
-
-    if is_auto(spec):
-        auto_size(spec)
-        auto_tolerance(spec, Tolerance())
-    else:
-        parse(spec, 1)
 
 
 def check_drawing(drawn: Mapping[str, Any], **limits: Any) -> None:

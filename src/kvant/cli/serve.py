@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from typer import Option
 
-from kvant import checkpoints
-from kvant.attention import check_backend
 from kvant.cli import options
-from kvant.cli.options import check_readable, check_spec
+from kvant.cli.options import check_readable
 from kvant.cli.session import attached, prefixes_in, show
-from kvant.devices import named_device, named_dtype
-from kvant.sizes import parse_size
-from kvant.stores import open_tiers
-
-KEYS, SECRET = "KVANT_API_KEYS", "KVANT_SECRET"
-INSIDE = "kvant-inside"  # the name of the model inside the package
 
 
 def serve(
@@ -36,8 +27,11 @@ def serve(
     store: options.Store = None,
     host: Annotated[str, Option(help="Another one only with keys.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535)] = 8000,
-    api_keys: Annotated[Path | None, Option(help=f"Keys, one a line; or {KEYS}.")] = None,
+    api_keys: Annotated[Path | None, Option(help="Keys, one a line; or KVANT_API_KEYS.")] = None,
     name: Annotated[str | None, Option(help="What clients call the model.")] = None,
+    replicas: Annotated[
+        int | None, Option(min=1, help="So many engines, on Ray Serve: each of --max-bytes.")
+    ] = None,
     grace: Annotated[int, Option(min=0, help="Seconds for requests as it ends.")] = 30,
     backend: options.Backend = None,
     pack: options.Pack = True,
@@ -48,51 +42,46 @@ def serve(
     """Serve a model to clients of OpenAI's interface."""
     from kvant import server
 
-    spec = "affine8" if kv_cache is None else kv_cache
-    limit = None if max_bytes is None else parse_size(max_bytes)
+    settings = server.Settings(
+        model=model,
+        name=name,
+        trust_remote_code=trust_remote_code,
+        kv_cache="affine8" if kv_cache is None else kv_cache,
+        max_bytes=max_bytes,
+        max_sequences=max_sequences,
+        max_context=max_context,
+        max_new_tokens=max_new_tokens,
+        max_waiting=max_waiting,
+        chunk_seconds=chunk_seconds,
+        store=store or [],
+        backend=backend,
+        pack=pack,
+        guard=guard,
+        device=device,
+        dtype=dtype,
+    )
     if api_keys is not None:
         check_readable(api_keys, "--api-keys")
-    keys = server.Keys(server.keys_in(api_keys, os.environ.get(KEYS)), os.environ.get(SECRET, ""))
+    keys = server.known(api_keys)
     server.check_host(host, len(keys))
-    check_spec(spec)
-    check_backend(backend)
-    named_device(device)
-    named_dtype(dtype)
-    checkpoints.check(model)
-    if store:
-        open_tiers(store)
-    served, tokenizer = checkpoints.load(
-        model, trust_code=trust_remote_code, device=device, dtype=dtype
-    )
-    stored = attached(served, spec, tokenizer, guard)
-    from kvant.engine import Engine
-    from kvant.prefixes import Prefixes
+    settings.check()
 
-    most = "1GiB" if limit is None else None
-    given: dict[str, Any] = {
-        "max_bytes": limit,
-        "max_sequences": max_sequences,
-        "max_context": max_context,
-        "chunk_seconds": chunk_seconds,
-        "backend": backend,
-        "pack": pack,
-    }
+    def begun(port: int) -> None:
+        shown = f"[{host}]" if ":" in host else host
+        show(f"{settings.called} at http://{shown}:{port}/v1")
+
+    if replicas is not None:
+        from kvant.serve.ray import Deployed, run
+
+        more = {"api_keys": api_keys, "host": host, "grace": grace}
+        run(Deployed.here(settings, replicas=replicas, **more), port, begun)
+        return
+    served, tokenizer = settings.load()
+    spec = attached(served, settings.kv_cache, tokenizer, guard)
     with (
-        prefixes_in(store, quiet=True, most=most) as kept,
-        Engine(served, tokenizer, stored, prefixes=kept or Prefixes(most), **given) as engine,
+        prefixes_in(store, quiet=True, most=settings.most_kept) as kept,
+        settings.served(served, tokenizer, spec, kept, keys) as service,
     ):
-        service = server.Service(
-            engine,
-            name or (Path(model).name if model else INSIDE),
-            keys,
-            max_waiting=max_waiting,
-            max_new_tokens=max_new_tokens,
-        )
         running = server.server_of(server.create_app(service, host), host, port, grace)
-
-        def begun() -> None:
-            shown = f"[{host}]" if ":" in host else host
-            show(f"{service.model} at http://{shown}:{running.port}/v1")
-
         running.begun, running.ending = begun, service.close
         running.run()

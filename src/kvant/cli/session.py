@@ -16,7 +16,7 @@ from typing import Any
 
 from kvant import checkpoints
 from kvant.attention import check_backend
-from kvant.cli.options import check_drawing, check_saved, check_spec, spec_of
+from kvant.cli.options import check_drawing, check_saved, spec_of
 from kvant.devices import named_device, named_dtype
 from kvant.progress import Bar
 from kvant.sizes import format_size, parse_size
@@ -60,6 +60,7 @@ class Wanted:
     def check(self, asked: Mapping[str, Any]) -> None:
         """Before anything is loaded: what is said twice or wrong, and files that are not there."""
         from kvant.generation.strategy import strategy_of
+        from kvant.probing import check_spec
 
         drawn = dict(asked)
         most = drawn.pop("max_new_tokens")

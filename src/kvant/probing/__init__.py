@@ -1,6 +1,14 @@
 """What a spec does to a model, before it answers with it."""
 
-from kvant.probing.finding import Probe, auto_size, auto_tolerance, is_auto, probe, resolved
+from kvant.probing.finding import (
+    Probe,
+    auto_size,
+    auto_tolerance,
+    check_spec,
+    is_auto,
+    probe,
+    resolved,
+)
 from kvant.probing.guard import attach, attached, harm
 from kvant.probing.judgement import MAX_KL, MAX_LOST, Tolerance, trial
 from kvant.probing.predictions import Divergence, divergence
@@ -15,6 +23,7 @@ __all__ = [
     "attached",
     "auto_size",
     "auto_tolerance",
+    "check_spec",
     "divergence",
     "harm",
     "is_auto",

@@ -23,6 +23,7 @@ from kvant.probing.judgement import MAX_KL, MAX_LOST, Judgement, Tolerance, Tria
 from kvant.probing.predictions import Divergence, unbounded
 from kvant.recipes import AnySpec
 from kvant.sizes import format_size, parse_size
+from kvant.spec import parse
 from kvant.spec.formats import SMOOTHED, parse_format
 
 Judge = Callable[[str], bool]  # does the spec do little enough?
@@ -204,6 +205,15 @@ def auto_tolerance(spec: str, usual: Tolerance) -> Tolerance:
         except ValueError:
             raise SpecError(f"{spec!r}: {name} needs a number; nearest: {name}=0.01") from None
     return replace(usual, **told)
+
+
+def check_spec(spec: str) -> None:
+    """A spec of any number of layers; what `auto` is, only a model tells."""
+    if is_auto(spec):
+        auto_size(spec)
+        auto_tolerance(spec, Tolerance())
+    else:
+        parse(spec, 1)
 
 
 def _parts(spec: str) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import os
 from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
 SHORTEST = 8  # characters of a key
+KEYS, SECRET = "KVANT_API_KEYS", "KVANT_SECRET"  # in the environment
 
 
 class Keys:
@@ -33,6 +35,11 @@ class Keys:
             if hmac.compare_digest(one, asked):
                 found = hmac.digest(self._secret, one, sha256).hex()
         return found
+
+
+def known(file: Path | None) -> Keys:
+    """The keys of a file and of the environment."""
+    return Keys(keys_in(file, os.environ.get(KEYS)), os.environ.get(SECRET, ""))
 
 
 def keys_in(file: Path | None, named: str | None) -> list[str]:

@@ -18,7 +18,7 @@ IDLE = 75  # seconds that a connection without a request is kept
 class Server(uvicorn.Server):
     """Ends with what was asked for being answered, and returns; uvicorn's own would kill itself."""
 
-    begun: Callable[[], None] | None = None
+    begun: Callable[[int], None] | None = None
     ending: Callable[[], None] | None = None
 
     @property
@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]
         if self.started and self.begun is not None:
-            self.begun()
+            self.begun(self.port)
 
 
 def server_of(app: FastAPI, host: str, port: int, grace: int) -> Server:
@@ -70,12 +70,16 @@ def server_of(app: FastAPI, host: str, port: int, grace: int) -> Server:
 
 def check_host(host: str, keys: int) -> None:
     """Who does not know a key reaches a server from its own machine alone."""
-    try:
-        local = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        local = False
-    if not (local or keys):
+    if not (keys or is_local(host)):
         raise ValueError(
             f"--host {host} without keys: anybody could ask; give --api-keys FILE or set "
             "KVANT_API_KEYS, or take 127.0.0.1"
         )
+
+
+def is_local(host: str) -> bool:
+    """Is it a name of this machine for itself?"""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

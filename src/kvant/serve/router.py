@@ -1,0 +1,61 @@
+"""Ray Serve's interface to the router; Ray sends this module to wherever requests are sent from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from kvant.serve.asked import Asked
+from kvant.serve.routing import Router
+
+
+class PageRouter(RequestRouter):  # type: ignore[misc]
+    """Requests go where their pages are."""
+
+    def initialize_state(self) -> None:
+        self._router = Router[str]()
+        self._told: dict[str, Any] = {}  # by replica, what it said last
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        named = {one.replica_id.unique_id: one for one in replicas}
+        for gone in set(self._router.servers) - set(named):
+            self._router.leave(gone)
+            self._told.pop(gone, None)
+        for name, replica in named.items():
+            self._router.join(name)
+            if (told := replica.routing_stats) and told is not self._told.get(name):
+                self._told[name] = told
+                self._router.learn(name, told["keys"])
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._router.leave(replica_id.unique_id)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        named = {one.replica_id.unique_id: one for one in candidate_replicas}
+        asked = _asked(pending_request)
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True
+        ranked = self._router.ranked(asked.keys, asked.pages) if asked else list(named)
+        return [[named[name]] for name in ranked if name in named]
+
+    def on_request_routed(
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+    ) -> None:
+        asked, name = _asked(pending_request), replica_id.unique_id
+        if asked and name in self._router.servers:
+            self._router.sent(name, asked.keys)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        self._router.over(replica_id.unique_id)
+
+
+def _asked(pending: PendingRequest | None) -> Asked | None:
+    found = pending.args[0] if pending is not None and pending.args else None
+    return found if isinstance(found, Asked) else None

@@ -1,0 +1,105 @@
+"""What a server is of: a model, how its cache is stored, and within which limits it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from kvant import checkpoints
+from kvant.attention import check_backend
+from kvant.devices import named_device, named_dtype
+from kvant.engine import Engine
+from kvant.prefixes import Prefixes
+from kvant.probing import check_spec
+from kvant.server.access import Keys
+from kvant.server.service import Service
+from kvant.sizes import parse_size
+from kvant.stores import open_tiers
+
+INSIDE = "kvant-inside"  # the name of the model inside the package
+KEPT = "1GiB"  # of prefixes, where nothing bounds all caches
+
+
+def _listed(given: Any) -> Any:
+    """One of them needs no list."""
+    return [given] if isinstance(given, str) else given
+
+
+class Settings(BaseModel):
+    """The options of `kvant serve` that a service is made by, under their names."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str | None = None
+    name: str | None = None
+    trust_remote_code: bool = False
+    kv_cache: str = "affine8"
+    max_bytes: str | None = None
+    max_sequences: int = Field(default=16, ge=1)
+    max_context: int | None = Field(default=None, ge=2)
+    max_new_tokens: int = Field(default=1024, ge=1)
+    max_waiting: int = Field(default=256, ge=0)
+    chunk_seconds: float | None = None
+    store: Annotated[list[str], BeforeValidator(_listed)] = []
+    backend: str | None = None
+    pack: bool = True
+    guard: bool = True
+    device: str | None = None
+    dtype: str = "auto"
+
+    @property
+    def called(self) -> str:
+        """What clients call the model."""
+        return self.name or (Path(self.model).name if self.model else INSIDE)
+
+    def check(self) -> None:
+        """Before anything is loaded: what is wrong, as far as it can be known."""
+        if self.max_bytes is not None:
+            parse_size(self.max_bytes)
+        check_spec(self.kv_cache)
+        check_backend(self.backend)
+        named_device(self.device)
+        named_dtype(self.dtype)
+        checkpoints.check(self.model)
+        if self.store:
+            open_tiers(self.store)
+
+    def load(self) -> tuple[Any, Any]:
+        """The model, and its tokenizer."""
+        return checkpoints.load(
+            self.model, trust_code=self.trust_remote_code, device=self.device, dtype=self.dtype
+        )
+
+    @property
+    def most_kept(self) -> str | None:
+        """The bytes of prefixes; None: the limit of all caches is theirs as well."""
+        return KEPT if self.max_bytes is None else None
+
+    @contextmanager
+    def served(
+        self, model: Any, tokenizer: Any, spec: Any, prefixes: Prefixes | None, keys: Keys
+    ) -> Iterator[Service]:
+        """The service, for as long as its engine is open."""
+        with Engine(
+            model,
+            tokenizer,
+            spec,
+            prefixes=prefixes or Prefixes(self.most_kept),
+            max_bytes=self.max_bytes,
+            max_sequences=self.max_sequences,
+            max_context=self.max_context,
+            chunk_seconds=self.chunk_seconds,
+            backend=self.backend,
+            pack=self.pack,
+        ) as engine:
+            yield Service(
+                engine,
+                self.called,
+                keys,
+                max_waiting=self.max_waiting,
+                max_new_tokens=self.max_new_tokens,
+            )

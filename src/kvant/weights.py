@@ -185,7 +185,7 @@ class PackedWeight(torch.Tensor):
             if out is not None:
                 return out
         own, named = tuple(args), dict(kwargs or {})
-        if len(own) == 1 and type(own[0]) is PackedWeight:  # an attribute, asked for often
+        if len(own) == 1 and not named and type(own[0]) is PackedWeight:  # of an attribute
             own = (_original(own[0]),)
         else:
             own, named = tree_map_only(PackedWeight, _original, (own, named))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -19,12 +18,10 @@ NAME = "inside"
 def deployment() -> Iterator[str]:
     """The root of its URLs."""
     pytest.importorskip("ray", reason="pip install 'kvant[ray]'")
-    from kvant.serve.ray import Deployed, deployed
+    from kvant.serve.ray import Deployed, connected, deployed, free
 
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    with redis_server() as redis:
+    port = free("127.0.0.1", 0)
+    with redis_server() as redis, connected():
         settings = Deployed(
             name=NAME, replicas=2, cpus=1, max_bytes="256MiB", max_sequences=8, store=[redis.url]
         )

@@ -22,7 +22,7 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from kvant.errors import SpecError
-from kvant.serve.asked import PAGE, pages_of
+from kvant.serve.asked import PAGE, Asked, begins
 from kvant.serve.ray import NAMED, Deployed, app, wanted
 
 pytestmark = pytest.mark.xdist_group("ray")  # one deployment for all
@@ -159,13 +159,25 @@ def test_pages_are_of_what_a_prompt_begins_with() -> None:
     system = {"role": "system", "content": "x" * 1000}
     first = {"messages": [system, {"role": "user", "content": "a"}], "temperature": 1}
     other = {"temperature": 0, "messages": [system, {"role": "user", "content": "b" * 600}]}
-    short, long = (pages_of(json.dumps(one).encode()) for one in (first, other))
+    short, long = (begins(json.dumps(one).encode())[1] for one in (first, other))
     assert len(short) == 1000 // PAGE + 1 and len(long) > len(short)
     assert short[:3] == long[:3]
-    assert pages_of(json.dumps({"prompt": list(range(200))}).encode())
-    assert pages_of(json.dumps({"tools": [1] * 200} | first).encode())[0] != short[0]
+    assert begins(json.dumps({"prompt": list(range(200))}).encode())[1]
+    assert begins(json.dumps({"tools": [1] * 200} | first).encode())[1][0] != short[0]
     for nothing in (b"", b"[]", b"\xff", b"{", b'{"prompt": null}', b'{"prompt": "short"}'):
-        assert pages_of(nothing) == []
+        assert begins(nothing) == (None, [])
+    assert begins(b"[" * 100_000) == begins(b'{"prompt":' * 100_000) == (None, [])
+
+
+def test_keys_are_of_who_shares_prefixes() -> None:
+    body = {"prompt": "x" * 1000}
+    scope = {"type": "http", "path": "/", "headers": []}
+
+    def named(tenant: str, **more: Any) -> tuple[bytes, ...]:
+        return Asked.of(scope, json.dumps(body | more).encode(), tenant).keys
+
+    assert len(named("")) == 1 and named("") == named("", temperature=1)
+    assert len({named(""), named("a"), named("a", cache_salt="b"), named("a", cache_salt="c")}) == 4
 
 
 class Config(NamedTuple):

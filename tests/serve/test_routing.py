@@ -27,9 +27,10 @@ def router(*servers: str) -> Router[str]:
 def ask(made: Router[str], read: list[bytes], *, ends: bool = True) -> str:
     named = keys(read)
     server = made.ranked(named, len(read))[0]
-    made.sent(server, named)
+    made.give(server, named)
+    made.begin(server)
     if ends:
-        made.over(server)
+        made.end(server)
     return server
 
 
@@ -110,7 +111,7 @@ def test_who_leaves_is_asked_no_more_and_the_others_take_its_part() -> None:
     assert "b" not in after.values()
     assert sum(after[prefix] == homes[prefix] for prefix in stayed) >= 0.95 * len(stayed)
     assert max(Counter(after.values()).values()) <= 1.3 * 400 / 3
-    made.over("b")  # of a request that ended with it
+    made.end("b")  # of a request that ended with it
 
 
 def test_two_routers_that_know_nothing_choose_alike() -> None:
@@ -146,6 +147,7 @@ def test_what_is_known_is_bounded() -> None:
 def test_counts_do_not_run_over() -> None:
     made = router("a", "b")
     for _ in range(200_000):
-        made.sent("a", ())
-        made.over("a")
+        made.give("a", ())
+        made.begin("a")
+        made.end("a")
     assert 0 < made.loads[0] < 400

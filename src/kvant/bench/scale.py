@@ -135,11 +135,12 @@ class Pages:
 
     def choose(self, keys: Sequence[bytes], pages: int) -> int:
         replica = self._router.ranked(keys, pages)[0]
-        self._router.sent(replica, keys)
+        self._router.give(replica, keys)
+        self._router.begin(replica)
         return replica
 
     def over(self, replica: int) -> None:
-        self._router.over(replica)
+        self._router.end(replica)
 
 
 class Turns:

@@ -73,8 +73,8 @@ def serve(
     if replicas is not None:
         from kvant.serve.ray import Deployed, run
 
-        more = {"api_keys": api_keys, "host": host, "grace": grace}
-        run(Deployed.here(settings, replicas=replicas, **more), port, begun)
+        more = {"replicas": replicas, "api_keys": api_keys, "host": host, "grace": grace}
+        run(Deployed.model_validate(settings.model_dump() | more), port, begun)
         return
     served, tokenizer = settings.load()
     spec = attached(served, settings.kv_cache, tokenizer, guard)

@@ -74,7 +74,8 @@ class Reuse:
     def fetch(self, job: Job) -> None:
         """Look for a prompt in a store, for as long as it would take to read it.
 
-        As prompts would be read one after the other, so they are looked for.
+        Prompts are looked for one after the other, as they would be read: behind others it may
+        take as long as theirs besides.
         """
         request, now = self._requests[job], time.monotonic()
         before = max((1e-3 * other.waits_until for other in self._requests), default=0.0)

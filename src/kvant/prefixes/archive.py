@@ -282,6 +282,9 @@ class Archive:
                 self._forget(found, page_sizes(memory.states))
             return None
         took = max(time.perf_counter() - begin, 1e-6)
+        if restored is None and took >= seconds:  # it came too late
+            slow = found.length / took
+            self._speed = slow if self._speed is None else min(self._speed, slow)
         if restored is not None:
             self._counts["restored"] += 1
             self._counts["tokens_restored"] += len(restored.tokens)

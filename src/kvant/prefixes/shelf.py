@@ -122,8 +122,9 @@ class Shelf:
             held = max(memory.length, self.owner._held(names.tree, tokens))
         find = archive.find(names.tree, tokens, memory.states, held, suffice=self._pages_suffice)
         for found in islice(find, TRIES):
-            patience = min(self.seconds(found.length - held), until - time.monotonic())
-            if not archive.likely(found.length, patience):
+            reading, left = self.seconds(found.length - held), until - time.monotonic()
+            patience = min(reading, left)
+            if left <= 0 or not archive.likely(found.length, reading):
                 return None
             restored = archive.read(found, tokens, memory, model.device, patience)
             if restored is not None and restored.cache.resumable(len(tokens) - 1) > held:

@@ -24,26 +24,31 @@ class Asked:
 
     scope: dict[str, Any]
     body: bytes
-    keys: tuple[bytes, ...]  # of its first pages, for who has the same key as it
+    keys: tuple[bytes, ...]  # of its first pages, for who shares prefixes with it
     pages: int
 
     @classmethod
-    def of(cls, scope: Mapping[str, Any], body: bytes) -> Asked:
-        """What ASGI says of it, and its body."""
-        pages = pages_of(body)
-        who = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    def of(cls, scope: Mapping[str, Any], body: bytes, tenant: str) -> Asked:
+        """What ASGI says of it, its body, and whose key it has."""
+        own, pages = begins(body)
+        salt = sha256(json.dumps([tenant, own]).encode()).digest()
         told = {name: scope[name] for name in SCOPE if name in scope}
-        return cls(told, body, tuple(keys(pages, sha256(who).digest())), len(pages))
+        return cls(told, body, tuple(keys(pages, salt)), len(pages))
 
 
-def pages_of(body: bytes) -> list[bytes]:
-    """What a request begins with, in whole pages; none where nobody can tell."""
+def begins(body: bytes) -> tuple[str | None, list[bytes]]:
+    """With whom a request shares prefixes, and what it begins with in whole pages.
+
+    There are none where nobody can tell: a replica says what is wrong with it.
+    """
     try:
         told = json.loads(body)
-    except ValueError:
-        return []
-    if not isinstance(told, dict):
-        return []
-    parts = [told[name] for name in SAID if told.get(name) is not None]
-    text = json.dumps(parts, separators=(",", ":")).encode()
-    return [text[begin : begin + PAGE] for begin in range(0, len(text) - PAGE + 1, PAGE)]
+        if not isinstance(told, dict):
+            return None, []
+        parts = [told[name] for name in SAID if told.get(name) is not None]
+        text = json.dumps(parts, separators=(",", ":")).encode()
+    except (ValueError, RecursionError):
+        return None, []
+    pages = [text[begin : begin + PAGE] for begin in range(0, len(text) - PAGE + 1, PAGE)]
+    salt = told.get("cache_salt")
+    return salt if isinstance(salt, str) else None, pages

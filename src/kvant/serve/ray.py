@@ -14,7 +14,9 @@ import json
 import logging
 import os
 import signal
+import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -49,19 +51,22 @@ from kvant.probing import attached
 from kvant.serve.asked import Asked
 from kvant.serve.router import PageRouter
 from kvant.server import Keys, Settings, create_app, known
+from kvant.server.access import UNKNOWN
 from kvant.server.app import LARGEST
 from kvant.server.replies import refused
 from kvant.server.running import is_local
 
 log = logging.getLogger("kvant")
 
+LOCAL = "127.0.0.1"
 TRIED = 3  # replicas of one request, where each goes before it says anything
 NEWEST = 4096  # keys that a replica tells a router
-TOLD_EACH = 2.0  # seconds in which it does
+TOLD_EACH = 10.0  # seconds in which it does
 FULL = 0.9  # of the bytes of all replicas: from there on there should be more of them
 APP = "kvant"
 NAMED = b"x-kvant-replica"  # the header in which an answer says who answered
 USED = "used"
+WRITING = 30.0  # seconds for what a store is yet to have, as a replica ends
 UNBOUNDED = 1_000_000  # requests under way: a replica says itself that its house is full
 
 
@@ -69,20 +74,28 @@ class Deployed(Settings):
     """What a deployment is of; the arguments of `app`."""
 
     api_keys: Path | None = None  # or KVANT_API_KEYS, where it is deployed
-    host: str = "127.0.0.1"  # by which clients may call it that need no keys
+    host: str = LOCAL  # by which clients may call it that need no keys
     replicas: int = Field(default=1, ge=1)
     most_replicas: int | None = Field(default=None, ge=1)  # to which it may grow
+    fronts: int = Field(default=1, ge=1)
     cpus: float = Field(default=1, ge=0)  # of a replica, and with as many threads it computes
     gpus: float = Field(default=0, ge=0)
     grace: float = Field(default=30, ge=0)  # seconds for what is under way as it ends
 
-    @classmethod
-    def here(cls, settings: Settings, *, replicas: int, **more: Any) -> Deployed:
-        """So many replicas share the cores of this machine, or have a GPU each."""
-        on_gpu = named_device(settings.device).type == "cuda"
-        cpus = (os.cpu_count() or 1) / replicas
-        share = {"cpus": 0 if on_gpu else cpus, "gpus": 1 if on_gpu else 0}
-        return cls.model_validate(settings.model_dump() | {"replicas": replicas} | share | more)
+    def shared(self) -> Deployed:
+        """The same, with replicas that share the cores of the cluster, or have a GPU each."""
+        there = ray.cluster_resources()
+        if named_device(self.device).type == "cuda":
+            if self.device not in (None, "cuda"):
+                raise ValueError(
+                    f"--device {self.device} beside --replicas: each has one of its own"
+                )
+            if (gpus := int(there.get("GPU", 0))) < self.replicas:
+                raise ValueError(
+                    f"--replicas {self.replicas}: there are {gpus} GPUs, one is for each"
+                )
+            return self.model_copy(update={"cpus": 0, "gpus": 1})
+        return self.model_copy(update={"cpus": there.get("CPU", 1) / self.replicas})
 
 
 # ---- a replica
@@ -92,13 +105,13 @@ class Replica:
     """An engine, and the application of it."""
 
     def __init__(self, settings: Deployed, clients: Keys) -> None:
+        self._open = ExitStack()
         if not settings.gpus:
             torch.set_num_threads(max(1, int(settings.cpus)))
         model, tokenizer = settings.load()
         spec, told = attached(model, settings.kv_cache, tokenizer, guard=settings.guard)
         if told is not None:
             log.warning("%s", told)
-        self._open = ExitStack()
         kept = Prefixes(settings.most_kept, store=settings.store or None)
         self._open.enter_context(kept)  # in the end it is written to the store
         served = settings.served(model, tokenizer, spec, kept, clients)
@@ -173,19 +186,22 @@ def wanted(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 class Front:
     """Where clients ask."""
 
-    def __init__(self, replicas: Any, open_to_all: bool) -> None:
+    def __init__(self, replicas: Any, clients: Keys) -> None:
         self._ask = replicas.options(stream=True).ask
-        self._open = open_to_all
+        self._clients = clients
 
     async def __call__(self, http: Request) -> Response:
-        if not self._open and not (http.client and is_local(http.client.host)):
+        if not (len(self._clients) or (http.client and is_local(http.client.host))):
             return told(403, "only this machine may ask: a server for others needs api_keys")
+        tenant = self._clients.asking(http.headers.get("authorization", ""))
+        if tenant is None and http.method == "POST":  # what else there is a replica answers
+            return told(401, UNKNOWN, code="invalid_api_key")
         body = bytearray()
         async for part in http.stream():
             body += part
             if len(body) > LARGEST:
                 return told(413, f"a body of more than {LARGEST} bytes")
-        asked = Asked.of(http.scope, bytes(body))
+        asked = Asked.of(http.scope, bytes(body), tenant or "")
         for _ in range(TRIED):
             stream = self._ask.remote(asked)
             try:
@@ -216,8 +232,10 @@ async def passed_on(stream: Any, first: bytes, events: bool) -> AsyncIterator[by
         stream.cancel()
 
 
-def told(status: int, message: str, kind: str = "invalid_request_error") -> Response:
-    return JSONResponse(refused(message, kind), status)
+def told(
+    status: int, message: str, kind: str = "invalid_request_error", code: str | None = None
+) -> Response:
+    return JSONResponse(refused(message, kind, None, code), status)
 
 
 def is_events(headers: Sequence[tuple[bytes, bytes]]) -> bool:
@@ -253,48 +271,82 @@ def app(asked: Mapping[str, Any] | Deployed) -> serve.Application:
             request_routing_stats_period_s=TOLD_EACH,
         ),
         **count,
-        **_ends(settings),
+        **_ends(settings.grace + WRITING),
     )(Replica)
-    front = serve.deployment(name="front", ray_actor_options={"num_cpus": 0}, **_ends(settings))
-    bound = replicas.bind(settings, clients)
-    return front(Front).bind(bound, bool(len(clients)))
+    front = serve.deployment(
+        name="front",
+        num_replicas=settings.fronts,
+        ray_actor_options={"num_cpus": 0},
+        **_ends(settings.grace),
+    )(Front)
+    return front.bind(replicas.bind(settings, clients), clients)
 
 
-def _ends(settings: Deployed) -> dict[str, Any]:
+def _ends(seconds: float) -> dict[str, Any]:
     """What is under way has so many seconds as a deployment ends."""
     return {
         "max_ongoing_requests": UNBOUNDED,
-        "graceful_shutdown_timeout_s": settings.grace,
+        "graceful_shutdown_timeout_s": seconds,
         "graceful_shutdown_wait_loop_s": 0.1,
     }
 
 
 @contextmanager
 def deployed(settings: Deployed, port: int) -> Iterator[None]:
-    """For as long as it is asked; on the cluster of RAY_ADDRESS, if that is set, else alone."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    """For as long as it is asked; on the cluster to which Ray is connected."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    ray.init(include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    serve.start(http_options={"host": settings.host, "port": port}, logging_config=quiet)
     try:
-        serve.start(http_options={"host": settings.host, "port": port}, logging_config=quiet)
         serve.run(app(settings), name=APP, route_prefix="/", logging_config=quiet)
         yield
-        serve.delete(APP)
+    finally:
+        serve.delete(APP, _blocking=False)
+        until = time.monotonic() + settings.grace + 2 * WRITING
+        while APP in serve.status().applications and time.monotonic() < until:
+            time.sleep(0.1)
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """To the cluster of RAY_ADDRESS, if that is set, else to one of its own."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    there = None if "RAY_ADDRESS" in os.environ else "local"
+    ray.init(there, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    try:
+        yield
     finally:
         ray.shutdown()
 
 
 def run(settings: Deployed, port: int, begun: Callable[[int], None]) -> None:
-    """Serve until a signal ends it."""
+    """Serve until a signal ends it; the second time at once."""
     ended = threading.Event()
+
+    def end(number: int, frame: object) -> None:
+        if ended.is_set() or not up:
+            raise KeyboardInterrupt
+        ended.set()
+
+    up = False
+    port = free(settings.host, port)
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with deployed(settings, port):
+        with connected():
             for one in before:  # Ray has put a handler there that ends the process
-                signal.signal(one, lambda *_: ended.set())
-            begun(port)
-            ended.wait()
+                signal.signal(one, end)
+            with deployed(settings.shared(), port):
+                up = True
+                begun(port)
+                ended.wait()
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def free(host: str, port: int) -> int:
+    """A port on which nobody listens yet: Ray would not say so."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind((host, port))
+        return int(one.getsockname()[1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from kvant.serve.asked import Asked
@@ -15,18 +13,18 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
 
     def initialize_state(self) -> None:
         self._router = Router[str]()
-        self._told: dict[str, Any] = {}  # by replica, what it said last
+        self._told = set[str]()  # replicas that said what they had before this router was there
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         named = {one.replica_id.unique_id: one for one in replicas}
         for gone in set(self._router.servers) - set(named):
             self._router.leave(gone)
-            self._told.pop(gone, None)
+        self._told &= set(named)
         for name, replica in named.items():
             self._router.join(name)
-            if (told := replica.routing_stats) and told is not self._told.get(name):
-                self._told[name] = told
+            if name not in self._told and (told := replica.routing_stats):
+                self._told.add(name)
                 self._router.learn(name, told["keys"])
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
@@ -42,18 +40,20 @@ class PageRouter(RequestRouter):  # type: ignore[misc]
         asked = _asked(pending_request)
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
-        ranked = self._router.ranked(asked.keys, asked.pages) if asked else list(named)
-        return [[named[name]] for name in ranked if name in named]
+        if asked is None:
+            return [candidate_replicas]
+        ranked = [name for name in self._router.ranked(asked.keys, asked.pages) if name in named]
+        if ranked:  # now, and not once it is there: others that begin alike may come before
+            self._router.give(ranked[0], asked.keys)
+        return [[named[name]] for name in ranked]
 
-    def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
-    ) -> None:
-        asked, name = _asked(pending_request), replica_id.unique_id
-        if asked and name in self._router.servers:
-            self._router.sent(name, asked.keys)
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        if replica_id.unique_id in self._router.servers:
+            self._router.begin(replica_id.unique_id)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        self._router.over(replica_id.unique_id)
+        self._router.end(replica_id.unique_id)
 
 
 def _asked(pending: PendingRequest | None) -> Asked | None:

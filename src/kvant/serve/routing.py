@@ -102,12 +102,11 @@ class Router(Generic[Server]):
         servers = self.servers
         return [servers[place] for place in order]
 
-    def sent(self, server: Server, keys: Sequence[bytes]) -> None:
-        """A request of these keys went there."""
+    def give(self, server: Server, keys: Sequence[bytes]) -> None:
+        """It is to have a request of these keys."""
         place = self._places[server]
-        self._under_way[place] += 1
         self._lately[place] += self._unit
-        if not any(key in self._holders for key in keys):
+        if keys and not any(key in self._holders for key in keys):
             self._began[place] += self._unit
         self._unit *= 2 ** (1 / (HALVED * len(self._places)))
         if self._unit > 2.0**512:
@@ -115,7 +114,11 @@ class Router(Generic[Server]):
             self._unit = 1.0
         self.learn(server, keys)
 
-    def over(self, server: Server) -> None:
+    def begin(self, server: Server) -> None:
+        """One of its requests begins."""
+        self._under_way[self._places[server]] += 1
+
+    def end(self, server: Server) -> None:
         """One of its requests has ended."""
         place = self._places.get(server)
         if place is not None:
@@ -148,7 +151,7 @@ class Router(Generic[Server]):
     def _turns(self, keys: Sequence[bytes]) -> NDArray[Any]:
         """In which order they come for something new: another one for every first page.
 
-        Where there is no page, who has least to do is first.
+        Where there is no page it is by what they have to do.
         """
         if not keys:
             return self.loads

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
+UNKNOWN = "no key, or one that is not known: Authorization: Bearer KEY"
 SHORTEST = 8  # characters of a key
 KEYS, SECRET = "KVANT_API_KEYS", "KVANT_SECRET"  # in the environment
 
@@ -22,6 +23,11 @@ class Keys:
 
     def __len__(self) -> int:
         return len(self._hashes)
+
+    def asking(self, authorization: str) -> str | None:
+        """The tenant of a request with this header; None: of nobody."""
+        kind, _, key = authorization.partition(" ")
+        return self.tenant(key.strip() if kind.lower() == "bearer" else "")
 
     def tenant(self, key: str) -> str | None:
         """The name under which the owner of a key is known; None: it is no key of ours.

@@ -16,6 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.types import Receive, Scope, Send
 
 from kvant.generation import Messages
+from kvant.server.access import UNKNOWN
 from kvant.server.protocol import Chat, Completion, Drawing, Tokenize
 from kvant.server.refusals import Wrong, answer_to, told_of
 from kvant.server.replies import Chatted, Completed, Reply
@@ -52,11 +53,9 @@ Serving = Annotated[Service, Depends(_service)]
 
 async def _tenant(http: Request, service: Serving) -> str:
     """Whose key it is."""
-    kind, _, key = http.headers.get("authorization", "").partition(" ")
-    found = service.keys.tenant(key.strip() if kind.lower() == "bearer" else "")
+    found = service.keys.asking(http.headers.get("authorization", ""))
     if found is None:
-        told = "no key, or one that is not known: Authorization: Bearer KEY"
-        raise Wrong(told, None, 401, "invalid_api_key")
+        raise Wrong(UNKNOWN, None, 401, "invalid_api_key")
     return found
 
 

@@ -157,8 +157,9 @@ class Tiers:
 class Behind:
     """A thread that does what nobody waits for, in order, while it fits into so many bytes.
 
-    While others compute it works a part of the time, to leave them the rest. A low priority would
-    not do: who has little of a processor keeps the interpreter's lock while it waits for more.
+    While others of its process compute it works a part of the time, to leave them the rest. A low
+    priority would not do: who has little of a processor keeps the interpreter's lock while it waits
+    for more.
     """
 
     def __init__(self, most: int) -> None:

@@ -269,6 +269,8 @@ def test_what_is_written_to_the_embedding_is_what_the_layer_reads() -> None:
     for model in (plain, packed):
         model.words.weight[3] = 2.0
     assert torch.equal(packed(TOKENS), plain(TOKENS))
+    weight = packed.head.weight
+    assert torch.equal(torch.add(weight, other=weight), 2 * plain.head.weight)
     copied = copy.deepcopy(packed)
     assert torch.equal(copied(TOKENS), plain(TOKENS))
     assert torch.equal(packed.head.weight.data, packed.words.weight)

@@ -6,6 +6,7 @@ import http.client
 import json
 import random
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,6 +48,11 @@ def asked(root: str, method: str, path: str, body: Any = None) -> Answer:
         connection.close()
 
 
+def stored(root: str) -> Any:
+    """What one of the replicas, in turn, says of its store."""
+    return asked(root, "GET", "/v1/stats").told["prefixes"]["store"]
+
+
 def prefix(seed: str, number: int) -> str:
     """Some hundred tokens that nobody else has."""
     draw = random.Random(f"{seed} {number}")
@@ -82,6 +88,8 @@ def test_requests_arrive_where_their_prefix_is(deployment: str) -> None:
 
 @pytest.mark.laws  # what is restored is chosen by how busy the machine is
 def test_a_replica_that_dies_leaves_its_pages_to_the_others(deployment: str) -> None:
+    while any(stored(deployment)["nbytes_waiting"] for _ in range(4)):  # of other tests
+        time.sleep(0.1)
     numbers = many("dies")
     answers: dict[tuple[int, int], Answer] = {}
     half = threading.Barrier(2)
@@ -99,7 +107,7 @@ def test_a_replica_that_dies_leaves_its_pages_to_the_others(deployment: str) -> 
         list(done)
     assert len(answers) == len(numbers) and {a.status for a in answers.values()} == {200}
     homes = {number: answers[number, 0].replica for number in range(PREFIXES)}
-    stats = asked(deployment, "GET", "/v1/stats").told["prefixes"]["store"]
+    stats = stored(deployment)
     whole = restored = 0
     for number in (number for number, home in homes.items() if home == killed):
         mine = [answers[number, question] for question in range(EACH)]

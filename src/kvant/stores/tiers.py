@@ -30,6 +30,7 @@ IN_A_ROW = 5  # failures, after which a store rests
 REST = 30.0  # seconds
 WAITING = 256 << 20  # bytes of what is to be written, at most
 SHARE = 0.01  # of all processors' time, that is for writing while nobody waits for it
+HURRY = 50.0  # times as much besides, where as much waits as may: else it would be dropped
 LOOK = 0.02  # seconds, after which it looks whether anybody computes
 IDLE = 0.1  # of one processor: who takes less than that is not disturbed
 
@@ -157,9 +158,9 @@ class Tiers:
 class Behind:
     """A thread that does what nobody waits for, in order, while it fits into so many bytes.
 
-    While others of its process compute it works a part of the time, to leave them the rest. A low
-    priority would not do: who has little of a processor keeps the interpreter's lock while it waits
-    for more.
+    While others of its process compute it works a part of the time, to leave them the rest: a small
+    one, and a larger one the more waits. A low priority would not do: who has little of a processor
+    keeps the interpreter's lock while it waits for more.
     """
 
     def __init__(self, most: int) -> None:
@@ -238,10 +239,10 @@ class Behind:
 
     def _pieces(self, call: Work) -> Iterable[int]:
         """Do one piece after the other, with pauses between while others compute."""
-        share = min(1.0, SHARE * (os.cpu_count() or 1))
         worked = time.thread_time()
         for done in call():
             yield done
+            share = min(1.0, SHARE * (os.cpu_count() or 1) * (1 + HURRY * self._behind()))
             until = time.monotonic() + (time.thread_time() - worked) * (1 / share - 1)
             while (left := until - time.monotonic()) > 0:
                 begin, computed = time.monotonic(), time.process_time()
@@ -253,6 +254,11 @@ class Behind:
                 if time.process_time() - computed < IDLE * (time.monotonic() - begin):
                     break
             worked = time.thread_time()
+
+    def _behind(self) -> float:
+        """What waits behind that which is being done, as a part of what may wait."""
+        with self._changed:
+            return sum(nbytes for nbytes, _ in self._calls[1:]) / max(1, self.most)
 
     def _did(self, nbytes: int) -> int:
         with self._changed:

@@ -2,7 +2,7 @@
 
 Its shape is that of an hour of a public chat (12,031 requests, FAST'25, Mooncake's conversations):
 all begin with the same 512 tokens; first prompts, what a turn adds, replies and pauses are
-log-normal with its medians and spreads; 31% of first turns have a second one, and more later ones.
+log-normal, by the logarithms there; 31% of first turns have a second one, and more later ones.
 A replica reads prompts one after the other and keeps what it can; a store, if there is one, has all
 of it. Every policy is given the same requests.
 """

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -24,7 +25,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from kvant.errors import SpecError
 from kvant.serve.asked import PAGE, Asked, begins
-from kvant.serve.ray import NAMED, Deployed, app, wanted
+from kvant.serve.ray import NAMED, TOLD_EACH, Deployed, app, wanted
 
 pytestmark = pytest.mark.xdist_group("ray")  # one deployment for all
 PREFIXES, EACH = 12, 20
@@ -132,6 +133,26 @@ def test_a_stream_whose_replica_dies_ends_with_an_error(deployment: str) -> None
     connection.close()
     assert json.loads(events[-1][6:])["error"]["type"] == "server_error"
     assert one(deployment, "after", 0, 0).status == 200
+
+
+@pytest.mark.laws  # what replicas had is told every ten seconds
+def test_a_front_that_begins_anew_is_told_where_things_are(deployment: str) -> None:
+    homes = {number: one(deployment, "front", number, 0).replica for number in range(PREFIXES)}
+    time.sleep(TOLD_EACH + 2)
+    (front,) = (
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["name"].startswith("SERVE_REPLICA::kvant#front#")
+    )
+    ray.kill(ray.get_actor(front, namespace="serve"))
+    for number, home in homes.items():
+        for _ in range(60):
+            with suppress(OSError, ValueError, http.client.HTTPException):
+                answer = one(deployment, "front", number, 1)
+                if answer.status == 200:
+                    break
+            time.sleep(0.5)
+        assert answer.replica == home
 
 
 def test_a_client_that_goes_away_is_not_served_on(deployment: str) -> None:

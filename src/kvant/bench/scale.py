@@ -31,8 +31,7 @@ MOST_REPLIED = 4096
 FIRST, ADDED, REPLY, PAUSE = (8.51, 1.26), (6.97, 1.71), (5.34, 1.36), (4.88, 0.98)
 GOES_ON = (0.31, 0.42, 0.51, 0.59, 0.59, 0.68, 0.77)  # after the first turn, the second, …
 TURNS = 1.63  # of a chat, by these
-MILLION = 1_000_000
-SECOND = MILLION  # microseconds
+SECOND = 1_000_000  # microseconds
 
 
 class Trace(NamedTuple):

@@ -10,7 +10,6 @@ request of which nothing was said yet when its replica went is asked of another 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 import signal
@@ -52,8 +51,8 @@ from kvant.serve.asked import Asked
 from kvant.serve.router import PageRouter
 from kvant.server import Keys, Settings, create_app, known
 from kvant.server.access import UNKNOWN
-from kvant.server.app import LARGEST
-from kvant.server.replies import refused
+from kvant.server.app import LARGEST, TOO_LARGE
+from kvant.server.replies import event, refused
 from kvant.server.running import is_local
 
 log = logging.getLogger("kvant")
@@ -200,7 +199,7 @@ class Front:
         async for part in http.stream():
             body += part
             if len(body) > LARGEST:
-                return told(413, f"a body of more than {LARGEST} bytes")
+                return told(413, TOO_LARGE)
         asked = Asked.of(http.scope, bytes(body), tenant or "")
         for _ in range(TRIED):
             stream = self._ask.remote(asked)
@@ -227,7 +226,7 @@ async def passed_on(stream: Any, first: bytes, events: bool) -> AsyncIterator[by
         if not events:
             raise
         lost = refused("the replica that answered is gone: ask again", "server_error")
-        yield f"data: {json.dumps(lost)}\n\n".encode()
+        yield event(lost).encode()
     finally:
         stream.cancel()
 

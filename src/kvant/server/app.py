@@ -15,6 +15,7 @@ from kvant.server.routes import router
 from kvant.server.service import Service
 
 LARGEST = 4 << 20  # bytes of a body
+TOO_LARGE = f"a body of more than {LARGEST} bytes"
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
@@ -54,7 +55,7 @@ class Bounded:
             message = await receive()
             came += len(message.get("body", b""))
             if came > LARGEST:
-                raise HTTPException(413, f"a body of more than {LARGEST} bytes")
+                raise HTTPException(413, TOO_LARGE)
             return message
 
         await self._app(scope, counted, send)

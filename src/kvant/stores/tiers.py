@@ -243,17 +243,19 @@ class Behind:
         for done in call():
             yield done
             share = min(1.0, SHARE * (os.cpu_count() or 1) * (1 + HURRY * self._behind()))
-            until = time.monotonic() + (time.thread_time() - worked) * (1 / share - 1)
-            while (left := until - time.monotonic()) > 0:
-                begin, computed = time.monotonic(), time.process_time()
-                with self._changed:
-                    if self._changed.wait_for(
-                        lambda: self._awaited or self._ended, min(left, LOOK)
-                    ):
-                        break
-                if time.process_time() - computed < IDLE * (time.monotonic() - begin):
-                    break
+            self._pause((time.thread_time() - worked) * (1 / share - 1))
             worked = time.thread_time()
+
+    def _pause(self, seconds: float) -> None:
+        """So long, unless somebody waits for the end or nobody computes."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            begin, computed = time.monotonic(), time.process_time()
+            with self._changed:
+                if self._changed.wait_for(lambda: self._awaited or self._ended, min(left, LOOK)):
+                    return
+            if time.process_time() - computed < IDLE * (time.monotonic() - begin):
+                return
 
     def _behind(self) -> float:
         """What waits behind that which is being done, as a part of what may wait."""

@@ -14,8 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
     "contracts devices errors exit_codes extent launches modes openmp progress recipes retention "
-    "sizes weights native/",
-    "codecs/",
+    "sizes native/",
+    "codecs/ norms weights",
     "attention/ spec/ functional",
     "cache/ models/ demo/ stores/",
     "hf/ planner checkpoints",

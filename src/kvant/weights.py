@@ -1,4 +1,5 @@
 """Weights of linear layers, packed once for oneDNN: else a CPU packs them anew for every token.
+Norms are fused beside them (norms.py).
 
 A packed weight stands in the place of the parameter and has no storage. A linear layer computes
 with the packed bytes; any other operation is given a dense copy, so modules, names, shapes and
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_map_only
 
+from kvant import norms
 from kvant.errors import CacheError
 from kvant.modes import no_inference_mode, transformed
 from kvant.sizes import format_size
@@ -42,11 +44,14 @@ class Packing:
     nbytes: int
     left: Mapping[str, str]
     nbytes_added: int = 0  # of weights that an embedding has as well
+    norms: int = 0  # fused
 
     def __str__(self) -> str:
         told = f"{len(self.layers)} linear layers packed, {format_size(self.nbytes)}"
         if self.nbytes_added:
             told += f", {format_size(self.nbytes_added)} of it beside an embedding"
+        if self.norms:
+            told += f"; norms fused: {self.norms}"
         reasons = Counter(self.left.values()).most_common()
         left = ", ".join(f"{count} {reason}" for reason, count in reasons)
         return f"{told}; left: {left}" if left else told
@@ -76,10 +81,12 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
             reason = reason or _pack_layer(layer, tried, version if others else None)
             if reason is not None:
                 left[name] = reason
+        kinds: norms.Tried = {}
+        fused = sum(norms.fuse(module, kinds) for module in model.modules())
     packed = {name: layers[name].weight for name in layers if name not in left}
     nbytes = sum(weight.nbytes for weight in packed.values())
     added = sum(w.nbytes for w in packed.values() if isinstance(w, PackedWeight) and w.stays)
-    return Packing(tuple(packed), nbytes, left, added)
+    return Packing(tuple(packed), nbytes, left, added, fused)
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -97,6 +104,7 @@ def unpack(model: nn.Module) -> int:
     count = 0
     with torch.no_grad(), no_inference_mode():
         for module in model.modules():
+            norms.part(module)
             for name, weight in module._parameters.items():
                 if isinstance(weight, PackedWeight):
                     module._parameters[name] = weight.restored()

@@ -7,6 +7,7 @@
 #include "decode.hpp"
 #include "kernels.hpp"
 #include "many.hpp"
+#include "norm.hpp"
 #include "rotate.hpp"
 #include "seal.hpp"
 #include "team.hpp"
@@ -141,6 +142,6 @@ void attend(const kvant_request &request) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KVANT_NAME, attend, seal_page, rotate};
+const Kernels KERNELS = {KVANT_NAME, attend, seal_page, rotate, norm};
 
 }  // namespace kvant::KVANT_TARGET

@@ -356,8 +356,22 @@ const char *refused(const kvant_rotate_request &r) {
     return nullptr;
 }
 
+const char *refused(const kvant_norm_request &r) {
+    if (r.count < 0) return "count: below zero";
+    if (!is_dtype(r.dtype)) return "dtype: rows of no type that is known";
+    if (r.dim < NORM_UNIT || r.dim > MAX_NORM || r.dim % NORM_UNIT)
+        return "dim: not a multiple of 32 from 32 to 65536";
+    if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
+    const int64_t size = size_of(r.dtype), need = product({r.count, r.dim, size});
+    if (!holds(r.weight, r.weight_nbytes, r.dim * size, size)) return "weight: fewer than channels";
+    if (!holds(r.rows, r.rows_nbytes, need, size)) return "rows: more than there are";
+    if (!holds(r.out, r.out_nbytes, need, size)) return "out: less room than the rows take";
+    return nullptr;
+}
+
 bool is_empty(const kvant_request &r) { return !r.extent->batch || !r.heads || !r.queries; }
 bool is_empty(const kvant_store_request &r) { return !r.sides || !r.batch || !r.heads; }
 bool is_empty(const kvant_rotate_request &r) { return !r.batch || !r.heads || !r.count; }
+bool is_empty(const kvant_norm_request &r) { return !r.count; }
 
 }  // namespace kvant

@@ -19,6 +19,7 @@ struct Kernels {
     void (*attend)(const kvant_request &);
     void (*seal_page)(const kvant_side &, const PageSeal &);
     void (*rotate)(const kvant_rotate_request &);
+    void (*norm)(const kvant_norm_request &);
 };
 
 namespace amx {

@@ -1,6 +1,6 @@
 /* The C interface of kvant's CPU kernels: plain structs of pointers and numbers, no Python.
  *
- * Each call takes one request: attention over pages, rows to store, rows to rotate.
+ * Each call takes one request: attention over pages, rows to store, rows to rotate or to norm.
  * What many calls share (a side of the storage of a layer, how far sequences are and where their
  * pages lie) is made once and pointed to. The caller keeps all memory alive and as it is during the
  * call. Nothing is kept between calls but the threads. Calls from several threads at a time are
@@ -20,7 +20,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 10
+#define KVANT_ABI 11
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -168,6 +168,20 @@ typedef struct {
     int64_t threads;
 } kvant_rotate_request;
 
+/* Rows over the root of the mean of their squares (and of `eps`), times a weight: in single precision,
+ * rounded to the dtype before the weight and after it. */
+typedef struct {
+    const void *rows; /* [count, dim] without gaps */
+    int64_t rows_nbytes;
+    const void *weight; /* [dim] */
+    int64_t weight_nbytes;
+    int64_t dtype, count, dim; /* dim: a multiple of 32, at most 65,536 */
+    double eps;
+    void *out; /* [count, dim] without gaps */
+    int64_t out_nbytes;
+    int64_t threads;
+} kvant_norm_request;
+
 KVANT_EXPORT int kvant_abi(void);
 
 /* "amx", "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names
@@ -181,6 +195,7 @@ KVANT_EXPORT void kvant_share_team(void *gomp_parallel);
 KVANT_EXPORT const char *kvant_attend(const kvant_request *request);
 KVANT_EXPORT const char *kvant_store(const kvant_store_request *request);
 KVANT_EXPORT const char *kvant_rotate(const kvant_rotate_request *request);
+KVANT_EXPORT const char *kvant_norm(const kvant_norm_request *request);
 
 #ifdef __cplusplus
 }

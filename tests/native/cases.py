@@ -262,4 +262,14 @@ def rotate(case: Case) -> None:
     case.hold("out", r.batch * r.heads * r.count * r.dim * size, written=True)
 
 
-BUILDERS = {"attend": attend, "store": store, "rotate": rotate}
+def norm(case: Case) -> None:
+    rng, r = case.rng, case.request
+    set_all(case, dim=32 * rng.choice((1, 2, 3, 4, 32, 33)), dtype=rng.randrange(3))
+    set_all(case, count=rng.choice((0, 1, 5, 70)), eps=rng.random(), threads=rng.randint(1, 2))
+    size = SIZES[r.dtype]
+    case.hold("rows", r.count * r.dim * size)
+    case.hold("weight", r.dim * size)
+    case.hold("out", r.count * r.dim * size, written=True)
+
+
+BUILDERS = {"attend": attend, "store": store, "rotate": rotate, "norm": norm}

@@ -14,6 +14,7 @@ ENTRIES = {
     "attend": "kvant_request",
     "store": "kvant_store_request",
     "rotate": "kvant_rotate_request",
+    "norm": "kvant_norm_request",
 }
 POINTED = {  # of a request: the structs that it points to
     "attend": {"keys": "kvant_side", "values": "kvant_side", "extent": "kvant_extent"},

@@ -19,7 +19,7 @@ import torch
 from kvant import Cache, attend
 from kvant.attention.native import records
 from kvant.extent import BEGINS, FIRST_OPEN, FIRST_SEALED, LENGTH, STOP_SEALED
-from kvant.native import ROTATION, library, rotated
+from kvant.native import NORM, ROTATION, library, rotated
 from native.cases import AFFINE, FP8, Case, nbytes_of
 from native.interface import ENTRIES, STRUCTS, Pointer, all_places, loaded, places
 from native.memory import memory
@@ -33,6 +33,7 @@ RECORDS = {
     "kvant_request": records.REQUEST,
     "kvant_store_request": records.STORE,
     "kvant_rotate_request": ROTATION,
+    "kvant_norm_request": NORM,
 }
 
 
@@ -58,6 +59,8 @@ def rich(case: Case) -> bool:
         many = many and r.num_copies == 1 and r.count > r.page
         slots = all(side.open.nbytes > 2 * side.open.slot for side in sides)
         return many and slots and all(side.format == AFFINE for side in sides)
+    if case.entry == "norm":
+        return r.count > 1
     return min(r.batch, r.heads, r.count) > 1
 
 
@@ -158,6 +161,12 @@ BEYOND = {
         "batch heads count rows.batch rows.head rows.row": lambda was: 3 * was,
         "dtype": lambda was: 3,
         "dim": lambda was: was - 8,
+        "threads": lambda was: 0,
+    },
+    "norm": {
+        "count": lambda was: 3 * was,
+        "dtype": lambda was: 3,
+        "dim": lambda was: was - 16,
         "threads": lambda was: 0,
     },
 }

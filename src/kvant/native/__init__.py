@@ -1,4 +1,4 @@
-"""The compiled library, as Python sees it: found, loaded and checked once; and rows rotated by it.
+"""The compiled library, as Python sees it: found, loaded, checked once; and two of its functions.
 
 It is built by the package build where there is a C++ compiler, and lies on this package's path:
 beside this file, or where an editable install puts what it has compiled. What it runs on is chosen
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvant.modes import passing
 
-ABI = 10
+ABI = 11
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def load(path: Path) -> Library:
         return Library(None, reason=f"{path} cannot be loaded: {error}")
     if functions.kvant_abi() != ABI:
         return Library(None, reason=f"{path} is of another version: reinstall kvant")
-    for name in ("kvant_isa", "kvant_attend", "kvant_store", "kvant_rotate"):
+    for name in ("kvant_isa", "kvant_attend", "kvant_store", "kvant_rotate", "kvant_norm"):
         getattr(functions, name).restype = ctypes.c_char_p
     isa = functions.kvant_isa()
     if isa is None:
@@ -141,4 +141,27 @@ def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
         *(out.data_ptr(), out.nbytes, torch.get_num_threads()),
     )
     done(functions.kvant_rotate(given))
+    return out
+
+
+NORM = struct.Struct("@7qd3q")  # kvant_norm_request
+NORMED_DIMS = range(32, 65536 + 1, 32)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Rows [..., D] over the root of the mean of their squares and `eps`, times D weights.
+
+    Computed in single precision and rounded before the weight and after it. Both lie in memory
+    without gaps, in one dtype.
+    """
+    functions = library().functions
+    out = torch.empty_like(x)
+    assert functions is not None
+    dim = weight.shape[0]
+    given = NORM.pack(
+        *(x.data_ptr(), x.nbytes, weight.data_ptr(), weight.nbytes),
+        *(DTYPES[x.dtype], x.numel() // dim, dim, eps, out.data_ptr(), out.nbytes),
+        torch.get_num_threads(),
+    )
+    done(functions.kvant_norm(given))
     return out

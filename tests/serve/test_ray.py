@@ -55,9 +55,9 @@ def stored(root: str) -> Any:
 
 
 def prefix(seed: str, number: int) -> str:
-    """Some hundred tokens that nobody else has."""
+    """A thousand tokens that nobody else has."""
     draw = random.Random(f"{seed} {number}")
-    return "".join(f"value_{draw.randrange(10**6)} = {draw.randrange(10**6)}\n" for _ in range(40))
+    return "".join(f"value_{draw.randrange(10**6)} = {draw.randrange(10**6)}\n" for _ in range(100))
 
 
 def one(root: str, seed: str, number: int, question: int) -> Answer:

@@ -212,9 +212,12 @@ class Schedule:
             self._stuck = False
 
     def arrived(self, job: Job, length: int) -> bool:
-        """So much of its prompt came from a store: is it waited for, and is there room for it?"""
-        waited, job.waits_until = job.waits_until > 0, 0
-        if not waited or job not in self.running:
+        """So much of its prompt came from a store: can it go on from that, and is there room?
+
+        Also where nobody waited for it any more, but nothing was read yet.
+        """
+        job.waits_until = 0
+        if job.started or job not in self.running:
             return False
         used = self._used()
         if self.overcommit > 1:

@@ -25,7 +25,7 @@ def passing() -> bool:
 
     They see operators: what is computed beside them is lost.
     """
-    if torch.compiler.is_compiling() or transformed():
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or transformed():
         return True
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 

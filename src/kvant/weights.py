@@ -1,10 +1,9 @@
 """Weights of linear layers, packed once for oneDNN: else a CPU packs them anew for every token.
-Norms are fused beside them (norms.py).
 
 A packed weight stands in the place of the parameter and has no storage. A linear layer computes
 with the packed bytes; any other operation is given a dense copy, so modules, names, shapes and
 dtypes stay as they are, and whoever reads a weight is right. Whoever writes to one is refused: a
-copy would take what is written, and be gone.
+copy would take what is written, and be gone. Norms are fused beside them (norms.py).
 """
 
 from __future__ import annotations
@@ -60,8 +59,9 @@ class Packing:
 def pack(model: nn.Module, *, tied: bool = False) -> Packing:
     """Pack weights of 16 bits on a CPU, until `unpack`: the same outputs to the bit, sooner.
 
-    A layer is left alone where that does not hold. The memory of the weights is given back, one
-    layer after the other. Under autograd a packed layer computes with a dense copy.
+    Norms (RMSNorm) are fused. A layer, or a norm, is left alone where that does not hold. The
+    memory of the weights is given back, one layer after the other. Under autograd a packed layer
+    computes with a dense copy.
     `tied` packs a layer, too, whose weight is an embedding's: that one stays, so it takes memory.
     """
     _check_model(model)
@@ -90,16 +90,16 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Is any weight of it packed?"""
+    """Is any weight of it packed, or any norm fused?"""
     return any(
-        isinstance(weight, PackedWeight)
+        norms.is_fused(module)
+        or any(isinstance(weight, PackedWeight) for weight in module._parameters.values())
         for module in model.modules()
-        for weight in module._parameters.values()
     )
 
 
 def unpack(model: nn.Module) -> int:
-    """Give a model its own parameters back, with their bits; how many were packed."""
+    """Give a model its own parameters and norms back; how many parameters were packed."""
     _check_model(model)
     count = 0
     with torch.no_grad(), no_inference_mode():

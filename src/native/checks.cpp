@@ -360,7 +360,7 @@ const char *refused(const kvant_norm_request &r) {
     if (r.count < 0) return "count: below zero";
     if (!is_dtype(r.dtype)) return "dtype: rows of no type that is known";
     if (r.dim < NORM_UNIT || r.dim > MAX_NORM || r.dim % NORM_UNIT)
-        return "dim: not a multiple of 32 from 32 to 65536";
+        return "dim: not a multiple of 32 from 32 to 32768";
     if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
     const int64_t size = size_of(r.dtype), need = product({r.count, r.dim, size});
     if (!holds(r.weight, r.weight_nbytes, r.dim * size, size)) return "weight: fewer than channels";

@@ -168,14 +168,14 @@ typedef struct {
     int64_t threads;
 } kvant_rotate_request;
 
-/* Rows over the root of the mean of their squares (and of `eps`), times a weight: in single precision,
+/* Rows over the root of `eps` plus the mean of their squares, times a weight: in single precision,
  * rounded to the dtype before the weight and after it. */
 typedef struct {
     const void *rows; /* [count, dim] without gaps */
     int64_t rows_nbytes;
     const void *weight; /* [dim] */
     int64_t weight_nbytes;
-    int64_t dtype, count, dim; /* dim: a multiple of 32, at most 65,536 */
+    int64_t dtype, count, dim; /* dim: a multiple of 32, at most 32,768 */
     double eps;
     void *out; /* [count, dim] without gaps */
     int64_t out_nbytes;

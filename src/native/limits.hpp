@@ -11,7 +11,7 @@ constexpr int MAX_GROUP = 16;         // queries that share a key head
 constexpr int MAX_GROUP_WIDTH = 128;  // channels that share an affine scale
 constexpr int MAX_THREADS = 4096;
 constexpr int NORM_UNIT = 32;         // channels of a row to norm: multiples, at most MAX_NORM
-constexpr int MAX_NORM = 65536;
+constexpr int MAX_NORM = 32768;       // of one row that is longer PyTorch may share the sum
 
 inline int64_t size_of(int64_t dtype) { return dtype == KVANT_F32 ? 4 : 2; }
 

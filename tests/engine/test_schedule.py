@@ -340,10 +340,22 @@ def test_the_next_one_is_looked_for_while_it_waits_for_a_place() -> None:
     schedule.remove(one)
     assert schedule.next(70) == Fetch(three)
     assert schedule.next(70) == Read(two, 64)
-    two.waits_until = 0
-    assert schedule.arrived(two, 0)  # nobody waits for it any more, but nothing was read yet
-    schedule.done(Read(two, 64))
-    assert not schedule.arrived(two, 0)
+
+
+def test_what_comes_late_is_used_if_nothing_was_read() -> None:
+    schedule = world(None, sequences=3).schedule
+    schedule.fetches = True
+    jobs = [Job(number, 64, 2) for number in range(3)]
+    for job in jobs:
+        schedule.add(job)
+        assert schedule.next(0) == Fetch(job)
+        job.waits_until = 50
+    one, _, three = jobs
+    assert schedule.next(60) == Read(one, 64)
+    assert not any(job.waits_until for job in jobs)
+    schedule.done(Read(one, 64))
+    schedule.remove(three)
+    assert [schedule.arrived(job, 0) for job in jobs] == [False, True, False]
 
 
 def test_who_waits_ahead_of_its_place_is_overtaken_by_nobody() -> None:

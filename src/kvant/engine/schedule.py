@@ -214,7 +214,7 @@ class Schedule:
     def arrived(self, job: Job, length: int) -> bool:
         """So much of its prompt came from a store: can it go on from that, and is there room?
 
-        Also where nobody waited for it any more, but nothing was read yet.
+        It may be late: then nobody waits for it any more, but nothing of the prompt was read yet.
         """
         job.waits_until = 0
         if job.started or job not in self.running:

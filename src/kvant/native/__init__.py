@@ -145,14 +145,14 @@ def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
 
 
 NORM = struct.Struct("@7qd3q")  # kvant_norm_request
-NORMED_DIMS = range(32, 65536 + 1, 32)
+NORMED_DIMS = range(32, 32768 + 1, 32)
 
 
 def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Rows [..., D] over the root of the mean of their squares and `eps`, times D weights.
+    """Rows [..., D] over the root of `eps` plus the mean of their squares, times D weights.
 
-    Computed in single precision and rounded before the weight and after it. Both lie in memory
-    without gaps, in one dtype.
+    Computed in single precision, and rounded before the weight and after it. Rows and weights lie
+    in memory without gaps, in one dtype.
     """
     functions = library().functions
     out = torch.empty_like(x)

@@ -25,7 +25,9 @@ RETENTIONS = ("", "sinks=3", "window=70,sinks=4", "window=200")
 ARENAS = ("step=1", "step=256,tail=0", "capacity=640", "tail=9,step=64")
 BATCHES = (1, 3, "padded")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-COARSE = 6e-3  # what a backend may be off by that multiplies codes as they are
+# What a backend may be off by that multiplies codes as they are; levels and queries have 16 bits:
+# the worst of the full product is 7.1e-3 (turbo3 beside affine4, float16).
+COARSE = 8e-3
 DEVICE = torch.device("cpu")
 HEADS, GROUP, KEY_DIM, VALUE_DIM = 2, 2, 32, 48
 

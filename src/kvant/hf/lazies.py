@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,10 +19,8 @@ class Lazy(torch.Tensor):
     _real: Tensor | None
     _shape: torch.Size
 
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """Asked for by every layer of a host, and answered without its detours."""
-        return self._shape
+    # Asked for by every layer of a host, and answered without its detours, or a call in Python.
+    shape = property(attrgetter("_shape"))
 
     @classmethod
     def shaped(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:

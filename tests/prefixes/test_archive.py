@@ -198,16 +198,6 @@ def test_what_takes_longer_than_reading_is_read(tmp_path: Path) -> None:
     with Prefixes(store=folder(tmp_path)) as prefixes:
         said(model, text(200, seed=1), prefixes=prefixes)  # now it is known how long that takes
         assert prefixes.archive is not None
-        prefixes.archive._speed = 1e-3
+        prefixes.archive.restores.late(400, 1e3)
         said(model, prompt, prefixes=prefixes)
         assert prefixes.stats()["tokens_hit"] == 0
-
-
-def test_what_was_slow_once_is_tried_again(tmp_path: Path) -> None:
-    with Prefixes(store=folder(tmp_path)) as prefixes:
-        archive = prefixes.archive
-        assert archive is not None and archive.likely(10**9, 0.0)  # before anybody knows
-        archive._speed = 100.0
-        assert archive.likely(100, 1.0) and archive._speed == 100.0
-        tries = [archive.likely(200, 1.0) for _ in range(3)]
-        assert tries == [False, False, True]

@@ -29,6 +29,7 @@ from kvant.errors import SnapshotMismatch
 from kvant.hf import HostCache
 from kvant.openmp import compute_alone
 from kvant.prefixes.keys import PAGE, chain, digest
+from kvant.prefixes.restores import Restores
 from kvant.stores import Blob, Layout, Payload, Tiers
 
 log = logging.getLogger("kvant")
@@ -37,8 +38,6 @@ AT_ONCE = 4  # blobs that are read at a time
 COPIED = 8 << 20  # bytes of pages that are copied at once, to be written
 LITTLE = 20  # tokens behind the last page are worth a blob where they are more than such a part
 REMEMBERED = 1 << 17  # names of blobs that are known to be there
-LATELY = 0.5  # the weight of the newest measurement
-FORGIVEN = 1.5  # times as fast a store is taken to be when it was not asked
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class Archive:
         self._there: dict[str, set[str]] = {}  # parts that were written or read lately, by page
         self._threads = ThreadPoolExecutor(AT_ONCE, "kvant-restore", compute_alone)
         self._counts: Counter[str] = Counter()
-        self._speed: float | None = None  # tokens a second that come back
+        self.restores = Restores()
 
     # ---- writing
 
@@ -283,26 +282,13 @@ class Archive:
             return None
         took = max(time.perf_counter() - begin, 1e-6)
         if restored is None and took >= seconds:  # it came too late
-            slow = found.length / took
-            self._speed = slow if self._speed is None else min(self._speed, slow)
+            self.restores.late(found.length, took)
         if restored is not None:
             self._counts["restored"] += 1
             self._counts["tokens_restored"] += len(restored.tokens)
             if self._counts["restored"] > 1:  # the first one opens connections, and tells nothing
-                speed = len(restored.tokens) / took
-                old = speed if self._speed is None else self._speed
-                self._speed = LATELY * speed + (1 - LATELY) * old
+                self.restores.came(len(restored.tokens), took)
         return restored
-
-    def likely(self, count: int, seconds: float) -> bool:
-        """Will so many tokens be there by then? They are, before anybody knows.
-
-        Every no makes the next one less likely: what was slow once is tried again some day.
-        """
-        if self._speed is None or count <= self._speed * seconds:
-            return True
-        self._speed *= FORGIVEN
-        return False
 
     def stats(self) -> dict[str, Any]:
         names = ("restored", "tokens_restored", "late", "refused")

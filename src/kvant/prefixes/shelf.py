@@ -124,7 +124,7 @@ class Shelf:
         for found in islice(find, TRIES):
             reading, left = self.seconds(found.length - held), until - time.monotonic()
             patience = min(reading, left)
-            if left <= 0 or not archive.likely(found.length, reading):
+            if left <= 0 or not archive.restores.likely(found.length, reading):
                 return None
             restored = archive.read(found, tokens, memory, model.device, patience)
             if restored is not None and restored.cache.resumable(len(tokens) - 1) > held:

@@ -78,6 +78,7 @@ class World:
     coming: dict[Job, float] = field(default_factory=dict)  # when a store will have answered
     came: int = 0  # pages
     late: int = 0  # answers that came when the prompt was being read
+    overdue: int = 0  # answers that were used though nobody waited for them any more
 
     def pages(self) -> int:
         """That lie in memory: what was the prompt is shared, if it may be."""
@@ -179,9 +180,11 @@ class World:
         _, shared = self.hits.get(job, (None, 0))
         pages = self.chance.choice([shared, (job.prompt - 1) // PAGE])
         self.late += job.started
+        overdue = job.waits_until <= self.clock
         if self.schedule.arrived(job, PAGE * pages) and pages > shared:
             assert job.read == PAGE * shared
             self.came += pages - shared
+            self.overdue += overdue
             self.lives[job].lengths = [PAGE * pages]
             job.read = PAGE * pages
 
@@ -320,6 +323,7 @@ def test_prefixes_take_only_what_nobody_needs(count: int, overcommit: float, fet
     assert here.finished == count and here.most <= limit
     assert here.hit > count and here.gone > count // 4
     assert (here.came > count // 2) == fetches and (here.late > count // 20) == fetches
+    assert (here.overdue > count // 20) == fetches
 
 
 def test_the_next_one_is_looked_for_while_it_waits_for_a_place() -> None:

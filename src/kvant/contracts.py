@@ -30,10 +30,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.extent import Change, Extent
+from kvant.extent import Change, Extent, Ints
 
 Fields = Mapping[str, Tensor]
 Order = Literal["BHTD", "BTHD"]
@@ -155,6 +156,27 @@ class Mask:
                 raise ValueError(f"{name}={value} of a mask: {least} or more is needed")
 
 
+@dataclass(frozen=True)
+class Selection:
+    """How many of the sealed pages a query reads: the best by the bounds of their keys."""
+
+    pages: int = 0  # at least so many
+    percent: float = 0.0  # and at least this share of those that there are
+
+    def __post_init__(self) -> None:
+        if not (self.pages >= 0 and 0 <= self.percent <= 100 and self.pages + self.percent > 0):
+            raise ValueError(
+                f"a selection of {self.pages} pages and {self.percent}%: one page or more, "
+                "or a share up to 100% is needed"
+            )
+
+    def count(self, pages: Ints) -> Ints:
+        """Of so many pages, so many are read."""
+        share = np.ceil(pages * (self.percent / 100)).astype(np.int64)
+        count: Ints = np.minimum(pages, np.maximum(share, self.pages))
+        return count
+
+
 class Tiles(Protocol):
     """How the bytes of a sealed page lie in memory. Only an arena and a backend know of it."""
 
@@ -188,6 +210,17 @@ class Tally:
         self.clamped += int(other.clamped)
 
 
+@dataclass(frozen=True, eq=False)
+class Summary:
+    """The largest and the least value, by channel, of each sealed page of keys, by slot.
+
+    It follows from the pages, so it is worked out when it is first asked for, and never stored.
+    """
+
+    bounds: Tensor  # [slots, H, 2, D]
+    of: Ints  # [slots]: which taking of a slot they are of; 0: of none
+
+
 class Request(NamedTuple):
     """What is asked of a backend; queries are already in the frame of the keys."""
 
@@ -198,6 +231,8 @@ class Request(NamedTuple):
     sink_logits: Tensor | None = None  # [H * group]: learned logits that lead nowhere
     lse: bool = True  # is log-sum-exp asked for?
     dtype: torch.dtype = torch.float32  # that outputs may be rounded to
+    # Of sealed pages, read these only: [B, H, T, n] numbers in order, then -1. None: read all.
+    chosen: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,6 +243,7 @@ class Stored:
     open: Tensor  # [slots, H, P, D]
     sealed: Fields  # {field: [slots, H, P or 1, width]}
     tiles: Tiles | None
+    summary: Summary | None = None  # of keys of which pages are selected
     memo: dict[Any, Any] = field(default_factory=dict)  # what backends worked out of it
 
     @cached_property
@@ -218,6 +254,13 @@ class Stored:
     def dim(self) -> int:
         """Channels of a row."""
         return self.open.shape[3]
+
+
+class Selecting(NamedTuple):
+    """How a view selects pages, and what tells whether a summary is of what lies in a slot."""
+
+    selection: Selection
+    takes: Ints  # [slots]: how often each was taken
 
 
 class View(NamedTuple):
@@ -243,6 +286,7 @@ class View(NamedTuple):
     value_dim: int  # output channels
     tally: Tally
     backend: str | None = None  # the one that is to read it; None: the first that does
+    selecting: Selecting | None = None  # None: queries read all pages that they see
 
     @property
     def batch(self) -> int:
@@ -261,6 +305,9 @@ class Backend(Protocol):
     def name(self) -> str: ...
     def supports(self, view: View, request: Request | None = None) -> str | None:
         """None, or the reason why this view (and this request) is not read here."""
+
+    def choose(self, request: Request, view: View) -> Tensor | None:
+        """The sealed pages that queries read (`Request.chosen`) where a view selects."""
 
     def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
         """Outputs [B, H * group, T, D] in the frame of the values; log-sum-exp, without D."""

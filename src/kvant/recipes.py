@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from kvant.contracts import Codec, Mask, Retention
+from kvant.contracts import Codec, Mask, Retention, Selection
 from kvant.extent import Paging
 
 T = TypeVar("T")
@@ -37,6 +37,7 @@ class LayerSpec:
     dtype: torch.dtype | None = None  # of dense rows, one of DTYPES; None: as they come
     chunk: int | None = None  # a query sees its own block of so many positions only
     value_dim: int | None = None  # values are the first channels of the keys (MLA)
+    select: Selection | None = None  # None: a token reads all pages that it sees
 
     @cached_property
     def sides(self) -> Mapping[str, Codec]:
@@ -47,8 +48,12 @@ class LayerSpec:
 
     @cached_property
     def seals(self) -> bool:
-        """Raw layers stay open for ever: sealed and dense would be the same bytes."""
-        return not all(codec.exact for codec in self.sides.values())
+        """Raw layers stay open for ever: sealed and dense would be the same bytes.
+
+        But pages are selected among sealed ones.
+        """
+        exact = all(codec.exact for codec in self.sides.values())
+        return not exact or self.select is not None
 
     @cached_property
     def paging(self) -> Paging:

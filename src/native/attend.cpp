@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "choose.hpp"
 #include "decode.hpp"
 #include "kernels.hpp"
 #include "many.hpp"
@@ -128,11 +129,12 @@ private:
 };
 
 // Positions that each pass over all rows alone: so drafts that are verified together get, to the bit,
-// what they would get one by one. For so few, opening the rows once would save next to nothing.
+// what they would get one by one. For so few, opening the rows once would save next to nothing. Nor
+// do positions that choose their pages read the same rows.
 constexpr int64_t FEW = 16;
 
 void attend(const kvant_request &request) {
-    if (request.queries <= FEW) return Attend(request).run();
+    if (request.queries <= FEW || request.chosen) return Attend(request).run();
 #if KVANT_BFLOAT_DOT
     if (in_pairs(request)) return AttendMany<uint32_t>(request).run();
 #endif
@@ -142,6 +144,6 @@ void attend(const kvant_request &request) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KVANT_NAME, attend, seal_page, rotate, norm};
+const Kernels KERNELS = {KVANT_NAME, attend, seal_page, rotate, norm, choose};
 
 }  // namespace kvant::KVANT_TARGET

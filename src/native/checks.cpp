@@ -156,6 +156,33 @@ const char *refused(const kvant_extent &e) {
     return nullptr;
 }
 
+// Are the pages that were chosen among those that there are, and as many for each head?
+const char *refused_choice(const kvant_request &r) {
+    const kvant_extent &e = *r.extent;
+    if (r.num_chosen < 0) return "chosen: a count below zero";
+    if (!holds(r.chosen, r.chosen_nbytes,
+               product({e.batch, r.heads, r.queries, r.num_chosen, 8}), 8))
+        return "chosen: fewer than there are";
+    for (int64_t b = 0; b < e.batch; b++) {
+        const Reads there(r, b);
+        const int64_t first = there.sealed_first / e.page;
+        const int64_t stop = (std::max<int64_t>(0, there.sealed_stop) + e.page - 1) / e.page;
+        for (int64_t t = 0; t < r.queries; t++) {
+            int64_t many = -1;
+            for (int64_t h = 0; h < r.heads; h++) {
+                const int64_t *at = r.chosen + ((b * r.heads + h) * r.queries + t) * r.num_chosen;
+                int64_t count = 0;
+                for (; count < r.num_chosen && at[count] >= 0; count++)
+                    if (at[count] < first || at[count] >= stop || (count && at[count] <= at[count - 1]))
+                        return "chosen: pages that are not there, or out of order";
+                if (many >= 0 && many != count) return "chosen: more for one head than another";
+                many = count;
+            }
+        }
+    }
+    return nullptr;
+}
+
 // Do the tables name slots that there are, for all pages that may be read?
 const char *refused_pages(const kvant_request &r) {
     const kvant_extent &e = *r.extent;
@@ -232,7 +259,8 @@ bool overwritten(const void *data, int64_t nbytes, const kvant_request &r) {
                      apart(data, nbytes, r.extent, r.extent_nbytes) &&
                      apart(data, nbytes, e.numbers, e.numbers_nbytes) &&
                      apart(data, nbytes, e.sealed.data, e.sealed.nbytes) &&
-                     apart(data, nbytes, e.open.data, e.open.nbytes));
+                     apart(data, nbytes, e.open.data, e.open.nbytes) &&
+                     (!r.chosen || apart(data, nbytes, r.chosen, r.chosen_nbytes)));
 }
 
 bool overwritten(const void *data, int64_t nbytes, const kvant_store_request &r) {
@@ -315,6 +343,8 @@ const char *refused(const kvant_request &r) {
     if (const char *why = refused_queries(r)) return why;
     if (const char *why = refused_own(r)) return why;
     if (const char *why = refused_pages(r)) return why;
+    if (r.chosen)
+        if (const char *why = refused_choice(r)) return why;
     if (overwritten(r.out, r.out_nbytes, r) || overwritten(r.lse, r.lse_nbytes, r))
         return "out: memory that says where rows lie";
     return nullptr;
@@ -369,9 +399,50 @@ const char *refused(const kvant_norm_request &r) {
     return nullptr;
 }
 
+const char *refused(const kvant_choose_request &r) {
+    if (!there(r.extent, r.extent_nbytes)) return "extent: less than one";
+    if (!none_negative({r.heads, r.queries, r.num_chosen})) return "a count: below zero";
+    if (r.group < 1 || r.group > MAX_GROUP) return "group: not from 1 to 16";
+    if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
+    if (!is_dtype(r.dtype) || !is_dtype(r.q_dtype)) return "dtype: rows of no type that is known";
+    if (!is_dim(r.dim)) return "dim: not a multiple of 16 from 16 to 256";
+    if (const char *why = refused(*r.extent)) return why;
+    const kvant_extent &e = *r.extent;
+    if (!there(r.q, {e.batch, times(r.heads, r.group), r.queries, r.dim, r.q_dtype}))
+        return "q: more queries than there are";
+    if (!holds(r.ranges, r.ranges_nbytes, product({e.batch, r.queries, KVANT_RANGES, 8}), 8))
+        return "ranges: fewer than queries";
+    if (!holds(r.chosen, r.chosen_nbytes,
+               product({e.batch, r.heads, r.queries, r.num_chosen, 8}), 8))
+        return "chosen: less room than there are";
+    const int64_t size = size_of(r.dtype);
+    const uint64_t slots = slots_of(r.bounds, r.heads, 2 * r.dim * size, size);
+    for (int64_t b = 0; b < e.batch; b++)
+        for (int64_t t = 0; t < r.queries; t++) {
+            const int64_t *n = r.ranges + (b * r.queries + t) * KVANT_RANGES;
+            const int64_t low = n[KVANT_LOW], first = n[KVANT_FIRST], stop = n[KVANT_STOP];
+            const int64_t high = n[KVANT_HIGH], count = n[KVANT_COUNT];
+            if (low < 0 || low > first || first > stop || stop > high || high > MOST)
+                return "ranges: not in order";
+            if (count < 0 || count > stop - first) return "ranges: more chosen than there are";
+            if (first - low + high - stop + count > r.num_chosen)
+                return "ranges: more chosen than there is room for";
+            if (first < stop && last_slot(e.sealed, b, first, stop) >= slots)
+                return "bounds: fewer than slots";
+        }
+    const bool kept = apart(r.chosen, r.chosen_nbytes, r.extent, r.extent_nbytes) &&
+                      apart(r.chosen, r.chosen_nbytes, r.ranges, r.ranges_nbytes) &&
+                      apart(r.chosen, r.chosen_nbytes, e.numbers, e.numbers_nbytes) &&
+                      apart(r.chosen, r.chosen_nbytes, e.sealed.data, e.sealed.nbytes);
+    return r.chosen && !kept ? "chosen: memory that says where pages lie" : nullptr;
+}
+
 bool is_empty(const kvant_request &r) { return !r.extent->batch || !r.heads || !r.queries; }
 bool is_empty(const kvant_store_request &r) { return !r.sides || !r.batch || !r.heads; }
 bool is_empty(const kvant_rotate_request &r) { return !r.batch || !r.heads || !r.count; }
 bool is_empty(const kvant_norm_request &r) { return !r.count; }
+bool is_empty(const kvant_choose_request &r) {
+    return !r.extent->batch || !r.heads || !r.queries;
+}
 
 }  // namespace kvant

@@ -51,11 +51,11 @@ public:
                 for (int64_t j = i; j < end; j++) {
                     HeadBlock next;
                     const HeadBlock *after = &next;
-                    if (j + 1 < end) next = {walk.at(j + 1), h};
-                    else if (h + 1 < r.heads) next = {walk.at(i), h + 1};
+                    if (j + 1 < end) next = {walk.at(j + 1, h), h};
+                    else if (h + 1 < r.heads) next = {walk.at(i, h + 1), h + 1};
                     else if (end < stop) next = {walk.at(end), 0};
                     else after = nullptr;
-                    block({walk.at(j), h}, after);
+                    block({walk.at(j, h), h}, after);
                 }
         }
         for (int64_t h = 0; h < r.heads; h++)
@@ -104,6 +104,7 @@ private:
         const Span &now = place.span;
         const int group = (int)r.group;
         const int lead = now.first, stop = now.stop;
+        if (lead == stop) return;
         if (is_coded(*r.keys, now))
             sealed_scores(coded(key_rows(), place, next), keys, head.query, s.scores);
         else

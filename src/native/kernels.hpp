@@ -20,6 +20,7 @@ struct Kernels {
     void (*seal_page)(const kvant_side &, const PageSeal &);
     void (*rotate)(const kvant_rotate_request &);
     void (*norm)(const kvant_norm_request &);
+    void (*choose)(const kvant_choose_request &);
 };
 
 namespace amx {

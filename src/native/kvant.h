@@ -1,6 +1,7 @@
 /* The C interface of kvant's CPU kernels: plain structs of pointers and numbers, no Python.
  *
- * Each call takes one request: attention over pages, rows to store, rows to rotate or to norm.
+ * Each call takes one request: attention over pages, rows to store, rows to rotate or to
+ * norm, pages to choose.
  * What many calls share (a side of the storage of a layer, how far sequences are and where their
  * pages lie) is made once and pointed to. The caller keeps all memory alive and as it is during the
  * call. Nothing is kept between calls but the threads. Calls from several threads at a time are
@@ -20,7 +21,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 11
+#define KVANT_ABI 12
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -131,6 +132,10 @@ typedef struct {
     int64_t out_dtype;
     float *lse; /* [batch, heads * group, queries], or null */
     int64_t lse_nbytes;
+    /* Of sealed pages, read these only: numbers [batch, heads, queries, num_chosen] in order, then
+     * -1, as many for each head. Null: read all. */
+    const int64_t *chosen;
+    int64_t chosen_nbytes, num_chosen;
     int64_t threads; /* 1 to 4096 */
 } kvant_request;
 
@@ -182,6 +187,26 @@ typedef struct {
     int64_t threads;
 } kvant_norm_request;
 
+/* Of pages [first, stop) of a query, `count` are to be chosen; the others of [low, high) are read. */
+enum kvant_range { KVANT_LOW, KVANT_FIRST, KVANT_STOP, KVANT_HIGH, KVANT_COUNT, KVANT_RANGES };
+
+/* The sealed pages to be read by the last `queries` columns: those whose keys can score most in sum
+ * over the query heads of a key head, by the largest and the least value of each channel. */
+typedef struct {
+    const kvant_extent *extent;
+    int64_t extent_nbytes;
+    int64_t heads, group, queries, dim;
+    kvant_rows q;
+    int64_t q_dtype;
+    kvant_pages bounds; /* [slot, head, 2, dim]: the largest values, then the least ones */
+    int64_t dtype;
+    const int64_t *ranges; /* [batch, queries, KVANT_RANGES] */
+    int64_t ranges_nbytes;
+    int64_t *chosen; /* as a request to attend has it */
+    int64_t chosen_nbytes, num_chosen;
+    int64_t threads;
+} kvant_choose_request;
+
 KVANT_EXPORT int kvant_abi(void);
 
 /* "amx", "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names
@@ -196,6 +221,7 @@ KVANT_EXPORT const char *kvant_attend(const kvant_request *request);
 KVANT_EXPORT const char *kvant_store(const kvant_store_request *request);
 KVANT_EXPORT const char *kvant_rotate(const kvant_rotate_request *request);
 KVANT_EXPORT const char *kvant_norm(const kvant_norm_request *request);
+KVANT_EXPORT const char *kvant_choose(const kvant_choose_request *request);
 
 #ifdef __cplusplus
 }

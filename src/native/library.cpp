@@ -36,7 +36,8 @@ const Kernels *best() {
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
 #if KVANT_HAS_amx
     static const Kernels tiles = {"amx", kvant::amx::attend, kvant::avx512::KERNELS.seal_page,
-                                  kvant::avx512::KERNELS.rotate, kvant::avx512::KERNELS.norm};
+                                  kvant::avx512::KERNELS.rotate, kvant::avx512::KERNELS.norm,
+                                  kvant::avx512::KERNELS.choose};
     if (wide && fits("amx") && has_tiles()) return &tiles;
 #endif
     if (wide && fits("avx512")) return &kvant::avx512::KERNELS;
@@ -91,4 +92,8 @@ extern "C" const char *kvant_rotate(const kvant_rotate_request *request) {
 
 extern "C" const char *kvant_norm(const kvant_norm_request *request) {
     return run(request, &Kernels::norm);
+}
+
+extern "C" const char *kvant_choose(const kvant_choose_request *request) {
+    return run(request, &Kernels::choose);
 }

@@ -20,6 +20,10 @@ public:
     // All rows that one query sees.
     Walk(const kvant_request &r, int64_t sequence, int64_t query)
         : Walk(r, sequence, Reads(r, sequence), Segments()) {
+        if (r.chosen) {
+            chosen = r.chosen + (sequence * r.heads * r.queries + query) * r.num_chosen;
+            while (num_chosen < r.num_chosen && chosen[num_chosen] >= 0) num_chosen++;
+        }
         take(Segments(r, there, query));
     }
 
@@ -31,25 +35,30 @@ public:
 
     int64_t total = 0;
 
-    Span at(int64_t index) const {
+    // Heads differ in the pages that they chose, and in nothing else.
+    Span at(int64_t index, int64_t head = 0) const {
         const Segment &s = segment_of(index);
         if (s.part == Part::own) {
             const int64_t begin = s.first + index * BLOCK;
             const int count = (int)std::min<int64_t>(BLOCK, s.stop - begin);
             return {s.part, 0, begin - there.own, 0, count, begin};
         }
-        const int64_t begin = (s.first / BLOCK + index) * BLOCK, number = begin / page;
+        const int64_t begin = place(s, index, head), number = begin / page;
         const kvant_table &table = s.part == Part::sealed ? r.extent->sealed : r.extent->open;
         const int64_t slot = table.data[sequence * table.stride + number];
-        return {s.part, slot, begin - number * page, (int)std::max<int64_t>(0, s.first - begin),
-                (int)std::min<int64_t>(BLOCK, s.stop - begin), begin};
+        const int64_t first = std::max<int64_t>(0, s.first - begin);
+        const int64_t stop = std::min<int64_t>(BLOCK, s.stop - begin);
+        const bool none = first >= stop;  // a block of a page that is chosen, but not seen
+        return {s.part, slot, begin - number * page, none ? 0 : (int)first, none ? 0 : (int)stop,
+                begin};
     }
 
     // How many blocks from this one on lie one behind the other: those of a page, or all own ones.
     int64_t together(int64_t index) const {
         const Segment &s = segment_of(index);
         const int64_t left = blocks(s) - index, many = page / BLOCK;
-        return s.part == Part::own ? left : std::min(left, many - (s.first / BLOCK + index) % many);
+        if (s.part == Part::own) return left;
+        return std::min(left, many - (picks(s) ? index : s.first / BLOCK + index) % many);
     }
 
 private:
@@ -58,6 +67,18 @@ private:
     Reads there;
     int64_t page;
     Segments segments;
+    const int64_t *chosen = nullptr;  // the pages of the first head
+    int64_t num_chosen = 0;
+
+    bool picks(const Segment &s) const { return chosen && s.part == Part::sealed; }
+
+    // The first position of a block of a segment.
+    int64_t place(const Segment &s, int64_t index, int64_t head) const {
+        if (!picks(s)) return (s.first / BLOCK + index) * BLOCK;
+        const int64_t many = page / BLOCK;
+        const int64_t number = chosen[head * r.queries * r.num_chosen + index / many];
+        return number * page + index % many * BLOCK;
+    }
 
     void take(const Segments &runs) {
         segments = runs;
@@ -71,7 +92,8 @@ private:
         return segments.list[i];
     }
 
-    static int64_t blocks(const Segment &s) {
+    int64_t blocks(const Segment &s) const {
+        if (picks(s)) return num_chosen * (page / BLOCK);
         if (s.part == Part::own) return (s.stop - s.first + BLOCK - 1) / BLOCK;
         return (s.stop + BLOCK - 1) / BLOCK - s.first / BLOCK;
     }

@@ -140,6 +140,21 @@ def attend(case: Case) -> None:
         case.hold("lse", rows * 4, written=True)
     if rng.random() < 0.3:
         case.hold("sink_logits", all_heads * 4)
+    if slots[0] and rng.random() < 0.4:
+        choice(case, [found["sealed"] for found in ranges])
+
+
+def choice(case: Case, pages: list[set[int]]) -> None:
+    """Some of the sealed pages of each sequence, as many for each of its heads."""
+    rng, r = case.rng, case.request
+    counts = [[rng.randint(0, len(found)) for _ in range(r.queries)] for found in pages]
+    r.num_chosen = max(map(max, counts)) + rng.randint(0, 1)
+    numbers: list[int] = []
+    for found, own in zip(pages, counts, strict=True):
+        for count in own * r.heads:
+            some = sorted(rng.sample(sorted(found), count))
+            numbers += some + [-1] * (r.num_chosen - count)
+    case.hold("chosen", struct.pack(f"@{len(numbers)}q", *numbers))
 
 
 def some_numbers(rng: random.Random, e: Any) -> tuple[int, ...]:
@@ -272,4 +287,31 @@ def norm(case: Case) -> None:
     case.hold("out", r.count * r.dim * size, written=True)
 
 
-BUILDERS = {"attend": attend, "store": store, "rotate": rotate, "norm": norm}
+def choose(case: Case) -> None:
+    rng, r, e = case.rng, case.request, case.structs["extent"]
+    e.batch, e.page, e.tail = rng.randint(1, 2), 64, 0
+    r.heads, r.group, r.queries = rng.randint(1, 3), rng.choice((1, 2, 7)), rng.choice((1, 1, 5))
+    set_all(case, dim=16 * rng.randint(1, 16), dtype=rng.randrange(3), q_dtype=rng.randrange(3))
+    r.threads = rng.randint(1, 3)
+    numbers = [n for _ in range(e.batch) for n in some_numbers(rng, e)]
+    case.hold("extent.numbers", struct.pack(f"@{len(numbers)}q", *numbers))
+    ranges, read, most = list[int](), [set[int]() for _ in range(e.batch)], 0
+    for b in range(e.batch):
+        for _ in range(r.queries):
+            low, first, stop, high = sorted(rng.randint(0, 9) for _ in range(4))
+            count = rng.randint(0, stop - first)
+            ranges += (low, first, stop, high, count)
+            read[b] |= set(range(first, stop))
+            most = max(most, first - low + high - stop + count)
+    slots = table(case, "sealed", read)
+    table(case, "open", [{0}] * e.batch)
+    case.hold("extent", ctypes.sizeof(e))
+    size, q_size = SIZES[r.dtype], SIZES[r.q_dtype]
+    case.strides("q.", (e.batch, r.heads * r.group, r.queries), r.dim * q_size, q_size)
+    case.strides("bounds.", (slots, r.heads), 2 * r.dim * size, size)
+    case.hold("ranges", struct.pack(f"@{len(ranges)}q", *ranges))
+    r.num_chosen = most + rng.randint(0, 2)
+    case.hold("chosen", 8 * e.batch * r.heads * r.queries * r.num_chosen, written=True)
+
+
+BUILDERS = {"attend": attend, "store": store, "rotate": rotate, "norm": norm, "choose": choose}

@@ -15,10 +15,12 @@ ENTRIES = {
     "store": "kvant_store_request",
     "rotate": "kvant_rotate_request",
     "norm": "kvant_norm_request",
+    "choose": "kvant_choose_request",
 }
 POINTED = {  # of a request: the structs that it points to
     "attend": {"keys": "kvant_side", "values": "kvant_side", "extent": "kvant_extent"},
     "store": {"side[0].stored": "kvant_side", "side[1].stored": "kvant_side"},
+    "choose": {"extent": "kvant_extent"},
 }
 
 

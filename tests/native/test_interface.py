@@ -34,6 +34,7 @@ RECORDS = {
     "kvant_store_request": records.STORE,
     "kvant_rotate_request": ROTATION,
     "kvant_norm_request": NORM,
+    "kvant_choose_request": records.CHOOSE,
 }
 
 
@@ -61,6 +62,10 @@ def rich(case: Case) -> bool:
         return many and slots and all(side.format == AFFINE for side in sides)
     if case.entry == "norm":
         return r.count > 1
+    if case.entry == "choose":
+        e = case.structs["extent"]
+        many = min(e.batch, r.heads, r.queries, e.sealed.width, r.num_chosen) > 1
+        return many and r.bounds.nbytes > 2 * r.bounds.slot
     return min(r.batch, r.heads, r.count) > 1
 
 
@@ -125,8 +130,10 @@ def test_a_byte_too_few_is_refused(
         assert case.call(functions) is not None
         case = make()
         case.places()[path].set(0)
-        assert case.call(functions) is not None or path.split(".")[-1] in ("lse", "sink_logits")
+        assert case.call(functions) is not None or (entry, path) in OPTIONAL
 
+
+OPTIONAL = {("attend", name) for name in ("lse", "sink_logits", "chosen")}
 
 BEYOND = {
     "attend": {
@@ -167,6 +174,14 @@ BEYOND = {
         "count": lambda was: 3 * was,
         "dtype": lambda was: 3,
         "dim": lambda was: was - 16,
+        "threads": lambda was: 0,
+    },
+    "choose": {
+        "extent.batch heads group queries num_chosen": lambda was: 3 * was + 20,
+        "extent.sealed.width": lambda was: 3 * was + 9,
+        "q.batch q.head q.row extent.sealed.stride bounds.slot bounds.head": lambda was: 3 * was,
+        "dtype q_dtype": lambda was: 3,
+        "dim": lambda was: was - 8,
         "threads": lambda was: 0,
     },
 }
@@ -265,6 +280,46 @@ def test_a_step_to_where_nothing_is_is_refused(
             served += refusal is None
             assert unread or (refusal is not None and refusal.startswith(f"{steps}: "))
     assert not served or (steps, at) == ("seals", 3)
+
+
+@pytest.mark.parametrize("value", [9, 100_000, 1 << 62, (1 << 63) - 1])
+def test_a_choice_of_what_is_not_there_is_refused(functions: ctypes.CDLL, value: int) -> None:
+    for make in cases("attend", "chosen"):
+        numbers = struct.unpack(
+            f"@{len(make().contents['chosen']) // 8}q", make().contents["chosen"]
+        )
+        for at in [i for i, n in enumerate(numbers) if n >= 0]:
+            case = make()
+            given = [*numbers[:at], value, *numbers[at + 1 :]]
+            case.hold("chosen", struct.pack(f"@{len(given)}q", *given))
+            assert (case.call(functions) or "").startswith("chosen: pages that are not there")
+        case = make()
+        case.request.num_chosen *= value
+        assert case.call(functions) is not None
+
+
+@pytest.mark.parametrize("at", range(5))
+@pytest.mark.parametrize("value", [-1, 1000, 1 << 41, 1 << 62, -(1 << 63), (1 << 63) - 1])
+def test_ranges_that_lead_nowhere_are_refused(functions: ctypes.CDLL, at: int, value: int) -> None:
+    for make in cases("choose"):
+        for query in range(len(make().contents["ranges"]) // 40):
+            case = make()
+            ranges = bytearray(case.contents["ranges"])
+            struct.pack_into("@q", ranges, 40 * query + 8 * at, value)
+            case.hold("ranges", bytes(ranges))
+            assert case.call(functions) is not None
+
+
+@pytest.mark.parametrize("slot", [-1, 100, 1 << 31, 1 << 62, -(1 << 63)])
+def test_bounds_that_are_not_there_are_refused(functions: ctypes.CDLL, slot: int) -> None:
+    path = "extent.sealed.data"
+    for make in cases("choose", path):
+        for at in make().readable["sealed"]:
+            case = make()
+            entries = bytearray(case.contents[path])
+            struct.pack_into("@q", entries, 8 * at, slot)
+            case.hold(path, bytes(entries))
+            assert case.call(functions) == "bounds: fewer than slots"
 
 
 @pytest.mark.parametrize(("entry", "path"), [("attend", "keys."), ("store", "side[0].stored.")])

@@ -74,6 +74,7 @@ SPECS = [
     "turbo4v4,prefill=stored,tail=7",
     "fp8,window=70,sinks=3,prefill=stored",
     "affine6,page=128,prefill=stored",
+    "affine8,select=2:0,prefill=stored",
 ]
 
 

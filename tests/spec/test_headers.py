@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvant.codecs import CODECS, Affine, Codebook, Fp8, Raw
 from kvant.codecs.frames import Diagonal, Identity, Product, Rotation
-from kvant.contracts import Frame
+from kvant.contracts import Frame, Selection
 from kvant.errors import SpecError
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.retention import All, Window
@@ -98,6 +98,7 @@ attention = st.builds(
     ),
     chunk=st.none() | numbers,
     value_dim=st.none() | numbers,
+    select=st.none() | st.builds(Selection, numbers, st.floats(0, 100)),
 )
 recurrent = st.builds(RecurrentSpec, numbers)
 groups = st.builds(

@@ -57,11 +57,13 @@ def attend(
         dtype = q.dtype if frame.trivial else torch.float32
         request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
         # What decides is the same for all tokens of a layer.
-        own, name = view.own is None, backend or view.backend
-        key = (name, own, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
+        own, name, selects = view.own is None, backend or view.backend, view.selecting is not None
+        key = (name, selects, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
         chosen = keys.memo.get(key) if own else None
         if chosen is None:
             chosen = keys.memo[key] = _survey(view, request, name)[0]
+        if selects:
+            request = request._replace(chosen=chosen.choose(request, view))
         out, lse = chosen.attend(request, view)
         view.tally.attended[chosen.name] += 1
         if not frame.trivial:

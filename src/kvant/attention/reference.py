@@ -8,7 +8,7 @@ Rows are stored by plain tensor operations.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.mask import Relation, relation, visible
+from kvant.attention.selecting import choose, reads
 from kvant.attention.writing import open_pages, write
 from kvant.contracts import Fields, Mask, Request, Stored, View
 from kvant.extent import LENGTH, Change, Extent, Ints
@@ -41,6 +42,7 @@ class Alike:
 
     pages: View
     which: Ints | None  # None: all of the view
+    read: Tensor | None = None  # of sealed pages these only, [B, heads, T, pages]
 
     @cached_property
     def first(self) -> int:
@@ -129,6 +131,8 @@ class Alike:
                 state = "some"
         if state == "none" or isinstance(mask, Tensor):
             return "none" if state == "none" else "some"
+        if block.part == "sealed" and self.read is not None:
+            state = "some"
         rule = relation(mask, q0, q1, block.start, block.stop - 1)
         if rule == "none":
             return "some" if block.start < mask.sinks else "none"
@@ -154,9 +158,17 @@ class Alike:
         if block.part != "sinks" or self.pages.extent.hidden:  # sinks are there before the others
             exists = exists & (k >= self.begins)
         exists = exists.expand(q1 - q0, -1)
+        if block.part == "sealed" and self.read is not None:
+            exists = exists & self._chosen(self.read, q0, q1, k)
         if isinstance(mask, Tensor):
             return self._explicit(mask, q0, q1, k, exists)
-        return (exists & visible(mask, q, k))[None, None]
+        seen = exists & visible(mask, q, k)
+        return seen if seen.ndim == 4 else seen[None, None]
+
+    def _chosen(self, read: Tensor, q0: int, q1: int, k: Tensor) -> Tensor:
+        """Are keys `k` in pages that are read? [B, heads, T, keys]."""
+        first = q0 - self.length + read.shape[2]
+        return read[:, :, first : first + q1 - q0, k // self.pages.extent.kind.page]
 
     def _explicit(self, mask: Tensor, q0: int, q1: int, k: Tensor, exists: Tensor) -> Tensor:
         """The part of an explicit mask for keys `k`; it is aligned to the newest position."""
@@ -200,6 +212,8 @@ class Reference:
     def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
         _keep_scratch()
         groups = alike(pages)
+        if request.chosen is not None:
+            groups = [_reading(request, group) for group in groups]
         if len(groups) == 1:
             return self._attend(request, groups[0])
         batch, heads, count, _ = request.q.shape
@@ -250,9 +264,21 @@ class Reference:
         same = group.pages.values is group.pages.keys
         return keys, keys if same else group.rows("values", block).to(dtype)
 
+    def choose(self, request: Request, pages: View) -> Tensor | None:
+        return choose(request, pages)
+
     def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
         write(change, rows, sides)
         return True
+
+
+def _reading(request: Request, group: Alike) -> Alike:
+    """The sequences of a group, of whose sealed pages the chosen ones are read."""
+    assert request.chosen is not None
+    heads = request.q.shape[1] // group.pages.keys.heads
+    stop = int(group.pages.extent.stop_sealed[group.first])
+    read = reads(group.of(request.chosen), stop + 1)  # a block ends where its last page does
+    return replace(group, read=read.repeat_interleave(heads, 1))
 
 
 def _wide(q: Tensor) -> torch.dtype:

@@ -31,6 +31,7 @@ from kvant.bench.report import Json, check_files, check_plot, draw, numbers, pro
 from kvant.cache import Cache
 from kvant.contracts import View
 from kvant.native import library
+from kvant.spec import split
 
 CHUNK = 4096  # rows put into a cache at once
 Name = tuple[str, str]  # a format, or another way, and the backend that reads it
@@ -198,7 +199,7 @@ def main(
     skipped: list[str] = []
     for length in points:
         progress(f"{length} rows")
-        found, lacking = measure(length, formats.split(","), task, where)
+        found, lacking = measure(length, split(formats), task, where)
         rows += found
         skipped += [f"{length} rows, {line}" for line in lacking]
     progress("")

@@ -19,7 +19,7 @@ from kvant.cache.ledger import Ledger
 from kvant.cache.reading import Held
 from kvant.cache.rows import check_order, incoming
 from kvant.cache.storage import Geometry, Storage
-from kvant.contracts import Fields, Order, Tally, Tiles, View
+from kvant.contracts import Fields, Order, Selecting, Tally, Tiles, View
 from kvant.extent import Change, Extent, Kind
 from kvant.modes import refuse_transforms
 from kvant.recipes import LayerSpec, Prefill
@@ -184,6 +184,8 @@ class Attention:
             store(change, rows, storage.sides, self.tally)
             own = rows if change.own else None
             pages = self._pages(storage, change.during, own, change.own and change.dense)
+            if dense:  # a prompt reads all
+                pages = pages._replace(selecting=None)
             self.tally.appends += 1
             ledger.arrive(self.leaf)
         return pages
@@ -299,5 +301,7 @@ class Attention:
         keys = storage.sides["keys"]
         values = storage.sides.get("values", keys)
         width = self.spec.value_dim or values.dim
-        mask, backend = self.spec.mask, self.ledger.backend
-        return View(keys, values, own, extent, dense, mask, width, self.tally, backend)
+        mask, backend, select = self.spec.mask, self.ledger.backend, None
+        if self.spec.select is not None:
+            select = Selecting(self.spec.select, self.ledger.pools[self.kind].sealed.takes)
+        return View(keys, values, own, extent, dense, mask, width, self.tally, backend, select)

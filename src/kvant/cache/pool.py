@@ -31,6 +31,7 @@ class Pool:
     def __init__(self, step: int = 1) -> None:
         self.step = step  # slots by which it grows
         self.counts = np.zeros(0, np.int64)
+        self.takes = np.zeros(0, np.int64)  # how often each slot was taken: who wrote there last
         self.holders: dict[int, ref[Holder]] = {}  # by number; they leave it from any thread
         self.orphans: deque[tuple[int, Ints]] = (
             deque()
@@ -54,6 +55,7 @@ class Pool:
         twin = Pool(self.step)
         twin.grow(self.size)
         twin.counts[: self._fresh] = self.counts[: self._fresh]
+        twin.takes[: self._fresh] = self.takes[: self._fresh]
         twin._fresh, twin._free = self._fresh, list(self._free)
         return twin
 
@@ -76,9 +78,11 @@ class Pool:
         """Let there be so many slots."""
         more = -(-size // self.step) * self.step - self.size
         if more > 0:
-            counts = np.zeros(self.size + more, np.int64)  # no memory where nobody writes
+            size = self.size + more
+            counts, takes = np.zeros(size, np.int64), np.zeros(size, np.int64)
             counts[: self._fresh] = self.counts[: self._fresh]
-            self.counts = counts
+            takes[: self._fresh] = self.takes[: self._fresh]
+            self.counts, self.takes = counts, takes
 
     def take(self, count: int) -> Ints:
         """Free slots, held once from now on; the pool grows where there are too few."""
@@ -92,6 +96,7 @@ class Pool:
         del self._free[len(self._free) - again :]
         self._fresh = stop
         self.counts[slots] = 1
+        self.takes[slots] += 1
         return slots
 
     def hold(self, slots: Ints) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 
 from kvant.attention import arrangement
-from kvant.contracts import Fields, Stored, Tiles
+from kvant.contracts import Fields, Stored, Summary, Tiles
 from kvant.extent import Extent, Ints
 from kvant.modes import no_inference_mode
 from kvant.recipes import LayerSpec
 
 OWN = 1 << 17  # bytes from which on a tensor is a mapping, which is a whole number of pages
+LARGE = 1 << 26  # bytes from which on it lies in large pages, which are found sooner
 FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)  # 0: not on this system
 
 
@@ -39,12 +41,16 @@ def reserved(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
 
 def _mapping(nbytes: int) -> mmap.mmap:
     try:
-        return mmap.mmap(-1, nbytes, flags=FLAGS)
+        found = mmap.mmap(-1, nbytes, flags=FLAGS)
     except (OSError, OverflowError) as error:
         raise MemoryError(
             f"{nbytes} bytes for a cache are not to be had: a smaller format, "
             "a window or a shorter context takes less (kvant.plan)"
         ) from error
+    if nbytes >= LARGE and (huge := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
+        with suppress(OSError):  # a system that has none
+            found.madvise(huge)
+    return found
 
 
 def retiled(
@@ -111,8 +117,9 @@ class Geometry:
         )
 
     def sealed_nbytes(self, spec: LayerSpec) -> int:
-        """Bytes of one sealed page."""
-        return sum(
+        """Bytes of one sealed page, with what a selection asks of it."""
+        bounds = 2 * self.heads * self.dims["keys"] * self.dtypes["keys"].itemsize
+        return (0 if spec.select is None else bounds) + sum(
             shape[0] * shape[1] * shape[2] * dtype.itemsize
             for name in self.dims
             for shape, dtype in self.fields(spec, name).values()
@@ -197,6 +204,7 @@ class Storage:
                 stored,
                 open=self.sides[name].open if stay[0] else stored.open,
                 sealed=self.sides[name].sealed if stay[1] else stored.sealed,
+                summary=self.sides[name].summary if stay[1] else stored.summary,
                 memo={},
             )
             for name, stored in twin.sides.items()
@@ -251,9 +259,26 @@ class Storage:
                 part: self._grown(None if old is None else old.sealed[part], shape, dtype, room, 1)
                 for part, (shape, dtype) in geometry.fields(self.spec, name).items()
             }
-            sides[name] = Stored(codec, rows, fields, self.tiles)
+            summary = (
+                self._summary(None if old is None else old.summary, room)
+                if (name == "keys" and self.spec.select is not None)
+                else None
+            )
+            sides[name] = Stored(codec, rows, fields, self.tiles, summary)
         # In one call: an interrupt finds the old tensors with their numbers, or the new ones.
         self.__dict__.update(sides=sides, room=room)
+
+    def _summary(self, old: Summary | None, room: tuple[int, int]) -> Summary:
+        shape = (self.geometry.heads, 2, self.geometry.dims["keys"])
+        bounds = self._grown(
+            None if old is None else old.bounds, shape, self.geometry.dtypes["keys"], room, 1
+        )
+        if old is not None and old.bounds is bounds:
+            return old
+        of = np.zeros(room[1], np.int64)
+        if old is not None:
+            of[: self.used[1]] = old.of[: self.used[1]]
+        return Summary(bounds, of)
 
     def _grown(
         self,

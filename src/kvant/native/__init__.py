@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvant.modes import passing
 
-ABI = 11
+ABI = 12
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)
@@ -59,8 +59,8 @@ def load(path: Path) -> Library:
         return Library(None, reason=f"{path} cannot be loaded: {error}")
     if functions.kvant_abi() != ABI:
         return Library(None, reason=f"{path} is of another version: reinstall kvant")
-    for name in ("kvant_isa", "kvant_attend", "kvant_store", "kvant_rotate", "kvant_norm"):
-        getattr(functions, name).restype = ctypes.c_char_p
+    for name in ("isa", "attend", "store", "rotate", "norm", "choose"):
+        getattr(functions, f"kvant_{name}").restype = ctypes.c_char_p
     isa = functions.kvant_isa()
     if isa is None:
         wish = os.environ.get("KVANT_ISA")

@@ -21,7 +21,7 @@ import torch
 
 from kvant.codecs import CODECS
 from kvant.codecs.frames import FRAMES
-from kvant.contracts import Codec, Frame, Retention
+from kvant.contracts import Codec, Frame, Retention, Selection
 from kvant.errors import SpecError
 from kvant.recipes import (
     DTYPES,
@@ -52,6 +52,7 @@ TABLES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     Codec: ("name", CODECS),
     Frame: ("name", FRAMES),
     Retention: ("name", RETENTIONS),
+    Selection: ("kind", {"selection": Selection}),
 }
 
 

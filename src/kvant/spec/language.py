@@ -101,7 +101,9 @@ def recipe(form: Format, options: Mapping[str, Any], choice: Choice, layer: int)
     keys, values = form.codecs(choice, layer)
     sinks = options.get("sinks", 0)
     retention = Window(options["window"], sinks) if "window" in options else All(sinks)
-    layer_spec = LayerSpec(keys, values, retention, dtype=form.dtype)
+    selection, first = options.get("select", (None, 0))
+    selection = selection if layer >= first else None
+    layer_spec = LayerSpec(keys, values, retention, dtype=form.dtype, select=selection)
     return replace(layer_spec, **{FIELDS[n]: options[n] for n in FIELDS if n in options})
 
 

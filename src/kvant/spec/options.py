@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
+from kvant.contracts import Selection
 from kvant.errors import SpecError
 from kvant.spec.formats import (
     ROTATABLE,
@@ -27,6 +28,7 @@ from kvant.spec.formats import (
 )
 
 MAX_NUMBER = 2**31 - 1
+READ_WHOLE = 2  # layers, the first ones, of which no pages are selected unless asked for
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,22 @@ def edge(name: str, text: str | None) -> tuple[int, Format]:
     return count, parse_format(word if colon else "affine8")
 
 
+def select(name: str, text: str | None) -> tuple[Selection, int]:
+    """How many of the sealed pages a token reads, and the first layer that selects."""
+    number, colon, first = (text or "").partition(":")
+    digits, percent = re.match("[0-9]{0,10}", number), number.endswith("%")
+    read = int(digits[0]) if digits and digits[0] else 0
+    near = f"{min(max(1, read), 100)}%" if percent else f"{min(max(1, read), MAX_NUMBER)}"
+    if near != number:
+        got = name if text is None else f"{name}={text}"
+        raise SpecError(
+            f"option {short(got)}: allowed is a number of pages, or a share of them from 1% to"
+            f" 100%; nearest: {name}={near}"
+        )
+    selection = Selection(percent=min(read, 100)) if percent else Selection(pages=read)
+    return selection, Number()(name, first) if colon else READ_WHOLE
+
+
 OPTIONS: dict[str, Callable[[str, str | None], Any]] = {
     "group": Number(among=(16, 32, 64, 128)),
     "rotate": flag,
@@ -95,6 +113,7 @@ OPTIONS: dict[str, Callable[[str, str | None], Any]] = {
     "capacity": Number(1),
     "edge": edge,
     "seed": Number(),
+    "select": select,
 }
 
 

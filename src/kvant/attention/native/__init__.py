@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvant.attention.native import records
-from kvant.attention.native.records import LANES, NO_MEMORY, NO_ROWS, REQUEST, STORE
+from kvant.attention.native.records import CHOOSE, LANES, NO_MEMORY, NO_ROWS, REQUEST, STORE
+from kvant.attention.selecting import ranges, rule_of, summarized, widest
 from kvant.contracts import Fields, Mask, Request, Stored, Tiles, View
 from kvant.extent import Change
 from kvant.native import DTYPES, done, library, rows_record
@@ -23,6 +24,7 @@ PROCESSOR = torch.device("cpu")
 PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
 KEYS, VALUES = (records.KEY, "keys"), (records.KEY, "values")
 NO_SIDE = (*NO_MEMORY, *NO_ROWS)
+NO_PAGES = (*NO_MEMORY, 0)
 
 
 class Native:
@@ -45,12 +47,35 @@ class Native:
                     return f"{name} that came in a {type(x).__name__} of {x.dtype}, or in pieces"
         return None if request is None else _unasked(request, keys.heads)
 
+    def choose(self, request: Request, pages: View) -> Tensor | None:
+        q, keys = request.q, pages.keys
+        batch, all_heads, queries, dim = q.shape
+        found = ranges(pages, rule_of(request, pages), queries)
+        if found is None:
+            return None
+        functions, bounds = library().functions, summarized(pages).bounds
+        assert functions is not None
+        width, (slot, head, _, _) = widest(found), bounds.stride()
+        chosen = torch.empty(batch, keys.heads, queries, width, dtype=torch.int64)
+        record = CHOOSE.pack(
+            *records.extent(pages.extent),
+            *(keys.heads, all_heads // keys.heads, queries, dim),
+            *(*rows_record(q), DTYPES[q.dtype]),
+            *(bounds.data_ptr(), bounds.nbytes, slot * bounds.itemsize, head * bounds.itemsize),
+            *(DTYPES[bounds.dtype], *records.memory(found)),
+            *(chosen.data_ptr(), chosen.nbytes, width, torch.get_num_threads()),
+        )
+        if (refusal := functions.kvant_choose(record)) is not None:
+            done(refusal)
+        return chosen
+
     def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
         functions = library().functions
         assert functions is not None
         keys = pages.keys.memo.get(KEYS) or records.side(pages.keys, "keys")
         values = pages.values.memo.get(VALUES) or records.side(pages.values, "values")
         own, q, mask, logits = pages.own, request.q, request.mask, request.sink_logits
+        chosen = request.chosen
         assert isinstance(mask, Mask)
         batch, heads, queries, dim = q.shape
         if values.dim == dim and request.dtype is q.dtype and q.is_contiguous():
@@ -76,6 +101,7 @@ class Native:
             *(NO_MEMORY if logits is None else (logits.data_ptr(), logits.nbytes)),
             *(*rows_record(q), DTYPES[q.dtype], out.data_ptr(), out.nbytes, DTYPES[out.dtype]),
             *(NO_MEMORY if lse is None else (lse.data_ptr(), lse.nbytes)),
+            *(NO_PAGES if chosen is None else (chosen.data_ptr(), chosen.nbytes, chosen.shape[3])),
             torch.get_num_threads(),
         )
         if (refusal := functions.kvant_attend(record)) is not None:

@@ -77,8 +77,9 @@ def swapped(
 
 SIDE = struct.Struct("@28q")
 EXTENT = struct.Struct("@15q")
-REQUEST = struct.Struct("@25q 2d 14q")
+REQUEST = struct.Struct("@25q 2d 17q")
 STORE = struct.Struct("@29q")
+CHOOSE = struct.Struct("@23q")
 
 LANES = Lanes()
 FORMATS = {"raw": 0, "affine": 1, "codebook": 2, "float": 3}

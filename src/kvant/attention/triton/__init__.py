@@ -17,6 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from kvant.attention.selecting import choose
 from kvant.attention.triton.forms import DTYPES, MAX_DIM, laid, unread
 from kvant.attention.triton.launching import BLOCK, NARROW, Scope, available, launch, shared
 from kvant.attention.triton.sealing import stored, unstored
@@ -39,6 +40,8 @@ class Triton:
             return f"rows on {pages.keys.open.device}"
         if (reason := _missing(self.device)) is not None:
             return reason
+        if pages.selecting is not None:
+            return "sealed pages that are selected"
         if pages.values is pages.keys:
             return "values that lie inside the keys"
         for name, side in (("keys", pages.keys), ("values", pages.values)):
@@ -49,6 +52,9 @@ class Triton:
         if least > room:
             return f"rows that take {least} bytes of shared memory: {room} are there"
         return None if request is None else _asks_too_much(request)
+
+    def choose(self, request: Request, view: View) -> Tensor | None:
+        return choose(request, view)
 
     def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
         return launch(request, Scope.of(pages))

@@ -1,0 +1,104 @@
+"""Models whose tokens read the pages that matter: alone, side by side, drafted, in an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvant
+from generation.speakers import Numbers
+from hf.zoo import FAMILIES, VOCABULARY, build
+from kvant.generation import generate
+
+SELECTS, ALL = "affine8,select=1:0", "affine8,select=100%:0"
+FAMILIES_TRIED = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1", "qwen3_next")
+
+
+def attached(name: str) -> Any:
+    """A model whose attention is kvant's: with dense rows of its own it would read all of them."""
+    model = build(name)
+    kvant.attach(model, "raw", guard=False)
+    return model
+
+
+def text(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def read(model: Any, spec: str, prompt: list[int]) -> Any:
+    cache = kvant.cache_for(model, spec)
+    model(torch.tensor([prompt]), past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def decoded(model: Any, cache: Any, lengths: list[int], which: list[int]) -> Tensor:
+    outs = []
+    for step in range(3):
+        ids = torch.tensor([[5 + 7 * step + i] for i in which])
+        places = torch.tensor([[length + step] for length in lengths])
+        outs.append(model(ids, past_key_values=cache, position_ids=places).logits[:, -1])
+    return torch.stack(outs, 1)
+
+
+@pytest.mark.parametrize("name", FAMILIES_TRIED)
+def test_to_select_all_changes_nothing(name: str) -> None:
+    model, prompt = attached(name), text(330)
+    plain, every, some = (
+        decoded(model, read(model, spec, prompt), [330], [0]) for spec in ("affine8", ALL, SELECTS)
+    )
+    assert torch.equal(plain, every)
+    assert some.isfinite().all() and not torch.equal(plain, some)
+
+
+@pytest.mark.parametrize("name", FAMILIES_TRIED)
+def test_sequences_side_by_side_select_as_alone(name: str) -> None:
+    model, lengths = attached(name), [90, 330, 200]
+    assert FAMILIES[name].cache_argument == "past_key_values"
+    caches = [read(model, SELECTS, text(n, seed=n)) for n in lengths]
+    merged = kvant.merge(caches)
+    alone = [decoded(model, caches[i], [lengths[i]], [i]) for i in range(3)]
+    found, expected = decoded(model, merged, lengths, [0, 1, 2]), torch.cat(alone)
+    assert float((found - expected).abs().max() / expected.std()) < 1e-3
+
+
+def test_drafts_change_nothing() -> None:
+    model, prompt = build("llama"), text(150) * 2
+    given: dict[str, Any] = {"kv_cache": SELECTS, "max_new_tokens": 40, "ignore_end": True}
+    plain = [step.token for step in generate(model, Numbers(), prompt, **given)]
+    drafted = [step.token for step in generate(model, Numbers(), prompt, **given, draft="ngram")]
+    assert drafted == plain
+
+
+def test_an_engine_gives_the_tokens_of_each_alone() -> None:
+    model, prompts = build("llama"), [text(n, seed=n) for n in (80, 300, 210)]
+    given: dict[str, Any] = {"max_new_tokens": 20, "ignore_end": True}
+    alone = [
+        [step.token for step in generate(model, Numbers(), prompt, kv_cache=SELECTS, **given)]
+        for prompt in prompts
+    ]
+    with kvant.Engine(model, Numbers(), SELECTS) as engine:
+        streams = [engine.submit(prompt, **given) for prompt in prompts]
+        assert [list(stream.result().tokens) for stream in streams] == alone
+
+
+def test_what_is_chosen_is_what_the_reference_chooses() -> None:
+    model, prompt = build("llama"), text(330)
+    one, other = (
+        decoded(model, cache, [330], [0])
+        for cache in (
+            read(model, SELECTS, prompt),
+            _by_reference(read(model, SELECTS, prompt)),
+        )
+    )
+    torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def _by_reference(cache: Any) -> Any:
+    cache.backend = "reference"
+    return cache

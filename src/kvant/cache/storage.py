@@ -25,7 +25,7 @@ from kvant.modes import no_inference_mode
 from kvant.recipes import LayerSpec
 
 OWN = 1 << 17  # bytes from which on a tensor is a mapping, which is a whole number of pages
-LARGE = 1 << 26  # bytes from which on it lies in large pages, which are found sooner
+LARGE = 1 << 25  # bytes from which on it lies in large pages, which are found sooner
 FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)  # 0: not on this system
 
 

@@ -65,6 +65,13 @@ for text, dim, queries in (
     view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, dim).bfloat16())
     q = torch.randn(1, 8, queries, dim).to(torch.float32 if "turbo" in text else torch.bfloat16)
     launching.launch(Request(q, 0.1, view.mask, dtype=torch.bfloat16), Scope.of(view))
+label = "chosen"
+state = Cache(1, "affine4,tail=0,select=2:0")[0]
+state.append(*torch.randn(2, 1, 2, 600, 128).bfloat16())
+asked = Request(torch.randn(1, 8, 1, 128).bfloat16(), 0.1, state.view().mask)
+chosen = Triton("interpreted", "cpu").choose(asked, state.view())
+assert chosen is not None
+launching.launch(asked, Scope.of(state.view(), chosen))
 for count in (1000, 1024, 1088):  # tables of 15, 16 and 17 pages: one is a multiple of 16
     label = f"tables {count}"
     state = Cache(1, "affine8,tail=0,prefill=stored,capacity=2048")[0]

@@ -40,8 +40,6 @@ class Triton:
             return f"rows on {pages.keys.open.device}"
         if (reason := _missing(self.device)) is not None:
             return reason
-        if pages.selecting is not None:
-            return "sealed pages that are selected"
         if pages.values is pages.keys:
             return "values that lie inside the keys"
         for name, side in (("keys", pages.keys), ("values", pages.values)):
@@ -57,7 +55,7 @@ class Triton:
         return choose(request, view)
 
     def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
-        return launch(request, Scope.of(pages))
+        return launch(request, Scope.of(pages, request.chosen))
 
     def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
         """Copy, write and seal; False where these rows, or what they are sealed to, are others'."""

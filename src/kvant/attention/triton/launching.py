@@ -45,21 +45,27 @@ class Scope:
     place: Place
     kind: Kind
     dense: bool = False  # are own rows dense to all queries?
+    chosen: Tensor | None = None  # sealed pages, where not all are read
 
     @classmethod
-    def of(cls, view: View) -> Scope:
+    def of(cls, view: View, chosen: Tensor | None = None) -> Scope:
         own = {} if view.own is None else {n: beside(rows) for n, rows in view.own.items()}
         keys, values = (
             Half(known(stored.codec), stored.open, stored.sealed, own.get(name))
             for name, stored in (("keys", view.keys), ("values", view.values))
         )
         place = Place.of(view.extent, view.keys.open.device)
-        return cls(keys, values, place, view.extent.kind, view.dense)
+        return cls(keys, values, place, view.extent.kind, view.dense, chosen)
 
     @property
     def came(self) -> int:
         """The columns that came with the forward itself."""
         return 0 if self.keys.own is None else self.keys.own.shape[2]
+
+    @property
+    def stored(self) -> int:
+        """Sealed rows of a sequence that are read, at most."""
+        return self.place.stored if self.chosen is None else self.chosen.shape[3] * self.kind.page
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Plan:
         while tile > NARROW and shared(*both, tile, 1) > available(both[0].device):
             tile //= 2
         tiles = -(-queries // tile)
-        stored, dense = scope.place.stored, max(scope.place.opened, scope.came)
+        stored, dense = scope.stored, max(scope.place.opened, scope.came)
         ranges = max(1, PROGRAMS // (heads * tiles))
         span = max(LEAST, -(-(stored + dense) // ranges))
         span = -(-span // BLOCK) * BLOCK
@@ -97,7 +103,8 @@ def launch(request: Request, scope: Scope) -> tuple[Tensor, Tensor | None]:
     dim = scope.values.open.shape[3]
     out = torch.empty(batch, heads, queries, dim, dtype=request.dtype, device=request.q.device)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.lse else None
-    step = max(1, SCRATCH // (2 * batch * heads * dim))
+    # Each position chooses for itself.
+    step = max(1, SCRATCH // (2 * batch * heads * dim)) if scope.chosen is None else 1
     with on(out.device):
         for first in range(0, queries, step):
             _launch(request, scope, range(first, min(first + step, queries)), out, lse)
@@ -115,6 +122,9 @@ def _launch(request: Request, scope: Scope, which: range, out: Tensor, lse: Tens
     shape = (plan.ranges, batch, all_heads, count)
     sizes = (*shape, dim), shape, shape
     found = records().Partial(*(out.new_empty(size, dtype=torch.float32) for size in sizes))
+    chosen = scope.chosen
+    if chosen is not None:
+        chosen = chosen[:, :, which.start : which.stop].contiguous()
     attend.attend[plan.tiles * batch * heads, plan.ranges](
         found,
         _asked(request, q, scope),
@@ -128,10 +138,13 @@ def _launch(request: Request, scope: Scope, which: range, out: Tensor, lse: Tens
         request.q.shape[2] - which.start,
         count,
         plan.sealed,
+        place.rows if chosen is None else chosen,
+        0 if chosen is None else chosen.shape[3],
         TILE=plan.tile,
         BLOCK=BLOCK,
         MANY=request.q.shape[2] > 1,
         OWN=scope.came > 0,
+        CHOSEN=chosen is not None,
         num_warps=4 if plan.tile < 64 else 8,  # or weighted sums spill from the registers
         num_stages=_stages(scope, plan.tile),
         enable_fp_fusion=True,

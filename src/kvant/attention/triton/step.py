@@ -150,6 +150,8 @@ class Step:
         backend = Triton("interpreted" if device == "cpu" else "triton", device)
         if (reason := backend.supports(pages)) is not None:
             raise UnsupportedView(f"no steps behind this view: {reason}")
+        if pages.selecting is not None:
+            raise UnsupportedView("no steps behind this view: each token selects pages")
         return cls(pages, place, pages.mask, backend.name)
 
     def follows(self, pages: View) -> bool:

@@ -19,7 +19,7 @@ from kvant.attention.triton.kernels.records import (
 from kvant.attention.triton.kernels.rows import lowest, over_pages, over_rows, seam
 
 LEAST = tl.constexpr(4)  # blocks a range: less is not worth a merge
-VARYING = ("width", "open_at", "came", "behind", "queries", "sealed_ranges")
+VARYING = ("width", "open_at", "came", "behind", "queries", "sealed_ranges", "num_chosen")
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -36,10 +36,13 @@ def attend(  # no kernel is compiled for a value of what varies from call to cal
     behind,  # by how many tokens the first query stands behind the length
     queries,
     sealed_ranges,
+    chosen,  # of sealed pages these only: [B, H, queries, num_chosen] numbers, then -1
+    num_chosen,
     TILE: tl.constexpr,  # queries, of all heads of a group
     BLOCK: tl.constexpr,  # rows at a time
     MANY: tl.constexpr,  # more than one query a head
     OWN: tl.constexpr,  # are there rows that came with the forward itself?
+    CHOSEN: tl.constexpr,  # is not all read? Then a program has one position
 ):
     # Ranges are few: whatever may be many shares the axis that is long enough, tiles side by side.
     tiles = tl.cdiv(queries * asked.group, TILE)
@@ -52,15 +55,37 @@ def attend(  # no kernel is compiled for a value of what varies from call to cal
     sequence = mine * (tl.num_programs(0) // tiles // asked.heads) + tile.b
     to = (sequence * (asked.heads * asked.group) + q_head) * queries + t
     if mine < sealed_ranges:
-        stop = tl.minimum(extent.stop_sealed * rule.page, seam(rule, extent.came, extent.newest))
-        span = _share(stop - extent.first_sealed * rule.page, sealed_ranges, BLOCK)
-        found = over_pages(tile, asked, keys, values, rule, extent, mine * span, span, BLOCK, MANY)
+        if CHOSEN:
+            rows = num_chosen * rule.page
+        else:
+            stop = tl.minimum(
+                extent.stop_sealed * rule.page, seam(rule, extent.came, extent.newest)
+            )
+            rows = stop - extent.first_sealed * rule.page
+        span = _share(rows, sealed_ranges, BLOCK)
+        own = chosen + pair.to(tl.int64) * queries * num_chosen
+        ahead = mine * span
+        found = over_pages(
+            tile,
+            asked,
+            keys,
+            values,
+            rule,
+            extent,
+            ahead,
+            span,
+            own,
+            num_chosen,
+            BLOCK,
+            MANY,
+            CHOSEN,
+        )
         _put(partial, values.dim, tile, to, found)
     else:
         ranges = tl.num_programs(1) - sealed_ranges
         span = _share(extent.length - extent.dense_from, ranges, BLOCK)
-        ahead = (mine - sealed_ranges) * span
-        dense = over_rows(tile, asked, keys, values, rule, extent, ahead, span, BLOCK, MANY, OWN)
+        after = (mine - sealed_ranges) * span
+        dense = over_rows(tile, asked, keys, values, rule, extent, after, span, BLOCK, MANY, OWN)
         _put(partial, values.dim, tile, to, dense)
 
 

@@ -217,8 +217,11 @@ def over_pages(
     extent,
     ahead,
     span,
+    chosen,  # pages, where not all are read
+    num_chosen,
     BLOCK: tl.constexpr,
     MANY: tl.constexpr,
+    CHOSEN: tl.constexpr,
 ):
     """Maxima, totals and weighted sums over `span` rows from so many `ahead` on; channels."""
     split: tl.constexpr = asked.split and keys.form.dot == tl.bfloat16
@@ -232,14 +235,23 @@ def over_pages(
     total = tl.zeros(tile.query.shape, tl.float32)
     channel, there = _channels(values.form)
     out = tl.zeros([tile.query.shape[0], channel.shape[0]], tl.float32)
-    base = extent.first_sealed * rule.page
-    begin = tl.maximum(base + ahead, tile.low) // BLOCK
-    end = tl.minimum(base + ahead + span, extent.stop_sealed * rule.page)
-    end = tl.cdiv(tl.minimum(end, seam(rule, extent.came, tile.last)), BLOCK)
+    if CHOSEN:
+        begin = ahead // BLOCK
+        end = tl.minimum(ahead + span, num_chosen * rule.page) // BLOCK
+    else:
+        base = extent.first_sealed * rule.page
+        begin = tl.maximum(base + ahead, tile.low) // BLOCK
+        end = tl.minimum(base + ahead + span, extent.stop_sealed * rule.page)
+        end = tl.cdiv(tl.minimum(end, seam(rule, extent.came, tile.last)), BLOCK)
     for block in range(begin, end):
         first = tl.cast(block, tl.int32) * BLOCK
+        if CHOSEN:
+            number = tl.load(chosen + first // rule.page).to(tl.int32)
+            first = tl.maximum(number, 0) * rule.page + first % rule.page
         position = first + tl.arange(0, BLOCK)
         seen = sees(rule, query, position) & asks[:, None]
+        if CHOSEN:
+            seen &= number >= 0
         seen &= (position >= tl.maximum(rule.kept, extent.begins))[None, :]
         seen &= position[None, :] < border[:, None]
         some = tl.max(seen.to(tl.int32), 0) > 0

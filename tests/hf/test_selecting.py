@@ -48,9 +48,9 @@ def decoded(model: Any, cache: Any, lengths: list[int], which: list[int]) -> Ten
 
 @pytest.mark.parametrize("name", FAMILIES_TRIED)
 def test_to_select_all_changes_nothing(name: str) -> None:
-    model, prompt = attached(name), text(330)
+    model, prompt = attached(name), text(450)
     plain, every, some = (
-        decoded(model, read(model, spec, prompt), [330], [0]) for spec in ("affine8", ALL, SELECTS)
+        decoded(model, read(model, spec, prompt), [450], [0]) for spec in ("affine8", ALL, SELECTS)
     )
     assert torch.equal(plain, every)
     assert some.isfinite().all() and not torch.equal(plain, some)
@@ -58,7 +58,7 @@ def test_to_select_all_changes_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES_TRIED)
 def test_sequences_side_by_side_select_as_alone(name: str) -> None:
-    model, lengths = attached(name), [90, 330, 200]
+    model, lengths = attached(name), [90, 450, 400]
     assert FAMILIES[name].cache_argument == "past_key_values"
     caches = [read(model, SELECTS, text(n, seed=n)) for n in lengths]
     merged = kvant.merge(caches)
@@ -68,7 +68,7 @@ def test_sequences_side_by_side_select_as_alone(name: str) -> None:
 
 
 def test_drafts_change_nothing() -> None:
-    model, prompt = build("llama"), text(150) * 2
+    model, prompt = build("llama"), text(210) * 2
     given: dict[str, Any] = {"kv_cache": SELECTS, "max_new_tokens": 40, "ignore_end": True}
     plain = [step.token for step in generate(model, Numbers(), prompt, **given)]
     drafted = [step.token for step in generate(model, Numbers(), prompt, **given, draft="ngram")]
@@ -76,7 +76,7 @@ def test_drafts_change_nothing() -> None:
 
 
 def test_an_engine_gives_the_tokens_of_each_alone() -> None:
-    model, prompts = build("llama"), [text(n, seed=n) for n in (80, 300, 210)]
+    model, prompts = build("llama"), [text(n, seed=n) for n in (80, 450, 400)]
     given: dict[str, Any] = {"max_new_tokens": 20, "ignore_end": True}
     alone = [
         [step.token for step in generate(model, Numbers(), prompt, kv_cache=SELECTS, **given)]
@@ -88,9 +88,9 @@ def test_an_engine_gives_the_tokens_of_each_alone() -> None:
 
 
 def test_what_is_chosen_is_what_the_reference_chooses() -> None:
-    model, prompt = build("llama"), text(330)
+    model, prompt = build("llama"), text(450)
     one, other = (
-        decoded(model, cache, [330], [0])
+        decoded(model, cache, [450], [0])
         for cache in (
             read(model, SELECTS, prompt),
             _by_reference(read(model, SELECTS, prompt)),

@@ -4,8 +4,8 @@ No key of a page can score more than the largest and the least value of each cha
 channel of a query takes the one that suits its sign. Query heads that share a key head read the
 same pages: those where these bounds are the largest in sum.
 
-A query chooses among pages all of whose rows it sees. The newest sealed page is always read, and so
-are pages that it sees in part.
+A query chooses among pages all of whose rows it sees. The newest sealed ones are always read, and
+so are pages that it sees in part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvant.attention.writing import SEAL_AT_ONCE, open_pages
 from kvant.contracts import Mask, Request, Stored, Summary, View
 from kvant.extent import BEGINS, FIRST_SEALED, STOP_SEALED, Ints
 
-NEWEST = 1  # sealed pages that are always read
+NEWEST = 256  # sealed rows that are always read: what a text is about to say depends on most
 LOW, FIRST, STOP, HIGH, COUNT = range(5)  # of `ranges`
 
 
@@ -51,7 +51,7 @@ def _ranges(view: View, rule: Mask, queries: int) -> Ints:
         row = np.maximum(row, at // rule.chunk * rule.chunk)
     high = np.minimum(kind.paging.all_due(np.maximum(at + 1, 0)), stop_sealed)
     low = np.minimum(row // page, high)
-    stop = np.maximum(high - NEWEST, low)
+    stop = np.maximum(high - -(-NEWEST // page), low)
     first = np.minimum(-(-row // page), stop)
     count = view.selecting.selection.count(stop - first)
     return np.stack([low, first, stop, high, count], -1)

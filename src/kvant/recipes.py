@@ -47,13 +47,17 @@ class LayerSpec:
         return {"keys": self.keys, "values": self.values}
 
     @cached_property
+    def exact(self) -> bool:
+        """Do all rows read as they came?"""
+        return all(codec.exact for codec in self.sides.values())
+
+    @cached_property
     def seals(self) -> bool:
         """Raw layers stay open for ever: sealed and dense would be the same bytes.
 
         But pages are selected among sealed ones.
         """
-        exact = all(codec.exact for codec in self.sides.values())
-        return not exact or self.select is not None
+        return not self.exact or self.select is not None
 
     @cached_property
     def paging(self) -> Paging:

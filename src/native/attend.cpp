@@ -23,11 +23,12 @@ struct Unit {
 
 class Attend {
 public:
-    explicit Attend(const kvant_request &r)
-        : r(r), keys(*r.keys), values(*r.values), units(r.extent->batch * r.queries),
+    // Queries [first, first + count).
+    Attend(const kvant_request &r, int64_t first, int64_t count)
+        : r(r), keys(*r.keys), values(*r.values), units(r.extent->batch * count),
           left(new std::atomic<int64_t>[units.size()]) {
         width = r.values->dim + 2;
-        for (int64_t query = 0; query < r.queries; query++) divide(query);
+        for (int64_t i = 0; i < count; i++) divide(first + i, i, count);
         for (size_t i = 0; i < units.size(); i++) {
             units[i].first = tasks, tasks += units[i].parts;
             left[i].store(units[i].parts, std::memory_order_relaxed);
@@ -54,17 +55,17 @@ private:
     // Enough parts that no thread idles for long, of about as many blocks each; few enough that
     // merging costs nothing. They do not depend on how many queries there are, so that none changes
     // another's result.
-    void divide(int64_t query) {
+    void divide(int64_t query, int64_t i, int64_t count) {
         int64_t all = 0;
         for (int64_t b = 0; b < r.extent->batch; b++) {
             const int64_t blocks = Walk(r, b, query).total;
-            units[b * r.queries + query] = {b, query, blocks, 1, 0};
+            units[b * count + i] = {b, query, blocks, 1, 0};
             all += blocks;
         }
         busy += all;
         const int64_t wanted = r.threads > 1 ? 4 * r.threads : 1;
         for (int64_t b = 0; b < r.extent->batch; b++) {
-            Unit &unit = units[b * r.queries + query];
+            Unit &unit = units[b * count + i];
             // A part is worth it from MIN_BLOCKS on, over all heads.
             const int64_t worth = std::min(unit.blocks, unit.blocks * r.heads / MIN_BLOCKS);
             const int64_t share = all ? (wanted * unit.blocks + all - 1) / all : 1;
@@ -129,12 +130,16 @@ private:
 };
 
 // Positions that each pass over all rows alone: so drafts that are verified together get, to the bit,
-// what they would get one by one. For so few, opening the rows once would save next to nothing. Nor
-// do positions that choose their pages read the same rows.
+// what they would get one by one. For so few, opening the rows once would save next to nothing. So do
+// positions that choose their pages, as no two read the same; so many at a time.
 constexpr int64_t FEW = 16;
 
 void attend(const kvant_request &request) {
-    if (request.queries <= FEW || request.chosen) return Attend(request).run();
+    if (request.queries <= FEW || request.chosen) {
+        for (int64_t first = 0; first < request.queries; first += FEW)
+            Attend(request, first, std::min(FEW, request.queries - first)).run();
+        return;
+    }
 #if KVANT_BFLOAT_DOT
     if (in_pairs(request)) return AttendMany<uint32_t>(request).run();
 #endif

@@ -442,7 +442,7 @@ bool is_empty(const kvant_store_request &r) { return !r.sides || !r.batch || !r.
 bool is_empty(const kvant_rotate_request &r) { return !r.batch || !r.heads || !r.count; }
 bool is_empty(const kvant_norm_request &r) { return !r.count; }
 bool is_empty(const kvant_choose_request &r) {
-    return !r.extent->batch || !r.heads || !r.queries;
+    return !r.extent->batch || !r.heads || !r.queries || !r.num_chosen;
 }
 
 }  // namespace kvant

@@ -10,7 +10,8 @@ namespace kvant::KVANT_TARGET {
 constexpr int64_t FEW = 9;
 
 void attend(const kvant_request &request) {
-    if (request.queries > FEW && !request.chosen && in_pairs(request)) return AttendMany<uint32_t>(request).run();
+    if (request.queries > FEW && !request.chosen && in_pairs(request))
+        return AttendMany<uint32_t>(request).run();
     avx512::KERNELS.attend(request);
 }
 

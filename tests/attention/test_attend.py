@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import kvant
 from cache.tagged import One, layer, put, rows
-from kvant import LayerSpec, Mask, UnsupportedView, attend, explain
+from kvant import Cache, LayerSpec, Mask, UnsupportedView, attend, explain
 from kvant.attention import attending, reference, storing
 from kvant.attention.mask import visible
 from kvant.attention.reference import Reference
@@ -534,3 +535,20 @@ def test_sinks_of_a_mask_are_seen_or_refused(
     scores = (q @ keys.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
     out = attend(q, view, mask=mask, backend=backend)
     assert torch.allclose(out, scores.softmax(-1) @ values, atol=1e-5)
+
+
+def test_who_reads_tokens_is_not_told_by_a_chunk() -> None:
+    """Rows that came with a forward decide who reads them, and those alone."""
+    state: Any = Cache(1, "affine8,tail=0")[0]
+    state.append(*torch.randn(2, 1, 2, 200, 32))
+
+    def token() -> None:
+        attend(torch.randn(1, 2, 1, 32), state.append(*torch.randn(2, 1, 2, 1, 32)))
+
+    token()
+    before = dict(state.tally.attended)
+    odd = torch.randn(2, 1, 2, 32, 40).transpose(-1, -2)  # channels lie apart
+    attend(torch.randn(1, 2, 40, 32), state.append(*odd))
+    token()
+    [name] = before
+    assert state.tally.attended[name] == 2

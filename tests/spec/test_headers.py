@@ -119,6 +119,18 @@ def test_json_gives_the_same_spec_back(spec: CacheSpec) -> None:
     assert to_json(from_json(text)) == text
 
 
+@pytest.mark.parametrize("text", ["affine8,select=12%", "raw,select=7:0"])
+def test_a_text_has_one_form_in_json(text: str) -> None:
+    spec = parse(text, 3)
+    assert to_json(from_json(to_json(spec))) == to_json(spec)
+
+
+def test_more_pages_than_can_be_counted_are_refused() -> None:
+    text = to_json(parse("affine8,select=7:0", 1)).replace('"pages":7', f'"pages":{10**30}')
+    with pytest.raises(SpecError, match=r"select\.pages is 10"):
+        from_json(text)
+
+
 junk = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5))
     | st.sampled_from(["raw", "affine", "rotation", "all", "recurrent", "cache", 10**400, 2.0]),

@@ -264,7 +264,7 @@ REFUSED = [
     ("affine8,select=101%", "'select=101%'", "nearest: select=100%"),
     ("affine8,select=12.5%", "'select=12.5%'", "nearest: select=12%"),
     ("affine8,select=1e3", "'select=1e3'", "nearest: select=1"),
-    ("affine8,select=3:x", "'select=x'", "nearest: select=1"),
+    ("affine8,select=3:x", "'select=3:x'", "nearest: select=3:2"),
     ("affine8,select=-3", "'select=-3'", "nearest: select=1"),
     ("raw,group=32", "'group=32'", "nearest: affine8,group=32"),
     ("turbo4,group=32", "'group=32'", "nearest: affine8,group=32"),

@@ -57,15 +57,17 @@ def attend(
         dtype = q.dtype if frame.trivial else torch.float32
         request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
         # What decides is the same for all tokens of a layer.
-        own, name, selects = view.own is None, backend or view.backend, view.selecting is not None
-        key = (name, selects, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
-        chosen = keys.memo.get(key) if own else None
-        if chosen is None:
-            chosen = keys.memo[key] = _survey(view, request, name)[0]
-        if selects:
-            request = request._replace(chosen=chosen.choose(request, view))
-        out, lse = chosen.attend(request, view)
-        view.tally.attended[chosen.name] += 1
+        settled, name = view.own is None, backend or view.backend
+        key = (name, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
+        reader = keys.memo.get(key) if settled else None
+        if reader is None:
+            reader = _survey(view, request, name)[0]
+            if settled:  # else rows that came decide as well
+                keys.memo[key] = reader
+        if view.selecting is not None and isinstance(rule, Mask):
+            request = request._replace(chosen=reader.choose(request, view))
+        out, lse = reader.attend(request, view)
+        view.tally.attended[reader.name] += 1
         if not frame.trivial:
             out = frame.outputs(out)
         if view.values.dim > view.value_dim:

@@ -1,8 +1,9 @@
 """Which sealed pages a query reads: the best by the bounds of their keys, and some always.
 
-No key of a page can score more than the largest and the least value of each channel allow: each
-channel of a query takes the one that suits its sign. Query heads that share a key head read the
-same pages: those where these bounds are the largest in sum.
+A page is known by the ranges of its keys, channel by channel: what a key in it can score with a
+query is at most what the range of each channel allows. Ranges are widened, as pages whose keys
+differ much have one that stands out. Query heads that share a key head read the same pages: those
+where these bounds are the largest in sum.
 
 A query chooses among pages all of whose rows it sees. The newest sealed ones are always read, and
 so are pages that it sees in part.
@@ -18,6 +19,8 @@ from kvant.attention.writing import SEAL_AT_ONCE, open_pages
 from kvant.contracts import Mask, Request, Stored, Summary, View
 from kvant.extent import BEGINS, FIRST_SEALED, STOP_SEALED, Ints
 
+WIDER = 0.5  # of its range, to either side: a page whose keys differ much has one that stands out
+AT_ONCE = 256  # queries: bounds the scratch
 NEWEST = 256  # sealed rows that are always read: what a text is about to say depends on most
 LOW, FIRST, STOP, HIGH, COUNT = range(5)  # of `ranges`
 
@@ -28,6 +31,8 @@ def ranges(view: View, rule: Mask, queries: int) -> Ints | None:
     None where all are read.
     """
     assert view.selecting is not None
+    if rule.window is not None and rule.sinks > view.extent.kind.sinks:
+        return None  # sinks that somebody asks for lie among the others
     key = ("ranges", view.selecting.selection, rule, queries)
     if key not in view.extent.memo:
         found = _ranges(view, rule, queries)
@@ -44,8 +49,8 @@ def _ranges(view: View, rule: Mask, queries: int) -> Ints:
     begins, first_sealed, stop_sealed = (
         extent.numbers[:, which, None] for which in (BEGINS, FIRST_SEALED, STOP_SEALED)
     )
-    row = np.maximum(np.maximum(begins, first_sealed * page), np.minimum(kind.sinks, at + 1))
-    if rule.window is not None and not rule.sinks > kind.sinks:
+    row = np.maximum(np.maximum(begins, first_sealed * page), kind.sinks)
+    if rule.window is not None:
         row = np.maximum(row, at - rule.window + 1)
     if rule.chunk is not None:
         row = np.maximum(row, at // rule.chunk * rule.chunk)
@@ -63,39 +68,40 @@ def widest(found: Ints) -> int:
     return int((read + found[..., COUNT]).max(initial=0))
 
 
-def rule_of(request: Request, view: View) -> Mask:
-    """The rule by which pages are chosen: where a tensor says who sees what, that of the view."""
-    return request.mask if isinstance(request.mask, Mask) else view.mask
-
-
 def choose(request: Request, view: View) -> Tensor | None:
     """What `Request.chosen` says, by plain tensor operations."""
-    if view.selecting is None:
-        return None
-    found = ranges(view, rule_of(request, view), request.q.shape[2])
+    assert isinstance(request.mask, Mask)
+    count = request.q.shape[2]
+    found = ranges(view, request.mask, count)
     if found is None:
         return None
-    summary = summarized(view)
-    batch, all_heads, queries, dim = request.q.shape
+    bounds, width = summarized(view).bounds, widest(found)
+    parts = [
+        _chosen(request.q[:, :, t : t + AT_ONCE], found[:, t : t + AT_ONCE], view, bounds, width)
+        for t in range(0, count, AT_ONCE)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _chosen(queries: Tensor, found: Ints, view: View, bounds: Tensor, width: int) -> Tensor:
+    batch, all_heads, count, dim = queries.shape
     heads = view.keys.heads
-    q = request.q.float().view(batch, heads, all_heads // heads, queries, dim)
+    q = queries.float().view(batch, heads, all_heads // heads, count, dim)
     split = torch.cat([q.clamp(min=0), q.clamp(max=0)], -1).sum(2)  # [B, H, T, 2 D]
-    numbers = torch.from_numpy(found).to(q.device)
-    width, stop = widest(found), int(found[..., HIGH].max())
-    page = torch.arange(stop, device=q.device)
-    out = []
+    numbers, high_most = torch.from_numpy(found).to(q.device), int(found[..., HIGH].max())
+    page, out = torch.arange(high_most, device=q.device), []
     for b in range(batch):
-        slots = torch.from_numpy(view.extent.sealed[b, :stop]).to(q.device)
-        bounds = summary.bounds[slots].float().flatten(2)  # [pages, H, 2 D]
-        scores = torch.einsum("htd,phd->htp", split[b], bounds)
-        low, first, last, high, count = (numbers[b, :, i, None] for i in range(5))  # [T, 1]
-        among = (page >= first) & (page < last)
+        slots = torch.from_numpy(view.extent.sealed[b, :high_most]).to(q.device)
+        known = bounds[slots].float().flatten(2)  # [pages, H, 2 D]
+        scores = torch.einsum("htd,phd->htp", split[b], known)
+        low, first, stop, high, chosen = (numbers[b, :, i, None] for i in range(5))  # [T, 1]
+        among = (page >= first) & (page < stop)
         order = scores.masked_fill(~among, float("-inf")).argsort(stable=True, descending=True)
         best = torch.zeros_like(scores, dtype=torch.bool)
-        best.scatter_(-1, order, (page < count).expand_as(order))
+        best.scatter_(-1, order, (page < chosen).expand_as(order))
         read = (best & among) | ((page >= low) & (page < high) & ~among)
-        chosen = torch.where(read, page, stop).sort(-1).values[..., :width]
-        out.append(torch.where(chosen < stop, chosen, -1))
+        some = torch.where(read, page, high_most).sort(-1).values[..., :width]
+        out.append(torch.where(some < high_most, some, -1))
     return torch.stack(out)
 
 
@@ -111,18 +117,24 @@ def summarized(view: View) -> Summary:
     summary = stored.summary
     assert summary is not None
     assert selecting is not None
-    if ("summarized", id(summary)) not in view.extent.shared:
+    # The tables may be those of an extent that has other pages.
+    pages = view.extent.numbers[:, [FIRST_SEALED, STOP_SEALED]].tobytes()
+    key = "summarized", id(summary), pages
+    if key not in view.extent.shared:
         slots = np.unique(view.extent.sealed_slots())
         lacking = slots[summary.of[slots] != selecting.takes[slots]]
         for first in range(0, len(lacking), SEAL_AT_ONCE):
             some = lacking[first : first + SEAL_AT_ONCE]
             summary.bounds[torch.from_numpy(some)] = bounds_of(stored, some)
             summary.of[some] = selecting.takes[some]
-        view.extent.shared["summarized", id(summary)] = summary  # kept: so no other has its id
+        view.extent.shared[key] = summary  # kept: so no other has its id
     return summary
 
 
 def bounds_of(stored: Stored, slots: Ints) -> Tensor:
-    """The largest and the least value of sealed pages of keys, [n, H, 2, D]."""
+    """What is known of sealed pages of keys, [n, H, 2, D]: their ranges, widened."""
     rows = open_pages(stored, "keys", torch.from_numpy(slots))
-    return torch.stack([rows.amax(2), rows.amin(2)], 2).to(stored.open.dtype)
+    largest, least = rows.amax(2), rows.amin(2)
+    wider, most = (largest - least) * WIDER, torch.finfo(stored.open.dtype).max
+    bounds = torch.stack([largest + wider, least - wider], 2).clamp(-most, most)
+    return bounds.to(stored.open.dtype)

@@ -1,6 +1,7 @@
 """The tensors of one layer, by slot: what a slot number means in memory.
 
-Memory is reserved: what is never touched costs nothing, what is freed is given back. An allocator
+Memory is reserved: what is never touched costs nothing (but for what a large page of the system,
+2 MiB, takes behind the last row of a large tensor), what is freed is given back. An allocator
 of the process may do neither. It hands out room that earlier work has touched, and keeps what lies
 between pieces that are still in use: a cache of hundreds of MiB was seen to take half as much
 again. So large tensors on a CPU are mappings of their own.
@@ -25,7 +26,7 @@ from kvant.modes import no_inference_mode
 from kvant.recipes import LayerSpec
 
 OWN = 1 << 17  # bytes from which on a tensor is a mapping, which is a whole number of pages
-LARGE = 1 << 25  # bytes from which on it lies in large pages, which are found sooner
+LARGE = 1 << 27  # bytes from which on it lies in large pages of the system, which are found sooner
 FLAGS = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)  # 0: not on this system
 
 
@@ -270,15 +271,13 @@ class Storage:
 
     def _summary(self, old: Summary | None, room: tuple[int, int]) -> Summary:
         shape = (self.geometry.heads, 2, self.geometry.dims["keys"])
+        of = np.zeros(room[1], np.int64)
+        if old is not None:  # before the bounds: who works one out writes it, and then here
+            of[: self.used[1]] = old.of[: self.used[1]]
         bounds = self._grown(
             None if old is None else old.bounds, shape, self.geometry.dtypes["keys"], room, 1
         )
-        if old is not None and old.bounds is bounds:
-            return old
-        of = np.zeros(room[1], np.int64)
-        if old is not None:
-            of[: self.used[1]] = old.of[: self.used[1]]
-        return Summary(bounds, of)
+        return old if old is not None and old.bounds is bounds else Summary(bounds, of)
 
     def _grown(
         self,

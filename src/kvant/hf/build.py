@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import requires, version
 from typing import Any
@@ -113,7 +114,8 @@ def cache_for(
     if not crosses(inside):
         return own
     check_crossing(inside, full)
-    cross = HostCache(layers, full, cross=True, attachable=attachable)
+    whole = full.changed(lambda layer: replace(layer, select=None))  # an encoder has no newest rows
+    cross = HostCache(layers, whole, cross=True, attachable=attachable)
     cross.backend = backend
     return PairedCache(own, cross)
 

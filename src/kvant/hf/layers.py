@@ -199,7 +199,7 @@ class AttentionLayer(CacheLayerMixin):
         shown, window = view.extent.columns, self._window
         if window is not None and shown - count >= window:
             shown = window - 1 + count
-        stored = stored and self._state.spec.seals  # raw rows are the same for every query
+        stored = stored and not self._state.spec.exact  # raw rows are the same for every query
         reading = self.kind(view, count, shown, self.dtype, self.notes, self._narrow, stored)
         reading.packs = self.described.packs
         self._reading = weakref.ref(reading)

@@ -66,16 +66,7 @@ def exams(tokenizer: Any, pieces: Sequence[Tensor], count: int, seed: int) -> li
 def recall(model: PreTrainedModel, asked: Iterable[Exam], spec: AnySpec) -> Shares:
     """The share of right answers, by kind and depth."""
     full = stored(model, spec)
-    right: dict[tuple[str, float], list[bool]] = {}
-    for exam in asked:
-        cache = _read(model, exam, full)
-        for one in exam.planted:
-            found = right.setdefault((one.kind, one.depth), [])
-            found.append(_answer(model, one, cache).right)
-    return {
-        kind: {str(d): sum(found) / len(found) for (k, d), found in right.items() if k == kind}
-        for kind in KINDS
-    }
+    return _shares(model, ((exam, _read(model, exam, full)) for exam in asked))
 
 
 @dataclass(frozen=True)
@@ -101,6 +92,11 @@ class Recall:
         full = empty_cache(self.model, stored(self.model, spec)).spec
         return self.chance - _chance(self.model, [(e, _recoded(c, full)) for e, c in self.read])
 
+    def shares(self, spec: AnySpec) -> Shares:
+        """The share of right answers, by kind and depth."""
+        full = empty_cache(self.model, stored(self.model, spec)).spec
+        return _shares(self.model, ((exam, _recoded(cache, full)) for exam, cache in self.read))
+
 
 def _recoded(cache: HostCache, spec: CacheSpec) -> HostCache:
     twin = cache.fork()
@@ -111,6 +107,18 @@ def _recoded(cache: HostCache, spec: CacheSpec) -> HostCache:
 def _chance(model: PreTrainedModel, read: Iterable[tuple[Exam, HostCache]]) -> float:
     found = [_answer(model, one, cache).chance for exam, cache in read for one in exam.planted]
     return fmean(found) if found else 0.0
+
+
+def _shares(model: PreTrainedModel, read: Iterable[tuple[Exam, HostCache]]) -> Shares:
+    right: dict[tuple[str, float], list[bool]] = {}
+    for exam, cache in read:
+        for one in exam.planted:
+            found = right.setdefault((one.kind, one.depth), [])
+            found.append(_answer(model, one, cache).right)
+    return {
+        kind: {str(d): sum(found) / len(found) for (k, d), found in right.items() if k == kind}
+        for kind in KINDS
+    }
 
 
 def _read(model: PreTrainedModel, exam: Exam, spec: CacheSpec) -> HostCache:

@@ -123,6 +123,8 @@ def checked(spec: CacheSpec) -> CacheSpec:
 def check_layer(layer: LayerSpec, where: str, before: Layers) -> None:
     check_numbers(layer, where, "page tail slack dense_until step capacity chunk value_dim")
     check_numbers(layer.retention, f"{where}.retention", "window sinks")
+    if layer.select is not None:
+        check_numbers(layer.select, f"{where}.select", "pages")
     if layer.dtype is not None and layer.dtype not in DTYPES.values():
         raise SpecError(
             f"{where}.dtype is {layer.dtype}; allowed: {', '.join(DTYPES)}; nearest: float32"
@@ -194,12 +196,15 @@ def from_json(text: str) -> CacheSpec:
 
 
 def words(spec: CacheSpec) -> str:
-    """The formats of its layers, and what stays of the widest one."""
+    """The formats of its layers, what stays of the widest one, and what tokens read of it."""
     layers = list(attention_in(*spec.layers))
     if not layers:
         return ""
     told = " and ".join(dict.fromkeys(spelled(*layer.sides.values()) for layer in layers))
     kept = max(layers, key=lambda layer: layer.width).retention
-    if kept.window is None:
-        return told
-    return f"{told},window={kept.window}" + (f",sinks={kept.sinks}" if kept.sinks else "")
+    if kept.window is not None:
+        told += f",window={kept.window}" + (f",sinks={kept.sinks}" if kept.sinks else "")
+    some = next((layer.select for layer in layers if layer.select is not None), None)
+    if some is not None:
+        told += f",select={some.pages or f'{some.percent:g}%'}"
+    return told

@@ -94,8 +94,13 @@ def select(name: str, text: str | None) -> tuple[Selection, int]:
             f"option {short(got)}: allowed is a number of pages, or a share of them from 1% to"
             f" 100%; nearest: {name}={near}"
         )
-    selection = Selection(percent=min(read, 100)) if percent else Selection(pages=read)
-    return selection, Number()(name, first) if colon else READ_WHOLE
+    selection = Selection(percent=float(read)) if percent else Selection(pages=read)
+    if colon and not re.fullmatch("[0-9]{1,9}", first):
+        raise SpecError(
+            f"option {short(f'{name}={text}')}: behind the colon stands the first layer that"
+            f" selects; nearest: {name}={number}:{READ_WHOLE}"
+        )
+    return selection, int(first) if colon else READ_WHOLE
 
 
 OPTIONS: dict[str, Callable[[str, str | None], Any]] = {

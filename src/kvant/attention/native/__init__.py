@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvant.attention.native import records
 from kvant.attention.native.records import CHOOSE, LANES, NO_MEMORY, NO_ROWS, REQUEST, STORE
-from kvant.attention.selecting import ranges, rule_of, summarized, widest
+from kvant.attention.selecting import ranges, summarized, widest
 from kvant.contracts import Fields, Mask, Request, Stored, Tiles, View
 from kvant.extent import Change
 from kvant.native import DTYPES, done, library, rows_record
@@ -48,9 +48,10 @@ class Native:
         return None if request is None else _unasked(request, keys.heads)
 
     def choose(self, request: Request, pages: View) -> Tensor | None:
-        q, keys = request.q, pages.keys
+        q, keys, mask = request.q, pages.keys, request.mask
+        assert isinstance(mask, Mask)
         batch, all_heads, queries, dim = q.shape
-        found = ranges(pages, rule_of(request, pages), queries)
+        found = ranges(pages, mask, queries)
         if found is None:
             return None
         functions, bounds = library().functions, summarized(pages).bounds

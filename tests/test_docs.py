@@ -21,7 +21,9 @@ def called(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not end.value.code, shlex.join(words)
 
 
-@pytest.mark.parametrize("name", ["engine", "prefixes", "sequences", "transformers"])
+@pytest.mark.parametrize(
+    "name", ["engine", "long-contexts", "prefixes", "sequences", "transformers"]
+)
 def test_its_python_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = DOCS / f"{name}.md"

@@ -212,13 +212,14 @@ class Tally:
 
 @dataclass(frozen=True, eq=False)
 class Summary:
-    """The largest and the least value, by channel, of each sealed page of keys, by slot.
+    """Two bounds of each channel of the keys of each sealed page, by slot.
 
-    It follows from the pages, so it is worked out when it is first asked for, and never stored.
+    They follow from the pages, so they are worked out when first asked for, and never stored: the
+    bounds are written, then `of`; who copies both goes the other way.
     """
 
-    bounds: Tensor  # [slots, H, 2, D]
-    of: Ints  # [slots]: which taking of a slot they are of; 0: of none
+    bounds: Tensor  # [slots, H, 2, D]: the upper ones, then the lower ones
+    of: Ints  # [slots]: how often a slot had been taken when they were worked out; 0: never
 
 
 class Request(NamedTuple):

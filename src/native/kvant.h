@@ -191,14 +191,14 @@ typedef struct {
 enum kvant_range { KVANT_LOW, KVANT_FIRST, KVANT_STOP, KVANT_HIGH, KVANT_COUNT, KVANT_RANGES };
 
 /* The sealed pages to be read by the last `queries` columns: those whose keys can score most in sum
- * over the query heads of a key head, by the largest and the least value of each channel. */
+ * over the query heads of a key head, by two bounds of each channel. */
 typedef struct {
     const kvant_extent *extent;
     int64_t extent_nbytes;
     int64_t heads, group, queries, dim;
     kvant_rows q;
     int64_t q_dtype;
-    kvant_pages bounds; /* [slot, head, 2, dim]: the largest values, then the least ones */
+    kvant_pages bounds; /* [slot, head, 2, dim]: the upper ones, then the lower ones */
     int64_t dtype;
     const int64_t *ranges; /* [batch, queries, KVANT_RANGES] */
     int64_t ranges_nbytes;

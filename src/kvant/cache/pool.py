@@ -31,7 +31,7 @@ class Pool:
     def __init__(self, step: int = 1) -> None:
         self.step = step  # slots by which it grows
         self.counts = np.zeros(0, np.int64)
-        self.takes = np.zeros(0, np.int64)  # how often each slot was taken: who wrote there last
+        self.takes = np.zeros(0, np.int64)  # how often each slot was taken
         self.holders: dict[int, ref[Holder]] = {}  # by number; they leave it from any thread
         self.orphans: deque[tuple[int, Ints]] = (
             deque()

@@ -12,7 +12,6 @@
 #include <memory>
 #include <vector>
 
-#include "ahead.hpp"
 #include "doors.hpp"
 #include "team.hpp"
 
@@ -122,9 +121,7 @@ private:
         for (int64_t g = 0; g < r.group; g++) {
             const char *at = (const char *)r.q.data + unit / r.queries * r.q.batch +
                              (head * r.group + g) * r.q.head + unit % r.queries * r.q.row;
-            if (r.q_dtype == KVANT_F32) read_as<float>(at, r.dim, q);
-            if (r.q_dtype == KVANT_F16) read_as<Half>(at, r.dim, q);
-            if (r.q_dtype == KVANT_BF16) read_as<Bfloat>(at, r.dim, q);
+            read_row(r.q_dtype, at, r.dim, q);
             for (int64_t d = 0; d < r.dim; d++) to[q[d] < 0 ? r.dim + d : d] += q[d];
         }
     }

@@ -14,14 +14,19 @@ template <class T> inline void write_as(void *to, int64_t at, int64_t dim, const
     for (int64_t d = 0; d < dim; d += 16) store_nearest((T *)to + at + d, load(from + d));
 }
 
+// A row of such a type in single precision.
+inline void read_row(int64_t dtype, const void *from, int64_t dim, float *to) {
+    if (dtype == KVANT_F32) read_as<float>(from, dim, to);
+    if (dtype == KVANT_F16) read_as<Half>(from, dim, to);
+    if (dtype == KVANT_BF16) read_as<Bfloat>(from, dim, to);
+}
+
 // One query in single precision.
 inline void read_query(const kvant_request &r, int64_t sequence, int64_t head, int64_t query,
                        float *to) {
     const char *at =
         (const char *)r.q.data + sequence * r.q.batch + head * r.q.head + query * r.q.row;
-    if (r.q_dtype == KVANT_F32) read_as<float>(at, r.keys->dim, to);
-    if (r.q_dtype == KVANT_F16) read_as<Half>(at, r.keys->dim, to);
-    if (r.q_dtype == KVANT_BF16) read_as<Bfloat>(at, r.keys->dim, to);
+    read_row(r.q_dtype, at, r.keys->dim, to);
 }
 
 // The outputs of one query, rounded once.

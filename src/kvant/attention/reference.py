@@ -158,12 +158,12 @@ class Alike:
         if block.part != "sinks" or self.pages.extent.hidden:  # sinks are there before the others
             exists = exists & (k >= self.begins)
         exists = exists.expand(q1 - q0, -1)
-        if block.part == "sealed" and self.read is not None:
-            exists = exists & self._chosen(self.read, q0, q1, k)
         if isinstance(mask, Tensor):
             return self._explicit(mask, q0, q1, k, exists)
-        seen = exists & visible(mask, q, k)
-        return seen if seen.ndim == 4 else seen[None, None]
+        seen = (exists & visible(mask, q, k))[None, None]
+        if block.part == "sealed" and self.read is not None:
+            seen = seen & self._chosen(self.read, q0, q1, k)
+        return seen
 
     def _chosen(self, read: Tensor, q0: int, q1: int, k: Tensor) -> Tensor:
         """Are keys `k` in pages that are read? [B, heads, T, keys]."""
@@ -276,8 +276,7 @@ def _reading(request: Request, group: Alike) -> Alike:
     """The sequences of a group, of whose sealed pages the chosen ones are read."""
     assert request.chosen is not None
     heads = request.q.shape[1] // group.pages.keys.heads
-    stop = int(group.pages.extent.stop_sealed[group.first])
-    read = reads(group.of(request.chosen), stop + 1)  # a block ends where its last page does
+    read = reads(group.of(request.chosen), int(group.pages.extent.stop_sealed[group.first]))
     return replace(group, read=read.repeat_interleave(heads, 1))
 
 

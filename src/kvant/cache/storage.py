@@ -260,16 +260,16 @@ class Storage:
                 part: self._grown(None if old is None else old.sealed[part], shape, dtype, room, 1)
                 for part, (shape, dtype) in geometry.fields(self.spec, name).items()
             }
-            summary = (
-                self._summary(None if old is None else old.summary, room)
-                if (name == "keys" and self.spec.select is not None)
-                else None
-            )
+            summary = self._summary(old, room) if name == "keys" else None
             sides[name] = Stored(codec, rows, fields, self.tiles, summary)
         # In one call: an interrupt finds the old tensors with their numbers, or the new ones.
         self.__dict__.update(sides=sides, room=room)
 
-    def _summary(self, old: Summary | None, room: tuple[int, int]) -> Summary:
+    def _summary(self, stored: Stored | None, room: tuple[int, int]) -> Summary | None:
+        """Of the keys, where pages are selected."""
+        if self.spec.select is None:
+            return None
+        old = None if stored is None else stored.summary
         shape = (self.geometry.heads, 2, self.geometry.dims["keys"])
         of = np.zeros(room[1], np.int64)
         if old is not None:  # before the bounds: who works one out writes it, and then here

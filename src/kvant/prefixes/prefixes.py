@@ -21,6 +21,7 @@ from kvant.cache import Cache
 from kvant.cache.account import Account, account
 from kvant.hf import HostCache
 from kvant.prefixes.archive import Archive, Write
+from kvant.prefixes.restores import LATELY
 from kvant.prefixes.shelf import CHUNK, Names, Shelf, dense_prompts, pages_suffice
 from kvant.prefixes.tree import Kept, Match, Tree
 from kvant.sizes import parse_size
@@ -30,7 +31,6 @@ log = logging.getLogger("kvant")
 
 SPARED = 0.9  # of the limit: so much is left once something had to go
 PATIENCE = 1.0  # seconds that a reply waits to be kept
-LATELY = 0.5  # the weight of the newest measurement
 
 
 class Prefixes:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
@@ -177,6 +177,64 @@ class Selection:
         return count
 
 
+class Rows(NamedTuple):
+    """The rows that a prune chooses among, of N key heads: those of a sequence are neighbours.
+
+    They end side by side at the newest token, and are in no frame, in float32.
+    """
+
+    keys: Tensor  # [N, n, D]
+    values: Tensor  # [N, n, Dv]
+    there: Tensor  # [N, n]: booleans; a head may have fewer rows than others
+    queries: Tensor | None  # [N, group, m, D]: the newest that a score asked for
+    asked: Tensor | None  # [N, m]: the row of each of them; below zero: it is padding
+    scale: float  # of the scores of queries and keys
+    heads: int  # of a sequence
+
+
+class Score(Protocol):
+    """Says which rows of a key head matter most for the tokens to come; a frozen dataclass."""
+
+    @property
+    def name(self) -> str:
+        """In specs and files."""
+
+    @property
+    def queries(self) -> int:
+        """How many of the newest queries it asks for."""
+        return 0
+
+    @property
+    def decodes(self) -> bool:
+        """May it prune while tokens are decoded, or only behind a prompt?"""
+        return False
+
+    def of(self, rows: Rows) -> Tensor:
+        """[N, n]: the larger, the sooner a row is kept."""
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """How many rows each key head keeps behind a prompt, and by which score."""
+
+    score: Score
+    rows: int = 0  # so many,
+    percent: float = 0.0  # or this share of the tokens that were seen
+    adaptive: bool = False  # do the heads of a layer share what they may keep?
+
+    def __post_init__(self) -> None:
+        one = (self.rows > 0) != (self.percent > 0)
+        if not (one and self.rows >= 0 and 0 <= self.percent <= 100):
+            raise ValueError(
+                f"a prune that keeps {self.rows} rows and {self.percent}%: one row or more, "
+                "or a share up to 100% is needed"
+            )
+
+    def keep(self, length: int) -> int:
+        """Rows that stay of so many tokens."""
+        return self.rows or math.ceil(length * (self.percent / 100))
+
+
 class Tiles(Protocol):
     """How the bytes of a sealed page lie in memory. Only an arena and a backend know of it."""
 
@@ -288,10 +346,16 @@ class View(NamedTuple):
     tally: Tally
     backend: str | None = None  # the one that is to read it; None: the first that does
     selecting: Selecting | None = None  # None: queries read all pages that they see
+    watch: Callable[[Tensor, float], None] | None = None  # who wants to see queries and their scale
 
     @property
     def batch(self) -> int:
-        return len(self.extent.numbers)
+        return self.extent.batch
+
+    @property
+    def heads(self) -> int:
+        """Key heads of a sequence."""
+        return self.keys.heads * self.extent.heads
 
     @property
     def came(self) -> int:

@@ -8,7 +8,7 @@ next extent may write them in place, and no older one looks at them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +21,8 @@ NO_PAIRS, NO_SEALS, NO_WRITES = (np.zeros((0, width), np.int64) for width in (2,
 NO_SLOTS = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 # The numbers of a sequence, in the order in which kernels read them.
-LENGTH, PADDING, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, BEGINS = range(6)
+LENGTH, PADDING, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, BEGINS, PRUNED = range(7)
+NUMBERS = 7
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Kind:
     slack: int = 0  # how far back a rewind is exact
     step: int = 0  # rows by which memory grows; 0: by pages
     capacity: int | None = None  # rows of a sequence whose memory is taken at once
+    own: int | None = None  # the layer that this kind is of alone: its heads keep rows of their own
 
     @property
     def page(self) -> int:
@@ -98,12 +100,17 @@ class Kind:
 
 @dataclass(frozen=True, eq=False)
 class Extent:
-    """How far each of B sequences is, and where its pages lie."""
+    """How far each of B sequences is, and where its pages lie.
+
+    A sequence has one table of pages, or one for each of its key heads, which are neighbours then:
+    they are equally far, but need not keep the same rows.
+    """
 
     kind: Kind
-    numbers: Ints  # [B, 6]: see LENGTH and the others
-    sealed: Ints  # [B, n]: the slots of sealed pages, by page number
-    open: Ints  # [B, n]: of open pages
+    numbers: Ints  # [tables, 7]: see LENGTH and the others
+    sealed: Ints  # [tables, n]: the slots of sealed pages, by page number
+    open: Ints  # [tables, n]: of open pages
+    heads: int = 1  # tables of a sequence
     calm: int = 0  # so many tokens change nothing but the lengths
     hidden: bool = False  # are rows before `begins` there, and only hidden?
     newest: Ints | None = None  # the writes of the token that came last; the next goes behind it
@@ -111,17 +118,37 @@ class Extent:
     shared: dict[Any, Any] = field(default_factory=dict)  # the same of the tables alone
 
     @classmethod
-    def empty(cls, kind: Kind, padding: Sequence[int]) -> Extent:
+    def empty(cls, kind: Kind, padding: Sequence[int], heads: int = 1) -> Extent:
         """Sequences without rows; a negative length counts the columns of padding to come."""
-        numbers = np.zeros((len(padding), 6), np.int64)
-        numbers[:, PADDING] = padding
+        numbers = np.zeros((len(padding) * heads, NUMBERS), np.int64)
+        numbers[:, PADDING] = np.repeat(padding, heads)
         numbers[:, LENGTH] = -numbers[:, PADDING]
-        none = np.zeros((len(padding), 0), np.int64)
-        return cls(kind, numbers, none, none)
+        none = np.zeros((len(numbers), 0), np.int64)
+        return cls(kind, numbers, none, none, heads)
+
+    @property
+    def tables(self) -> int:
+        return len(self.numbers)
 
     @property
     def batch(self) -> int:
-        return len(self.numbers)
+        """Sequences."""
+        return len(self.numbers) // self.heads
+
+    def of_sequences(self, numbers: Ints) -> Ints:
+        """One of the numbers of each sequence, in which its tables agree."""
+        return numbers[:: self.heads]
+
+    def tables_of(self, sequences: Ints) -> Ints:
+        """The tables of these sequences, in their order."""
+        if self.heads == 1:
+            return sequences
+        return (sequences[:, None] * self.heads + np.arange(self.heads)).ravel()
+
+    @cached_property
+    def apart(self) -> Extent:
+        """The same, where each table is a sequence."""
+        return self if self.heads == 1 else replace(self, heads=1)
 
     @property
     def lengths(self) -> Ints:
@@ -155,6 +182,16 @@ class Extent:
     def begins(self) -> Ints:
         """Positions before it have no rows, even where their page is there."""
         return self.numbers[:, BEGINS]
+
+    @property
+    def pruned(self) -> Ints:
+        """The lengths at which rows were pruned, and below which nobody can go back; 0: none."""
+        return self.numbers[:, PRUNED]
+
+    @property
+    def missing(self) -> Ints:
+        """Positions before it have no row since rows were pruned, and nobody asks for them."""
+        return np.where(self.pruned > 0, self.begins, 0)
 
     @property
     def first_row(self) -> Ints:
@@ -193,8 +230,8 @@ class Extent:
         found: Extent | None = self.memo.get(key)
         if found is None:
             numbers = self.numbers.copy()
-            numbers[:, BEGINS] = np.maximum(numbers[:, BEGINS], first)
-            found = Extent(self.kind, numbers, self.sealed, self.open, hidden=True)
+            numbers[:, BEGINS] = np.maximum(numbers[:, BEGINS], np.repeat(first, self.heads))
+            found = Extent(self.kind, numbers, self.sealed, self.open, self.heads, hidden=True)
             self.memo[key] = found
         return found
 

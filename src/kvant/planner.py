@@ -9,13 +9,14 @@ of an encoder.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from kvant.cache.layer import kind_of, pages_nbytes
+from kvant.cache.pruning import kept_nbytes
 from kvant.cache.storage import Geometry
 from kvant.errors import CapacityError, SpecError
 from kvant.extent import Kind
@@ -49,6 +50,19 @@ class Plan:
     @property
     def nbytes(self) -> int:
         return sum(self.layer_nbytes)
+
+    @cached_property
+    def nbytes_kept(self) -> int:
+        """What stays of prompts of `context` tokens: less than `nbytes` where layers prune."""
+        gone = 0
+        for recipe, layer in self._pairs:
+            for one in attention_in(recipe):
+                if one.prune is not None:
+                    geometry, kind = _geometry(one, layer), kind_of(one)
+                    alone = replace(geometry, heads=1)
+                    kept = geometry.heads * kept_nbytes(alone, one, kind, self.context)
+                    gone += _rows(one, layer, self.sequences, self.context) - self.sequences * kept
+        return self.nbytes - max(0, gone)
 
     @property
     def nbytes_per_token(self) -> float:
@@ -154,8 +168,11 @@ def _nbytes(recipe: Recipe, layer: LayerShape, sequences: int, context: int) -> 
 
 
 def _rows(recipe: LayerSpec, layer: LayerShape, sequences: int, context: int) -> int:
+    """Behind a prompt a layer that prunes has less; what it takes while that is read is all."""
     geometry, kind = _geometry(recipe, layer), kind_of(recipe)
-    return pages_nbytes(geometry, recipe, kind, [context] * sequences)
+    tables = 1 if recipe.prune is None else layer.num_heads
+    geometry = replace(geometry, heads=geometry.heads // tables)
+    return pages_nbytes(geometry, recipe, kind, [context] * sequences * tables)
 
 
 def _token(recipe: Recipe, layer: LayerShape) -> float:

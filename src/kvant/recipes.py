@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from kvant.contracts import Codec, Mask, Retention, Selection
+from kvant.contracts import Codec, Mask, Pruning, Retention, Selection
 from kvant.extent import Paging
 
 T = TypeVar("T")
@@ -38,6 +38,7 @@ class LayerSpec:
     chunk: int | None = None  # a query sees its own block of so many positions only
     value_dim: int | None = None  # values are the first channels of the keys (MLA)
     select: Selection | None = None  # None: a token reads all pages that it sees
+    prune: Pruning | None = None  # None: rows stay while a token may see them
 
     @cached_property
     def sides(self) -> Mapping[str, Codec]:
@@ -127,6 +128,11 @@ class CacheSpec:
     def changed(self, change: Callable[[LayerSpec], LayerSpec]) -> CacheSpec:
         """The same, with that done to whatever attends, inside of groups too."""
         return CacheSpec(tuple(_changed(recipe, LayerSpec, change) for recipe in self.layers))
+
+    @property
+    def prunes(self) -> bool:
+        """Does some layer let rows go behind a prompt?"""
+        return any(layer.prune is not None for layer in attention_in(*self.layers))
 
     def with_checkpoints(self, most: int) -> CacheSpec:
         """The same, but recurrences keep at most so many checkpoints."""

@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 12
+#define KVANT_ABI 13
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -90,10 +90,11 @@ typedef struct {
 
 /* The numbers of a sequence: its positions so far (below zero: columns of padding to come), columns
  * of padding (not read), the pages that are sealed, the first that is open (the last is that of its
- * last position), and the position before which there are no rows, sinks aside. */
+ * last position), the position before which there are no rows, sinks aside, and the length at which
+ * rows were pruned (not read). */
 enum kvant_number {
     KVANT_LENGTH, KVANT_PADDING, KVANT_FIRST_SEALED, KVANT_STOP_SEALED, KVANT_FIRST_OPEN,
-    KVANT_BEGINS, KVANT_NUMBERS
+    KVANT_BEGINS, KVANT_PRUNED, KVANT_NUMBERS
 };
 
 /* How far sequences are and where their pages lie; the same for many layers. A query reads pages

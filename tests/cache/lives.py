@@ -158,7 +158,8 @@ class Life:
             assert exact(extent, to), f"{back} tokens back"
         ledger.back += back
         self.rows.do(change, [])
-        ledger.adopt([change.after], (), [change])
+        with ledger.counting():
+            ledger.swap([change.after], (), [(0, change.taken)])
         for sequence, length in zip(sequences, to.tolist(), strict=True):
             sequence.tokens = sequence.tokens[: max(length, 0)]
             sequence.to_come = max(-length, 0)
@@ -168,7 +169,8 @@ class Life:
         if not sequences:
             return
         index = [self.random.randrange(len(sequences)) for _ in range(self.random.randint(1, 3))]
-        ledger.adopt([selected(ledger.book.extents[0], np.array(index))], ())
+        with ledger.counting():
+            ledger.swap([selected(ledger.book.extents[0], np.array(index))], ())
         sequences[:] = [Sequence(list(sequences[i].tokens), sequences[i].to_come) for i in index]
 
     def fork(self) -> None:
@@ -178,7 +180,8 @@ class Life:
         twin.back = ledger.back
         if ledger.batch:
             extent = ledger.book.extents[0]
-            twin.adopt([selected(extent, np.arange(extent.batch))], ())
+            with twin.counting():
+                twin.swap([selected(extent, np.arange(extent.batch))], ())
         self.caches.append((twin, [Sequence(list(s.tokens), s.to_come) for s in sequences]))
         if len(self.caches) > 3:
             del self.caches[self.random.randrange(3)]
@@ -190,7 +193,8 @@ class Life:
             return
         merged = self.ledger()
         merged.back = max(one.back for one, _ in filled)
-        merged.adopt([joined([one.book.extents[0] for one, _ in filled])], ())
+        with merged.counting():
+            merged.swap([joined([one.book.extents[0] for one, _ in filled])], ())
         copies = [Sequence(list(x.tokens)) for _, s in filled for x in s]
         self.caches.append((merged, copies))
         if len(self.caches) > 3:
@@ -198,7 +202,8 @@ class Life:
 
     def forget(self) -> None:
         ledger, sequences = self.any()
-        ledger.adopt([], ())
+        with ledger.counting():
+            ledger.swap([], ())
         ledger.back = 0
         sequences.clear()
 

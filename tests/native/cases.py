@@ -117,7 +117,7 @@ def attend(case: Case) -> None:
     )
     numbers = [some_numbers(rng, e) for _ in range(e.batch)]
     case.hold(
-        "extent.numbers", struct.pack(f"@{6 * e.batch}q", *(n for row in numbers for n in row))
+        "extent.numbers", struct.pack(f"@{7 * e.batch}q", *(n for row in numbers for n in row))
     )
     ranges = [readable(r, e, row) for row in numbers]
     slots = [table(case, name, [found[name] for found in ranges]) for name in ("sealed", "open")]
@@ -163,12 +163,12 @@ def some_numbers(rng: random.Random, e: Any) -> tuple[int, ...]:
     pages = max(0, length) // e.page
     stop = rng.randint(0, pages)
     first, opened = rng.randint(0, stop), rng.randint(0, pages)
-    return length, padding, first, stop, opened, rng.choice((0, 0, 0, 10))
+    return length, padding, first, stop, opened, rng.choice((0, 0, 0, 10)), length
 
 
 def readable(r: Any, e: Any, numbers: tuple[int, ...]) -> dict[str, set[int]]:
     """The pages of a sequence that any query may read."""
-    end, _, first, stop, opened, begins = numbers
+    end, _, first, stop, opened, begins, _ = numbers
     own = end - r.num_own
     due = max(0, end - e.tail) // e.page * e.page if e.tail >= 0 and end >= e.dense_until else 0
     seam = min(due, end - r.num_dense) if due else 0

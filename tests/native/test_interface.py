@@ -246,7 +246,7 @@ def test_a_sequence_that_is_nowhere_is_refused(
     for make in cases("attend"):
         case = make()
         numbers = bytearray(case.contents["extent.numbers"])
-        struct.pack_into("@q", numbers, len(numbers) - 48 + 8 * number, value)
+        struct.pack_into("@q", numbers, len(numbers) - 56 + 8 * number, value)
         case.hold("extent.numbers", bytes(numbers))
         refusal = case.call(functions)
         assert refusal is not None and refusal.startswith("numbers: ")

@@ -47,11 +47,17 @@ def attend(
     seen. No gradients are recorded.
     """
     refuse_transforms("attend")
+    if view.watch is not None:
+        view.watch(q, q.shape[3] ** -0.5 if scale is None else scale)
+    if view.extent.heads > 1:
+        how = {"scale": scale, "softcap": softcap, "backend": backend}
+        both = _by_heads(q, view, mask, sink_logits, **how)
+        return both if return_lse else both[0]
     _check(q, view, mask, sink_logits)
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         keys, frame = view.keys, view.values.codec.frame
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        rule = view.mask if mask is None else _four_dimensions(mask)
+        rule = _four_dimensions(mask) if isinstance(mask, Tensor) else mask or view.mask
         framed = q if keys.codec.frame.trivial else keys.codec.frame.queries(q)
         # Outputs that are still to leave a frame are not rounded before that.
         dtype = q.dtype if frame.trivial else torch.float32
@@ -74,6 +80,45 @@ def attend(
             out = out[..., : view.value_dim]
         out = out if out.dtype == q.dtype else out.to(q.dtype)
         return out if lse is None else (out, lse)
+
+
+def _by_heads(
+    q: Tensor, view: View, mask: Mask | Tensor | None, sink_logits: Tensor | None, **how: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention where key heads have tables of their own: each is read as a sequence is."""
+    if q.ndim != 4 or q.shape[0] != view.batch or q.shape[1] % view.heads or not q.shape[1]:
+        raise ValueError(
+            f"queries of shape {list(q.shape)} do not fit keys of [{view.batch}, {view.heads}, ., "
+            f"{view.keys.dim}]: [B, heads, T, D] is needed, heads a multiple of {view.heads}"
+        )
+    if isinstance(mask, Tensor):
+        mask = _mask_by_heads(view, _four_dimensions(mask))
+    apart = view._replace(extent=view.extent.apart, watch=None)
+    queries = q.reshape(view.extent.tables, -1, *q.shape[2:])
+    out, lse = attend(queries, apart, mask=mask, return_lse=True, **how)
+    out, lse = out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+    if sink_logits is None:
+        return out, lse
+    if sink_logits.shape != (q.shape[1],):
+        raise ValueError(
+            f"sink_logits {list(sink_logits.shape)} for {q.shape[1]} heads: one a head"
+        )
+    aside = sink_logits.to(lse.dtype)[:, None]  # it takes its part of what all others share
+    out = out * torch.sigmoid(lse - aside).unsqueeze(-1).to(out.dtype)
+    return out, torch.logaddexp(lse, aside)
+
+
+def _mask_by_heads(view: View, mask: Tensor) -> Tensor:
+    """A mask [B, heads, T, n], or one for all of these, for each key head."""
+    if view.extent.pruned.any():
+        raise UnsupportedView(
+            "a mask that is a tensor counts columns, and rows that a prune has kept are at none: "
+            "tell padding by start= or attention_mask=, which stores none"
+        )
+    if mask.shape[1] > 1:
+        every = mask.expand(view.batch, -1, -1, -1)
+        return every.reshape(view.extent.tables, -1, *mask.shape[2:])
+    return mask.repeat_interleave(view.extent.heads, 0) if mask.shape[0] > 1 else mask
 
 
 @dataclass(frozen=True)
@@ -127,9 +172,7 @@ def check_backend(name: str | None) -> None:
         raise ValueError(f"backend {name!r} is not one of {names}")
 
 
-def _four_dimensions(mask: Mask | Tensor) -> Mask | Tensor:
-    if isinstance(mask, Mask):
-        return mask
+def _four_dimensions(mask: Tensor) -> Tensor:
     return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
 
 

@@ -78,7 +78,7 @@ class Alike:
     def blocks(self, queries: int, at_once: int) -> Iterator[Block]:
         """The rows that the newest queries may see, in pieces of so many values when opened."""
         extent, page = self.pages.extent, self.pages.extent.kind.page
-        count = extent.batch if self.which is None else len(self.which)
+        count = extent.tables if self.which is None else len(self.which)
         heads, dim = self.pages.keys.heads, self.pages.keys.dim
         wide = max(dim, self.pages.values.dim)
         many = page * max(1, at_once // (count * heads * wide * page))
@@ -314,7 +314,9 @@ def _serves(group: Alike, queries: int, mask: Mask) -> bool:
     if group.length <= 0:
         return True
     query = max(query, 0)
-    low = 0 if mask.window is None else max(0, query - mask.window + 1)
+    low = int(extent.missing[group.first])
+    if mask.window is not None:
+        low = max(low, query - mask.window + 1)
     if low > group.sinks < mask.sinks:  # the others lie among the rows
         low = group.sinks
     seam = max(low, group.seam(query))
@@ -331,7 +333,7 @@ def seen_rows(group: Alike, side: Literal["keys", "values"], start: int, stop: i
     """
     extent, which = group.pages.extent, group.first
     stored = group.pages.keys if side == "keys" else group.pages.values
-    count = extent.batch if group.which is None else len(group.which)
+    count = extent.tables if group.which is None else len(group.which)
     end = min(stop, group.length)
     seam = min(group.seam(group.length - 1), end)
     low = max(start, int(extent.first_row[which]))

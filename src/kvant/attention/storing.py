@@ -19,7 +19,7 @@ from kvant.attention.reference import Reference
 from kvant.attention.triton import Triton
 from kvant.attention.writing import SEAL_AT_ONCE, rows_to_seal
 from kvant.contracts import Codec, Fields, Stored, Tally
-from kvant.extent import LENGTH, Change, Extent, Ints, Kind, Paging
+from kvant.extent import LENGTH, NUMBERS, Change, Extent, Ints, Kind, Paging
 
 STORES: list[Any] = [Native(), Triton(), Reference()]
 
@@ -54,7 +54,7 @@ def seal_into(
     stored: Stored, name: str, rows: Tensor, slots: Ints, first: Ints, sinks: int, tally: Tally
 ) -> None:
     """Seal whole pages [n, H, P, D] of one side, from positions `first` on, into these slots."""
-    numbers = np.zeros((len(slots), 6), np.int64)
+    numbers = np.zeros((len(slots), NUMBERS), np.int64)
     numbers[:, LENGTH] = first
     none = np.zeros((len(slots), 0), np.int64)
     here = Extent(Kind(Paging(rows.shape[2], 0), sinks=sinks), numbers, none, none)

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from kvant.attention import check_backend
 from kvant.attention.writing import reopen
-from kvant.cache import snapshot
+from kvant.cache import pruning, snapshot
+from kvant.cache.book import Asked, Book, Retired
 from kvant.cache.changes import exact, joined, reachable, rewound, selected
 from kvant.cache.contents import Group, Layers, brought, leaves_of, recode_into, restore_into
 from kvant.cache.layer import Attention, kind_of
-from kvant.cache.ledger import Book, Ledger, Retired
+from kvant.cache.ledger import Ledger
 from kvant.cache.recode import attending, spec_after, within
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import joined as joined_pasts
@@ -125,7 +126,8 @@ class Cache(Refusals):
         """Tokens of each sequence, without padding."""
         extents = self._ledger.book.extents
         if extents:
-            lengths: list[int] = np.min([extent.rows for extent in extents], 0).tolist()
+            rows = [extent.of_sequences(extent.rows) for extent in extents]
+            lengths: list[int] = np.min(rows, 0).tolist()
             return lengths
         return [self.length] * self.batch
 
@@ -281,7 +283,46 @@ class Cache(Refusals):
             for _, one in layers.recurrent():
                 one.tally.rewinds_exact += 1
             taken = [(kind, change.taken) for kind, change in enumerate(changes)]
-            ledger.swap([change.after for change in changes], states, taken)
+            after = [change.after for change in changes]
+            ledger.swap(after, states, taken, ledger.book.asked)
+
+    def prune(self) -> int:
+        """Let rows go that the spec does not keep behind a prompt; how many a head, in the mean.
+
+        While tokens are decoded, it does so where the score allows it, and enough of them came.
+        """
+        if not self._ledger.prunes:
+            return 0
+        self.rollback()
+        ledger, book = self._ledger, self._ledger.book
+        found: list[tuple[Attention, pruning.Kept]] = []
+        for _, leaf in self.contents.attention():
+            if (rule := leaf.pruning) is None or leaf.storage is None or not book.extents:
+                continue
+            if not (book.prompted or rule.score.decodes):
+                continue
+            extent = book.extents[leaf.kind]
+            which = pruning.over(rule, extent, 0 if book.prompted else pruning.LATE)
+            if which.any():
+                found.append((leaf, leaf.chosen(which)))
+        if found:
+            self._let_go(found)
+        ledger.unasked()
+        gone = [int((~kept.mask).sum()) / len(kept.tables) for _, kept in found]
+        return round(sum(gone) / len(gone)) if gone else 0
+
+    def _let_go(self, found: Sequence[tuple[Attention, pruning.Kept]]) -> None:
+        """All layers or none: pages that stay lie in new slots before the old ones go."""
+        ledger, book = self._ledger, self._ledger.book
+        extents, taken = list(book.extents), list[Retired]()
+        with ledger.counting():
+            for leaf, kept in found:
+                pools = ledger.pools[leaf.kind]
+                extents[leaf.kind], slots = pruning.packed(kept, pools)
+                taken.append((leaf.kind, slots))
+                leaf.keep(kept, extents[leaf.kind])
+            ledger.swap(extents, book.states, taken, book.asked)
+        ledger.compact()
 
     def end_padding(self) -> None:
         """Let sequences that have no token yet begin with the next one: no more padding comes."""
@@ -329,6 +370,7 @@ class Cache(Refusals):
         """Become what the snapshot holds; every layer, or an error and none."""
         self.rollback()
         self._restored(self.spec, snapshot)
+        self._ledger.unasked()
 
     def fork(self) -> Cache:
         """A second cache with the same tokens, which shares pages until one writes to them."""
@@ -337,7 +379,7 @@ class Cache(Refusals):
         host_states = {name: one.fork() for name, one in self.contents.host_states().items()}
         extents = [selected(extent, np.arange(extent.batch)) for extent in book.extents]
         with self._ledger.counting():
-            return self._twin(extents, book.states, host_states)
+            return self._twin(extents, book.states, host_states, asked=book.asked)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         return self.fork()
@@ -355,7 +397,7 @@ class Cache(Refusals):
             follower.become(past)
         with self._ledger.counting():
             states = _selected(book.states, index, book, extents)
-            return self._twin(extents, states, host_states)
+            return self._twin(extents, states, host_states, asked=self._asked_by(index, extents))
 
     def merged(self, others: Sequence[Cache]) -> Cache:
         """The sequences of this cache and of others under one, in its pools: see `merge`.
@@ -424,8 +466,8 @@ class Cache(Refusals):
         states = _selected(book.states, chosen, book, extents)
         host_states = self._ledger.host_states
         pasts = _selected([one.settled() for one in host_states], chosen, book, extents)
-        with self._ledger.lock:
-            self._ledger.adopt(extents, states)
+        with self._ledger.counting():
+            self._ledger.swap(extents, states, asked=self._asked_by(chosen, extents))
             for follower, past in zip(host_states, pasts, strict=True):
                 follower.become(past)
 
@@ -454,7 +496,9 @@ class Cache(Refusals):
                 if leaf.storage is not None:
                     layers.ledger.book.storages[leaf.leaf] = leaf.storage.moved(where, self.tiles)
             book = self._ledger.book
-            layers.ledger.adopt(book.extents, tuple(past.moved(where) for past in book.states))
+            moved = tuple(past.moved(where) for past in book.states)
+            with layers.ledger.counting():
+                layers.ledger.swap(book.extents, moved, asked=book.asked)
         self._hold(layers)
 
     @contextmanager
@@ -472,7 +516,8 @@ class Cache(Refusals):
         if spec == self.spec:
             return
         self.rollback()
-        if len(set(map(kind_of, attention_in(*spec.layers)))) < len(self._ledger.kinds):
+        kinds = {replace(kind, own=None) for kind in self._ledger.kinds}
+        if len(set(map(kind_of, attention_in(*spec.layers)))) < len(kinds):
             self._recode(spec)  # layers of two kinds are of one now
         else:
             self._restored(spec, self.shared_snapshot())
@@ -498,6 +543,7 @@ class Cache(Refusals):
         self._forget()
         old = self.contents
         self._hold(Layers.of(self.spec, self.tiles, old.host_states(), old))
+        self._ledger.unasked()
 
     def stats(self) -> dict[str, Any]:
         """What there is and what happened, in numbers."""
@@ -547,14 +593,27 @@ class Cache(Refusals):
         states: tuple[Past, ...],
         host_states: Mapping[str, HostState],
         taken: Sequence[Retired] = (),
+        asked: Mapping[int, Asked] | None = None,
     ) -> Cache:
         """A cache over the same pools with these sequences, while counts change."""
         twin = Cache.__new__(Cache)
         twin.tiles = self.tiles
         twin._hold(self.contents.twin(host_states))
         twin._recoded = list(self._recoded)
-        twin._ledger.swap(extents, states, taken)
+        twin._ledger.swap(extents, states, taken, asked)
+        twin._ledger.book = replace(twin._ledger.book, prompted=self._ledger.book.prompted)
         return twin
+
+    def _asked_by(self, sequences: Ints, after: Sequence[Extent]) -> dict[int, Asked]:
+        """What is known of the queries of these sequences, whose extents are to be these."""
+        book, found = self._ledger.book, dict[int, Asked]()
+        for leaf, asked in book.asked.items():
+            kind = self._ledger.leaves[leaf]
+            assert kind is not None
+            before = book.extents[kind]
+            gone = before.columns - after[kind].columns
+            found[leaf] = asked.of(before.tables_of(sequences), gone)
+        return found
 
     def _forget(self, rewound: bool = False) -> None:
         """No tokens in the same memory."""
@@ -565,8 +624,8 @@ class Cache(Refusals):
         for follower in ledger.host_states:
             follower.reset()
         extents = [Extent.empty(e.kind, [0] * e.batch) for e in ledger.book.extents]
-        with ledger.lock:
-            ledger.adopt(extents, tuple(Past() for _ in ledger.book.states))
+        with ledger.counting():
+            ledger.swap(extents, tuple(Past() for _ in ledger.book.states))
 
     def _recode(self, spec: CacheSpec) -> None:
         # All of the new memory is there before any of the old one goes, or an error halfway could

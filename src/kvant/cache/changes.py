@@ -95,7 +95,7 @@ def advanced(extent: Extent, count: int, pools: Pools, *, dense: bool = False) -
     dropped = np.concatenate([open_table[closed], copies[:, 0]]), sealed_table[there, at][gone]
 
     calm = _calm(kind, after)
-    state = Extent(kind, numbers, sealed_table, open_table, calm)
+    state = Extent(kind, numbers, sealed_table, open_table, extent.heads, calm)
     seen_from = numbers.copy()
     seen_from[:, FIRST_OPEN] = extent.first_open
     below = np.maximum(extent.stop_sealed, edge) > begins
@@ -175,6 +175,7 @@ def calmly(extent: Extent) -> Change:
         numbers,
         extent.sealed,
         extent.open,
+        extent.heads,
         extent.calm - 1,
         newest=writes,
         shared=extent.shared,
@@ -224,16 +225,17 @@ def rewound(extent: Extent, lengths: Ints, pools: Pools) -> Change:
         open_table[which, number] = slots
     opens = np.stack([extent.sealed[which, number], slots], 1)
     numbers[rows == 0, FIRST_SEALED:] = 0
-    after = Extent(kind, numbers, extent.sealed, open_table)
+    after = Extent(kind, numbers, extent.sealed, open_table, extent.heads)
     return Change(extent, after, after, 0, opens=opens, taken=(slots, slots[:0]))
 
 
 def reachable(extent: Extent, lengths: Ints) -> Bools:
     """Are all rows there that the newest token sees once sequences are of these lengths?"""
     window = extent.kind.window
-    low = np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0)
+    low = extent.missing if window is None else np.maximum(lengths - window, 0)
     held = np.maximum(extent.first_row, extent.kind.keep(extent.lengths))
-    there: Bools = (lengths <= 0) | (lengths == extent.lengths) | (low >= held)
+    back = (low >= held) & (lengths >= extent.pruned)
+    there: Bools = (lengths <= 0) | (lengths == extent.lengths) | back
     return there
 
 
@@ -252,7 +254,8 @@ def _first_reopened(extent: Extent, due: Ints) -> Ints:
 
 def selected(extent: Extent, index: Ints) -> Extent:
     """These sequences, in this order, with repeats if there are any."""
-    return Extent(extent.kind, extent.numbers[index], extent.sealed[index], extent.open[index])
+    at = extent.tables_of(index)
+    return Extent(extent.kind, extent.numbers[at], extent.sealed[at], extent.open[at], extent.heads)
 
 
 def joined(extents: Sequence[Extent]) -> Extent:
@@ -261,7 +264,7 @@ def joined(extents: Sequence[Extent]) -> Extent:
     numbers[:, PADDING] = 0
     sealed = _beside([extent.sealed for extent in extents])
     opened = _beside([extent.open for extent in extents])
-    return Extent(extents[0].kind, numbers, sealed, opened)
+    return Extent(extents[0].kind, numbers, sealed, opened, extents[0].heads)
 
 
 def _beside(tables: Sequence[Ints]) -> Ints:
@@ -284,13 +287,15 @@ def _both(one: tuple[Ints, Ints], other: tuple[Ints, Ints]) -> tuple[Ints, Ints]
     return np.concatenate([one[0], other[0]]), np.concatenate([one[1], other[1]])
 
 
-def placed(kind: Kind, numbers: Ints, pools: Pools, begun: Extent | None = None) -> Extent:
+def placed(
+    kind: Kind, numbers: Ints, pools: Pools, begun: Extent | None = None, heads: int = 1
+) -> Extent:
     """The extent whose pages lie in slots one after the other, in the order of their sequences.
 
     A sequence that begins with the same tokens as the one of `begun` shares whole pages with it.
     """
     blank = np.zeros((len(numbers), 0), np.int64)
-    extent = Extent(kind, numbers, blank, blank)
+    extent = Extent(kind, numbers, blank, blank, heads)
     if begun is None:
         return moved(extent, pools.open, pools.sealed)
     if kind.seals:
@@ -320,10 +325,10 @@ def moved(extent: Extent, opened: Pool | None, sealed: Pool | None) -> Extent:
     """The same pages in slots of other pools, one after the other; None: they stay."""
     open_table, sealed_table = extent.open, extent.sealed
     if opened is not None:
-        open_table = _table(extent.open_pages(), opened, extent.batch)
+        open_table = _table(extent.open_pages(), opened, extent.tables)
     if sealed is not None:
-        sealed_table = _table(extent.sealed_pages(), sealed, extent.batch)
-    return Extent(extent.kind, extent.numbers, sealed_table, open_table)
+        sealed_table = _table(extent.sealed_pages(), sealed, extent.tables)
+    return Extent(extent.kind, extent.numbers, sealed_table, open_table, extent.heads)
 
 
 def _table(

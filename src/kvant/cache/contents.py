@@ -16,9 +16,10 @@ import numpy as np
 from torch import Tensor
 
 from kvant.cache import recode, snapshot
+from kvant.cache.book import Retired
 from kvant.cache.changes import Pools, placed, taken_for
 from kvant.cache.layer import Attention, kind_of
-from kvant.cache.ledger import Ledger, Retired
+from kvant.cache.ledger import Ledger
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import restored as restored_past
 from kvant.cache.recurrent import shared_snapshot as past_snapshot
@@ -72,20 +73,21 @@ class Layers:
         """Empty ones, in pools of their own; states of the host are as they are."""
         every = dict(leaves_of(spec))
         recipes = {name: recipe for name, recipe in every.items() if name not in host_states}
-        kinds = list(
-            dict.fromkeys(kind_of(r) for r in recipes.values() if isinstance(r, LayerSpec))
-        )
-        states = tuple(Past() for r in recipes.values() if isinstance(r, RecurrentSpec))
-        own = [
-            kinds.index(kind_of(r)) if isinstance(r, LayerSpec) else None for r in recipes.values()
+        told = [
+            kind_of(recipe, leaf) if isinstance(recipe, LayerSpec) else None
+            for leaf, recipe in enumerate(recipes.values())
         ]
+        kinds = [kind for kind in dict.fromkeys(told) if kind is not None]
+        states = tuple(Past() for r in recipes.values() if isinstance(r, RecurrentSpec))
+        own = [None if kind is None else kinds.index(kind) for kind in told]
         ledger = Ledger(kinds, [Pools.of(kind) for kind in kinds], own, states)
         ledger.host_states = tuple(host_states.values())
         leaves: dict[str, Layer] = dict(host_states)
         place = 0
-        for leaf, (name, recipe) in enumerate(recipes.items()):
+        for leaf, ((name, recipe), kind) in enumerate(zip(recipes.items(), own, strict=True)):
             if isinstance(recipe, LayerSpec):
-                leaves[name] = Attention(recipe, ledger, kinds.index(kind_of(recipe)), leaf, tiles)
+                assert kind is not None
+                leaves[name] = Attention(recipe, ledger, kind, leaf, tiles)
             else:
                 leaves[name] = Recurrent(recipe, ledger, place, leaf)
                 place += 1
@@ -101,6 +103,8 @@ class Layers:
         """Be read by the backend that was asked for, and go on counting what happens."""
         self.ledger.abandoned, self.ledger.changes = old.ledger.abandoned, old.ledger.changes
         self.ledger.backend = old.ledger.backend
+        asked, prompted = old.ledger.book.asked, old.ledger.book.prompted
+        self.ledger.book = replace(self.ledger.book, asked=asked, prompted=prompted)
         leaves: list[tuple[str, Layer]] = [*self.attention(), *self.recurrent()]
         for name, leaf in leaves:
             leaf.tally = old.leaves[name].tally
@@ -180,7 +184,7 @@ def restore_into(layers: Layers, whole: Snapshot) -> dict[str, Any]:
     """Fill layers that are empty; what states of the host are to become."""
     pieces = _pieces(whole, list(layers.leaves))
     ledger = layers.ledger
-    numbers: dict[int, Ints | None] = {}
+    told: dict[int, snapshot.Restored | None] = {}
     pasts: list[Past] = []
     followed: dict[str, Any] = {}
     for name, leaf in layers.leaves.items():
@@ -194,22 +198,22 @@ def restore_into(layers: Layers, whole: Snapshot) -> dict[str, Any]:
             kind = ledger.kinds[leaf.kind]
             found = snapshot.restored(leaf.spec, kind, pieces[name], leaf.tiles)
             if found is not None:
-                ledger.book.storages[leaf.leaf] = found[1]
-            mine = None if found is None else found[0]
-            known = numbers.setdefault(leaf.kind, mine)
-            if not np.array_equal(known, mine):  # type: ignore[arg-type]
+                ledger.book.storages[leaf.leaf] = found.storage
+            known = told.setdefault(leaf.kind, found)
+            if (known is None) != (found is None) or (found and known and not found.agrees(known)):
                 raise SnapshotMismatch("other sequences than those of a layer of the same kind")
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"layer {name}: {error}") from None
-    given = [n for n in numbers.values() if n is not None]
-    if len(given) not in (0, len(numbers)):
+    given = [one for one in told.values() if one is not None]
+    if len(given) not in (0, len(told)):
         raise SnapshotMismatch("some layers have tokens, others none")
-    batches = sorted({len(n) for n in given} | ({past.batch for past in pasts} - {0}))
+    sequences = {len(one.numbers) // one.heads for one in given}
+    batches = sorted(sequences | ({past.batch for past in pasts} - {0}))
     if len(batches) > 1:
         raise SnapshotMismatch(f"layers with batches of {batches}")
     extents = [
-        placed(ledger.kinds[kind], one, ledger.pools[kind])
-        for kind, one in sorted(numbers.items())
+        placed(ledger.kinds[kind], one.numbers, ledger.pools[kind], heads=one.heads)
+        for kind, one in sorted(told.items())
         if one is not None
     ]
     ledger.keep(replace(ledger.book, extents=tuple(extents), states=tuple(pasts)))
@@ -276,7 +280,7 @@ def brought(
     pools = there.ledger.pools
     before = begun or (None,) * len(pools)
     parts = zip(book.extents, pools, before, strict=True)
-    extents = [placed(e.kind, e.numbers, pool, had) for e, pool, had in parts]
+    extents = [placed(e.kind, e.numbers, pool, had, e.heads) for e, pool, had in parts]
     taken = [taken_for(e, had) for e, had in zip(extents, before, strict=True)]
     for name, leaf in layers.attention():
         source, target = mine[name], other[name]

@@ -7,6 +7,7 @@ Rows are stored in the frame of their codec.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,31 +15,40 @@ from torch import Tensor
 
 from kvant.attention.reference import serves
 from kvant.attention.storing import store
+from kvant.cache.book import Asked
 from kvant.cache.changes import most_slots
 from kvant.cache.ledger import Ledger
+from kvant.cache.pruning import Kept, chosen, fill
 from kvant.cache.reading import Held
 from kvant.cache.rows import check_order, incoming
 from kvant.cache.storage import Geometry, Storage
 from kvant.contracts import Fields, Order, Selecting, Tally, Tiles, View
-from kvant.extent import Change, Extent, Kind
+from kvant.extent import Bools, Change, Extent, Kind
 from kvant.modes import refuse_transforms
 from kvant.recipes import LayerSpec, Prefill
 
 RULES = (None, "dense", "stored")
 
 
-def kind_of(spec: LayerSpec) -> Kind:
-    """What this layer has in common with others whose integers are the same."""
-    retention = spec.retention
-    return Kind(
-        spec.paging, retention.window, retention.sinks, spec.slack, spec.step, spec.capacity
-    )
+def kind_of(spec: LayerSpec, leaf: int | None = None) -> Kind:
+    """What this layer has in common with others whose integers are the same.
+
+    A layer that prunes has a kind of its own: no other keeps the same rows.
+    """
+    retention, own = spec.retention, None if spec.prune is None else leaf
+    numbers = retention.window, retention.sinks, spec.slack, spec.step, spec.capacity, own
+    return Kind(spec.paging, *numbers)
 
 
 def pages_nbytes(geometry: Geometry, spec: LayerSpec, kind: Kind, lengths: Sequence[int]) -> int:
     """Bytes that sequences have taken once they are so long."""
     opened, sealed = most_slots(kind, lengths)
     return int(opened * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec))
+
+
+def apart(rows: Fields) -> Fields:
+    """Each key head as a sequence of its own: [B * H, 1, T, D]."""
+    return {name: tensor.flatten(0, 1).unsqueeze(1) for name, tensor in rows.items()}
 
 
 class Attention:
@@ -54,6 +64,7 @@ class Attention:
         self.tiles = tiles
         self.tally = Tally()
         self.framed = not all(codec.frame.trivial for codec in spec.sides.values())
+        self.pruning = spec.prune
 
     @property
     def storage(self) -> Storage | None:
@@ -139,11 +150,15 @@ class Attention:
     ) -> int:
         """Bytes allocated once the same was appended."""
         rows, _ = incoming(self.spec, keys, values, order, None)
-        geometry, batch, count = Geometry.of(rows), *rows["keys"].shape[:3:2]
+        batch, heads, count, _ = rows["keys"].shape
+        rows, heads = (apart(rows), heads) if self.pruning else (rows, 1)
+        geometry = Geometry.of(rows)
         self._check_geometry(rows)
         dense = count > 1 and self._dense(prefill)
         with self.ledger.lock:  # others may grow the same pools
-            opened, sealed = self.ledger.foresee(self.kind, batch, count, start, dense=dense)
+            opened, sealed = self.ledger.foresee(
+                self.kind, batch, count, start, dense=dense, heads=heads
+            )
             held = self.ledger.weight(self.kind)
         opened, sealed = opened + held[0], sealed + held[1]
         spec = self.spec
@@ -167,15 +182,16 @@ class Attention:
         refuse_transforms("append")
         ledger = self.ledger
         storage = ledger.book.storages.get(self.leaf)
-        known = None if storage is None else storage.geometry
+        known = None if storage is None or self.pruning else storage.geometry
         rows, familiar = incoming(self.spec, keys, values, order, known)
-        batch, _, count, _ = rows["keys"].shape
+        batch, heads, count, _ = rows["keys"].shape
+        rows, heads = (apart(rows), heads) if self.pruning else (rows, 1)
         with ledger.lock:
             ledger.enter(self.leaf)
             if not familiar:
                 self._check_geometry(rows)
             dense = count > 1 and self._dense(prefill)
-            change = ledger.begin(self.kind, batch, count, start, dense=dense)
+            change = ledger.begin(self.kind, batch, count, start, dense=dense, heads=heads)
             if change.room is not None:
                 storage = self._fitting(rows, change.room)
             assert storage is not None
@@ -186,9 +202,44 @@ class Attention:
             pages = self._pages(storage, change.during, own, change.own and change.dense)
             if dense:  # a prompt reads all
                 pages = pages._replace(selecting=None)
+            if self.watches(count):
+                pages = pages._replace(watch=partial(self._see, change.after.columns))
             self.tally.appends += 1
             ledger.arrive(self.leaf)
         return pages
+
+    def watches(self, count: int) -> bool:
+        """Is a prune to know what is asked by so many tokens, which are no drafts?"""
+        if self.pruning is None or self.ledger.speculating:
+            return False
+        score = self.pruning.score
+        return score.queries > 0 and (count > 1 or score.decodes)
+
+    def _see(self, columns: int, q: Tensor, scale: float) -> None:
+        """Remember the newest queries, of which the last is at the last of so many columns."""
+        assert self.pruning is not None
+        most, asked = self.pruning.score.queries, self.ledger.book.asked
+        extent = self.extent
+        assert extent is not None
+        q = q.detach().reshape(extent.tables, -1, *q.shape[2:])[:, :, -most:]
+        before = asked.get(self.leaf)
+        if before is not None and before.columns == columns - q.shape[2] and q.shape[2] < most:
+            q = torch.cat([before.queries, q], 2)[:, :, -most:]
+        asked[self.leaf] = Asked(q.clone(), columns, scale)
+
+    def chosen(self, which: Bools) -> Kept:
+        """The rows that stay of these sequences."""
+        extent, storage = self.ledger.committed(self.kind), self.storage
+        assert extent is not None and storage is not None
+        asked = self.ledger.book.asked.get(self.leaf)
+        return chosen(self.spec, self._pages(storage, extent), asked, which)
+
+    def keep(self, kept: Kept, extent: Extent) -> None:
+        """Write the rows that stay where they are to lie."""
+        storage, pools = self.storage, self.ledger.pools[self.kind]
+        assert storage is not None
+        storage.fit(pools.open.size, pools.sealed.size)
+        fill(kept, extent, self._pages(storage, extent), self.tally)
 
     def expect(self, change: Change) -> None:
         """Make room for the row of a token that somebody else writes, and seal what falls due."""
@@ -197,7 +248,7 @@ class Attention:
         pools = self.ledger.pools[self.kind]
         storage.fit(pools.open.size, pools.sealed.size)
         none = {
-            name: side.open.new_empty(change.before.batch, side.heads, 0, side.dim)
+            name: side.open.new_empty(change.before.tables, side.heads, 0, side.dim)
             for name, side in storage.sides.items()
         }
         store(change, none, storage.sides, self.tally)

@@ -11,8 +11,7 @@ import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import replace
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -20,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvant.cache.book import Asked, Book, Retired, Slots
 from kvant.cache.changes import (
     Pools,
     advanced,
@@ -40,38 +40,6 @@ log = logging.getLogger("kvant")
 T = TypeVar("T")
 SERIALS = itertools.count()  # of holders of slots
 NOTHING = np.zeros(0, np.int64)
-Slots = tuple[Ints, Ints]  # of open pages and of sealed ones
-Retired = tuple[int, Slots]  # by kind
-
-
-@dataclass(frozen=True)
-class Book:
-    """The committed extents, one a kind, and what a forward under way makes of them."""
-
-    pools: tuple[Pools, ...]  # by kind
-    extents: tuple[Extent, ...] = ()  # by kind; none before the first rows
-    states: tuple[Any, ...] = ()  # of the layers that recur
-    storages: dict[int, Storage] = field(default_factory=dict)  # by leaf; shared with other caches
-    changes: dict[int, Change] = field(default_factory=dict)  # by kind
-    retired: tuple[Retired, ...] = ()  # dropped when the next change begins
-    arrived: set[int] = field(default_factory=set)  # leaves that the forward under way has reached
-    coming: dict[int, Any] = field(default_factory=dict)  # by place: its states of those that recur
-    to_follow: int | None = None  # a length that states of the host were not told of
-
-    @cached_property
-    def lengths(self) -> set[int]:
-        """How many columns layers have seen: one number, as a rule."""
-        seen = set[int]()
-        for extent in self.extents:
-            seen.add(extent.columns)
-        for past in self.states:
-            seen.add(past.now.length)
-        return seen
-
-    @cached_property
-    def length(self) -> int:
-        """Tokens that all have, of the longest sequence."""
-        return min(self.lengths, default=0)
 
 
 class Ledger:
@@ -89,6 +57,7 @@ class Ledger:
         self.serial = next(SERIALS)
         self.kinds = tuple(kinds)
         self.leaves = tuple(leaves)  # the kind of each; None: it recurs
+        self.prunes = any(kind.own is not None for kind in kinds)
         self.book = Book(tuple(pools), (), states, dict(storages or {}))
         self.abandoned = 0
         self.changes = 0  # appends and verbs, by which memory may have changed
@@ -182,20 +151,24 @@ class Ledger:
         start: Sequence[int] | Tensor | None = None,
         *,
         dense: bool = False,
+        heads: int = 1,
     ) -> Change:
-        """What `count` more columns do to a kind: made by the first of its layers that asks."""
+        """What `count` more columns do to a kind: made by the first of its layers that asks.
+
+        Sequences have `heads` tables each.
+        """
         book = self.book
         change = book.changes.get(kind)
         if change is None and count == 1 and start is None and book.extents:
             extent = book.extents[kind]
             capacity = self.kinds[kind].capacity
             fits = capacity is None or extent.columns < capacity
-            if extent.calm and fits and len(extent.numbers) == batch:
+            if extent.calm and fits and (extent.batch, extent.heads) == (batch, heads):
                 change = book.changes[kind] = calmly(extent)
         if change is None:
             given = None if start is None else _padding(start, batch)
-            change = self._changed(kind, batch, count, given, dense)
-        if start is not None or change.count != count or len(change.before.numbers) != batch:
+            change = self._changed(kind, batch, count, given, dense, heads)
+        if start is not None or change.count != count or change.before.batch != batch:
             _check_alike(change, batch, count, start)
         return change
 
@@ -207,6 +180,8 @@ class Ledger:
         self.changes += 1
         if None in self.leaves or self.host_states:
             raise UnsupportedView("a layer that recurs: its state is no row that comes later")
+        if self.prunes:
+            raise UnsupportedView("a layer that prunes: its heads have tables of their own")
         if self.blank:
             raise CapacityError("no token yet, whose rows say what memory is needed: append first")
         for extent in self.book.extents:
@@ -224,17 +199,17 @@ class Ledger:
         return [replace(change, writes=change.writes[:0], memo={}) for change in made]
 
     def foresee(
-        self, kind: int, batch: int, count: int, start: Any, *, dense: bool
+        self, kind: int, batch: int, count: int, start: Any, *, dense: bool, heads: int
     ) -> tuple[int, int]:
         """The slots, open and sealed, by which the pools of a kind would grow."""
         with self.lock:
             if kind in self.book.changes:
                 return 0, 0
             given = None if start is None else _padding(start, batch)
-            extent = self._beginning(kind, batch, count, given)
+            extent = self._beginning(kind, batch, count, given, heads)
             scratch = self.pools[kind].copy()
             if self.kinds[kind].capacity is not None and self.blank:
-                self._reserve(kind, batch, scratch)
+                self._reserve(kind, extent.tables, scratch)
             for which, slots in self.book.retired:
                 if which == kind:
                     scratch.drop(*slots)
@@ -244,25 +219,27 @@ class Ledger:
             return scratch.open.size - pools.open.size, scratch.sealed.size - pools.sealed.size
 
     def _beginning(
-        self, kind: int, batch: int, count: int, given: tuple[int, ...] | None
+        self, kind: int, batch: int, count: int, given: tuple[int, ...] | None, heads: int
     ) -> Extent:
         """The extent that rows are added to, or an error."""
         one, extents = self.kinds[kind], self.book.extents
         fresh = not extents or self.blank
-        extent = Extent.empty(one, given or (0,) * batch) if fresh else extents[kind]
+        extent = Extent.empty(one, given or (0,) * batch, heads) if fresh else extents[kind]
         if extent.batch != batch:
             raise ValueError(
                 f"rows of {batch} sequences for a cache of {extent.batch}: a cache keeps the "
                 "sequences that it began with, which can be repeated, selected and merged "
                 "(kvant.merge)"
             )
+        if extent.heads != heads:
+            raise ValueError(f"rows of {heads} key heads for a layer of {extent.heads}")
         for change in self.book.changes.values():
             other = change.before
-            if other.batch != batch or (fresh and (other.padding != extent.padding).any()):
+            began, begins = (e.of_sequences(e.padding).tolist() for e in (other, extent))
+            if other.batch != batch or (fresh and began != begins):
                 raise ValueError(
-                    f"rows of {batch} sequences that begin at {extent.padding.tolist()}, where "
-                    f"another layer of this forward got {other.batch} that begin at "
-                    f"{other.padding.tolist()}"
+                    f"rows of {batch} sequences that begin at {begins}, where "
+                    f"another layer of this forward got {other.batch} that begin at {began}"
                 )
         longest = int(extent.rows.max(initial=0)) + count
         if one.capacity is not None and longest > one.capacity:
@@ -272,23 +249,29 @@ class Ledger:
             )
         return extent
 
-    def _reserve(self, kind: int, batch: int, pools: Pools) -> None:
+    def _reserve(self, kind: int, tables: int, pools: Pools) -> None:
         """Take all memory of a fixed capacity with the first token."""
         capacity = self.kinds[kind].capacity
         if capacity is not None:
             opened, sealed = most_pages(self.kinds[kind], capacity)
-            pools.open.grow(batch * opened)
-            pools.sealed.grow(batch * sealed)
+            pools.open.grow(tables * opened)
+            pools.sealed.grow(tables * sealed)
 
     def _changed(
-        self, kind: int, batch: int, count: int, given: tuple[int, ...] | None, dense: bool
+        self,
+        kind: int,
+        batch: int,
+        count: int,
+        given: tuple[int, ...] | None,
+        dense: bool,
+        heads: int,
     ) -> Change:
-        extent = self._beginning(kind, batch, count, given)
+        extent = self._beginning(kind, batch, count, given, heads)
         pools = self.pools[kind]
         with self.counting():
             self._release()
             if self.blank:
-                self._reserve(kind, batch, pools)
+                self._reserve(kind, extent.tables, pools)
             change = self.book.changes[kind] = advanced(extent, count, pools, dense=dense)
         return change
 
@@ -312,14 +295,22 @@ class Ledger:
             states = tuple(coming.get(i, past) for i, past in enumerate(states))
         to_follow = min(extent.columns for extent in after) if self.host_states else None
         kept = book.pools, tuple(after), states, book.storages
-        self.book = Book(*kept, retired=tuple(gone), to_follow=to_follow)
+        came = max((change.count for change in book.changes.values()), default=1)
+        told = book.asked, book.prompted or (came > 1 and not self.speculating)
+        self.book = Book(
+            *kept, retired=tuple(gone), to_follow=to_follow, asked=told[0], prompted=told[1]
+        )
         if to_follow is not None:
             self._follow()
         if len(self.book.lengths) > 1:
             log.warning("layers hold different numbers of tokens: %s", sorted(self.book.lengths))
         if len(gone) > len(book.retired):
-            self._compact()
+            self.compact()
         return True
+
+    def unasked(self) -> None:
+        """Forget what prompts have asked: a prune is over, or other tokens are here."""
+        self.book = replace(self.book, asked={}, prompted=False)
 
     def keep(self, book: Book) -> None:
         """Let this hold from now on, and no forward be under way."""
@@ -346,20 +337,17 @@ class Ledger:
                 follower.invalidate()
         self.keep(replace(book, changes={}, retired=book.retired + taken))
 
-    def adopt(
-        self, extents: Iterable[Extent], states: tuple[Any, ...], changes: Iterable[Change] = ()
-    ) -> None:
-        """Other extents over the same pools, whose slots are held from now on."""
-        with self.counting():
-            taken = [(kind, change.taken) for kind, change in enumerate(changes)]
-            self.swap(extents, states, taken)
-
     def swap(
-        self, extents: Iterable[Extent], states: tuple[Any, ...], taken: Iterable[Retired] = ()
+        self,
+        extents: Iterable[Extent],
+        states: tuple[Any, ...],
+        taken: Iterable[Retired] = (),
+        asked: Mapping[int, Asked] | None = None,
     ) -> None:
-        """The same, where counts change already; some of the slots were `taken` for it.
+        """Other extents over the same pools, while counts change; some slots were `taken` for it.
 
-        They are held before the old ones go.
+        They are held before the old ones go. What was `asked` by their tokens is known no more,
+        unless it is told.
         """
         self._release()
         new = tuple(extents)
@@ -367,7 +355,9 @@ class Ledger:
             pools.hold(extent)
         old = [(k, (e.open_slots(), e.sealed_slots())) for k, e in enumerate(self.book.extents)]
         retired = (*taken, *old)
-        self.keep(replace(self.book, extents=new, states=states, changes={}, retired=retired))
+        told = dict(asked or {})
+        kept = replace(self.book, extents=new, states=states, changes={}, asked=told)
+        self.keep(replace(kept, retired=retired))
         self._release()
 
     def check(self) -> None:
@@ -414,7 +404,7 @@ class Ledger:
                 follower.follow(length)
             self.book = replace(self.book, to_follow=None)
 
-    def _compact(self) -> None:
+    def compact(self) -> None:
         """Give back what a chunk took beyond what its tokens would have.
 
         The tokens are kept already: where there is no memory for it, the next chunk tries again.
@@ -431,12 +421,15 @@ class Ledger:
         """
         pools, book = self.pools[kind], self.book
         one, was = self.kinds[kind], book.extents[kind]
-        opened, sealed = most_slots(one, was.rows.tolist())
+        if was.pruned.any():
+            opened, sealed = (len(np.unique(s)) for s in (was.open_slots(), was.sealed_slots()))
+        else:
+            opened, sealed = most_slots(one, was.rows.tolist())
         large = pools.open.size > opened, pools.sealed.size > sealed
         if pools.shared or not any(large):
             return
         new = Pools.of(one)
-        self._reserve(kind, was.batch, new)
+        self._reserve(kind, was.tables, new)
         now = moved(was, new.open if large[0] else None, new.sealed if large[1] else None)
         new = Pools(*_chosen(large, new, pools))
         storages = book.storages | {
@@ -485,7 +478,7 @@ def _check_alike(change: Change, batch: int, count: int, start: Any) -> None:
             f"rows of {batch} sequences and {count} tokens, where another layer of this forward "
             f"got {before.batch} and {change.count}"
         )
-    given, began = _padding(start, batch), tuple(before.padding.tolist())
+    given, began = _padding(start, batch), tuple(before.of_sequences(before.padding).tolist())
     if given != began:
         raise ValueError(f"start {given} for sequences that began at {began}")
 

@@ -42,13 +42,19 @@ class Held:
         return self.sinks + self.extent.columns - self.first
 
     def positions(self) -> Tensor:
-        """The position of every row, [B, n]; -1 where it is padding or a repeat."""
+        """The position of every row, [B, n]; -1 where it is padding, pruned or a repeat.
+
+        [B, H, n] where rows were pruned: each head has others, which count from the newest back.
+        """
         extent = self.extent
         body = np.arange(self.first, extent.columns) + (extent.lengths - extent.columns)[:, None]
-        body = np.where(body >= self.sinks, body, -1)
-        alone = np.broadcast_to(np.arange(self.sinks), (extent.batch, self.sinks))
+        body = np.where((body >= self.sinks) & (body >= extent.missing[:, None]), body, -1)
+        alone = np.broadcast_to(np.arange(self.sinks), (extent.tables, self.sinks))
         alone = np.where(alone < extent.rows[:, None], alone, -1)
-        return torch.from_numpy(np.concatenate([alone, body], 1))
+        found = np.concatenate([alone, body], 1)
+        if not extent.pruned.any():
+            return torch.from_numpy(extent.of_sequences(found))
+        return torch.from_numpy(found).view(extent.batch, extent.heads, -1)
 
     def read(self, pages: View) -> Fields:
         """All of them, framed."""
@@ -80,13 +86,14 @@ def _sides(pages: View, sinks: int, start: int, stop: int) -> dict[str, Tensor]:
 def _side(pages: View, name: Any, sinks: int, start: int, stop: int) -> Tensor:
     stored = pages.keys if name == "keys" else pages.values
     heads, dim = stored.heads, stored.dim
-    out = stored.open.new_zeros(pages.batch, heads, sinks + stop - start, dim)
+    out = stored.open.new_zeros(pages.extent.tables, heads, sinks + stop - start, dim)
     for group in alike(pages) if pages.batch else []:
         rows = _group(group, name, sinks, start, stop)
         if group.which is None:
-            return rows
-        out[torch.from_numpy(group.which).to(out.device)] = rows
-    return out
+            out = rows
+        else:
+            out[torch.from_numpy(group.which).to(out.device)] = rows
+    return out if pages.extent.heads == 1 else out.view(pages.batch, pages.heads, -1, dim)
 
 
 def _group(group: Alike, name: Any, sinks: int, start: int, stop: int) -> Tensor:

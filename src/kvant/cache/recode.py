@@ -92,13 +92,18 @@ def _one(old: Recipe, new: Recipe, meet: Meet) -> Any:
 
 def check_rows(old: Extent, kind: Kind) -> None:
     """Refuse to bring back what was let go, and more tokens than a capacity has room for."""
+    if old.kind.own != kind.own:
+        raise SpecError(
+            "rows of each head lie apart where a spec prunes, and together where it does not"
+            ": reset the cache, and read the prompt by the other spec"
+        )
     longest = int(old.rows.max(initial=0))
     if kind.capacity is not None and longest > kind.capacity:
         raise CapacityError(
             f"{longest} tokens for a capacity of {kind.capacity}: rewind first, or give the spec "
             f"capacity={longest} or none"
         )
-    held, asked = _held(old), _low(kind, old.rows)
+    held, asked = _held(old), np.maximum(_low(kind, old.rows), old.missing)
     worst = int((held - asked).argmax())
     if held[worst] > asked[worst]:
         length, there = int(old.rows[worst]), int(old.rows[worst] - held[worst])
@@ -129,12 +134,12 @@ def recoded(old: Extent, begins: Ints, kind: Kind, pools: Pools) -> Extent:
     numbers[:, FIRST_SEALED] = first
     numbers[:, STOP_SEALED] = np.maximum(first, due)
     numbers[:, FIRST_OPEN] = np.maximum(kind.first_open(old.lengths), begins // kind.page)
-    return placed(kind, numbers, pools)
+    return placed(kind, numbers, pools, heads=old.heads)
 
 
 def refill(old: Storage, was: Extent, new: Storage, now: Extent, tally: Tally) -> None:
     """Store what one layer reads in the slots of another."""
-    for which in range(was.batch):
+    for which in range(was.tables):
         recoding = Recoding(old, was, new, now, which, tally)
         for name in new.sides:
             recoding.open(name)

@@ -7,6 +7,8 @@ What a restored layer takes is then bounded by the tensors themselves.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from kvant.extent import (
     FIRST_OPEN,
     FIRST_SEALED,
     LENGTH,
+    PADDING,
+    PRUNED,
     STOP_SEALED,
     Bools,
     Extent,
@@ -28,7 +32,8 @@ from kvant.extent import (
 )
 from kvant.recipes import LayerSpec
 
-NUMBERS = "numbers"  # the tensor of integers: one row a sequence, as an Extent has them
+NUMBERS = "numbers"  # the tensor of integers: one row a table, as an Extent has them
+HEADS = "heads"  # tables of a sequence, where a layer prunes
 MAX_PLACE = 1 << 53  # no overflow where positions are counted
 MAX_PAGES = 1 << 24  # entries of a table of pages, which has one for those that are gone, too
 
@@ -44,21 +49,33 @@ def shared_snapshot(storage: Storage | None, extent: Extent | None) -> Snapshot:
         for field, tensor in stored.sealed.items():
             key = f"{name}.{field}"
             tensors[key] = retiled(key, tensor[sealed], stored.tiles, None)
-    return Snapshot(tensors, {})
+    return Snapshot(tensors, {HEADS: extent.heads} if extent.kind.own is not None else {})
+
+
+class Restored(NamedTuple):
+    """An attention layer that a snapshot describes, with a storage of its own, pages in order."""
+
+    numbers: Ints  # of the tables
+    heads: int  # tables of a sequence
+    storage: Storage
+
+    def agrees(self, other: Restored) -> bool:
+        """Are these the same sequences?"""
+        return self.heads == other.heads and np.array_equal(self.numbers, other.numbers)
 
 
 def restored(
     spec: LayerSpec, kind: Kind, snapshot: Snapshot, tiles: Tiles | None
-) -> tuple[Ints, Storage] | None:
-    """The numbers of the sequences and a storage of its own, pages in order, or an error.
-
-    None: no tokens.
-    """
+) -> Restored | None:
+    """What a snapshot holds, or an error. None: no tokens."""
     if not snapshot.tensors and not snapshot.numbers:
         return None
-    if snapshot.numbers:
-        raise SnapshotMismatch(f"numbers {sorted(snapshot.numbers)}: none are needed")
+    expected_numbers = {HEADS} if kind.own is not None else set[str]()
+    if snapshot.numbers.keys() != expected_numbers:
+        raise SnapshotMismatch(f"numbers {sorted(snapshot.numbers)}: {sorted(expected_numbers)}")
+    heads = snapshot.numbers.get(HEADS, 1)
     numbers = _numbers(snapshot, spec, kind)
+    _check_heads(numbers, heads)
     geometry = _geometry(spec, snapshot)
     opened, sealed = _pages(numbers, kind, len(snapshot.tensors["keys.open"]))
     rows = sum(opened)
@@ -80,7 +97,7 @@ def restored(
         for field, tensor in stored.sealed.items():
             key = f"{name}.{field}"
             retiled(key, snapshot.tensors[key], None, stored.tiles, tensor[:sealed])
-    return numbers, storage
+    return Restored(numbers, heads, storage)
 
 
 def open_rows(stored: Tensor, extent: Extent, wanted: Bools | None = None) -> Tensor:
@@ -95,7 +112,10 @@ def open_rows(stored: Tensor, extent: Extent, wanted: Bools | None = None) -> Te
 
 
 def canonical(extent: Extent) -> Ints:
-    """The numbers, without what an empty range happens to begin at."""
+    """The numbers, without what an empty range happens to begin at.
+
+    The last one is left out where no rows were pruned, as it was before there was one.
+    """
     numbers = extent.numbers.copy()
     empty = numbers[:, FIRST_SEALED] >= numbers[:, STOP_SEALED]
     numbers[empty, FIRST_SEALED : STOP_SEALED + 1] = 0
@@ -103,18 +123,29 @@ def canonical(extent: Extent) -> Ints:
         numbers[:, BEGINS]
         <= np.where(empty, numbers[:, FIRST_OPEN], numbers[:, FIRST_SEALED]) * extent.kind.page
     )
-    numbers[idle, BEGINS] = 0
-    return numbers
+    numbers[idle & (extent.pruned == 0), BEGINS] = 0
+    return numbers if extent.pruned.any() else numbers[:, :PRUNED]
+
+
+def _check_heads(numbers: Ints, heads: int) -> None:
+    """Are the tables of a sequence equally far?"""
+    if heads < 1 or len(numbers) % heads:
+        raise SnapshotMismatch(f"{len(numbers)} tables of {heads} a sequence")
+    alike = numbers[:, (LENGTH, PADDING, PRUNED)].reshape(-1, heads, 3)
+    if (alike != alike[:, :1]).any():
+        raise SnapshotMismatch(f"heads of one sequence at lengths {alike[:, :, 0].tolist()}")
 
 
 def _numbers(snapshot: Snapshot, spec: LayerSpec, kind: Kind) -> Ints:
     """The integers, each within what the others and the recipe allow."""
     tensor = snapshot.tensors.get(NUMBERS)
-    if tensor is None or tensor.ndim != 2 or tensor.shape[1] != 6 or not len(tensor):
-        raise SnapshotMismatch(f"{NUMBERS} is missing, or not [sequences, 6]")
+    widths = (PRUNED,) if kind.own is None else (PRUNED, PRUNED + 1)
+    if tensor is None or tensor.ndim != 2 or tensor.shape[1] not in widths or not len(tensor):
+        raise SnapshotMismatch(f"{NUMBERS} is missing, or not [sequences, {PRUNED}]")
     if tensor.dtype != torch.int64:
         raise SnapshotMismatch(f"{NUMBERS} is {tensor.dtype}, torch.int64 is needed")
-    numbers: Ints = tensor.cpu().numpy().copy()
+    numbers = np.zeros((len(tensor), PRUNED + 1), np.int64)
+    numbers[:, : tensor.shape[1]] = tensor.cpu().numpy()
     for row in numbers.tolist():
         _check_sequence(row, spec, kind)
     longest = int(numbers[:, LENGTH].max())
@@ -128,11 +159,15 @@ def _numbers(snapshot: Snapshot, spec: LayerSpec, kind: Kind) -> Ints:
 
 def _check_sequence(row: list[int], spec: LayerSpec, kind: Kind) -> None:
     """Are the rows that the next query needs all there, and nothing else?"""
-    length, padding, first, stop, opened, begins = row
+    length, padding, first, stop, opened, begins, pruned = row
     if not all(0 <= n <= MAX_PLACE for n in row[1:]) or not -padding <= length <= MAX_PLACE:
         raise SnapshotMismatch(f"numbers {row}: 0 to {MAX_PLACE} is needed, padding aside")
     rows, page = max(length, 0), kind.page
     due, low = kind.paging.due(rows), spec.retention.keep(rows)
+    if pruned:
+        if kind.own is None or not begins < pruned <= rows:
+            raise SnapshotMismatch(f"rows from {begins} on, pruned at {pruned} of {rows} tokens")
+        low = begins
     if spec.capacity is not None and rows > spec.capacity:
         raise SnapshotMismatch(f"{rows} tokens for a capacity of {spec.capacity}")
     if (first or stop) and (first >= stop or stop != due):
@@ -150,7 +185,7 @@ def _pages(numbers: Ints, kind: Kind, rows: int) -> tuple[list[int], int]:
     """The rows of each open page, which are so many in all, and the number of sealed pages."""
     counts: list[int] = []
     sealed = 0
-    for length, _, first, stop, begin, _ in numbers.tolist():
+    for length, _, first, stop, begin, *_ in numbers.tolist():
         sealed += stop - first
         end = -(-max(length, 0) // kind.page)
         sinks = min(kind.sink_pages, begin, end)

@@ -51,6 +51,11 @@ def plan(
     plans = [planned(layers, spec, context=context, sequences=sequences) for spec in specs]
     rows = [_row(spec, one, raw, limit) for spec, one in zip(specs, plans, strict=True)]
     notes = _notes(raw, longest, told) + refused
+    notes += [
+        f"{spec}: once a prompt of {context} tokens is read, {format_size(one.nbytes_kept)} stay"
+        for spec, one in zip(specs, plans, strict=True)
+        if one.nbytes_kept < one.nbytes
+    ]
     if json:
         figures = {"model": name, "context": raw.context, "sequences": sequences}
         figures |= {
@@ -104,6 +109,7 @@ def _row(spec: str, one: Plan, raw: Plan, limit: int | None) -> dict[str, Any]:
         "nbytes_per_token_of_raw": _share(one.nbytes_per_token, raw.nbytes_per_token),
         "nbytes": one.nbytes,
         "nbytes_of_raw": _share(one.nbytes, raw.nbytes),
+        "nbytes_kept": one.nbytes_kept,
     }
     if limit is not None:
         row["largest_context"] = one.largest_context(limit)  # null: whatever it is, it fits

@@ -347,6 +347,9 @@ class Batch:
         self._own([seat for seat in self._seats if seat not in seats])
         new = [seat for seat in seats if seat not in self._seats]
         old = [] if self._cache is None else [self._cache]
+        for seat in new:
+            assert seat.cache is not None
+            seat.cache.prune()
         merged = merge([*old, *(seat.cache for seat in new)]) if new else old[0]
         self._seats, self._cache = [*self._seats, *new], merged
         for seat in new:

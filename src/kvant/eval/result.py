@@ -158,7 +158,7 @@ def flat(result: Result) -> dict[str, Any]:
 
 def _nbytes(shape: Any, spec: AnySpec, context: int) -> int | None:
     try:
-        return plan(shape, spec, context=context).nbytes
+        return plan(shape, spec, context=context).nbytes_kept
     except CapacityError:
         return None
 

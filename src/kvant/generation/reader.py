@@ -157,11 +157,13 @@ class Reader:
             return self.decoder.logits(list(tokens), None, last)
         held, behind = self.memory.length, tokens[: len(tokens) - last]
         if last == 1 and held == len(behind):
+            self.memory.prune()
             return self._forward(tokens, held, len(tokens), last)
         if held == 0 and behind:
             self._read(behind)  # a strategy that begins to remember
         if self.memory.length > len(behind):
             self.align(tokens, last)
+        self.memory.prune()
         with self.memory.speculating():
             if self.memory.length < len(behind):
                 self._read(behind)

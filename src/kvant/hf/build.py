@@ -114,7 +114,8 @@ def cache_for(
     if not crosses(inside):
         return own
     check_crossing(inside, full)
-    whole = full.changed(lambda layer: replace(layer, select=None))  # an encoder has no newest rows
+    # An encoder has no newest rows.
+    whole = full.changed(lambda layer: replace(layer, select=None, prune=None))
     cross = HostCache(layers, whole, cross=True, attachable=attachable)
     cross.backend = backend
     return PairedCache(own, cross)

@@ -129,7 +129,12 @@ class AttentionLayer(CacheLayerMixin):
         reading = None if self._reading is None else self._reading()
         if reading is not None:
             reading.current = False
-        if count > 1 and view.extent.columns == count and not stored and not narrow:
+        if (
+            count > 1
+            and view.extent.columns == count
+            and not (stored or narrow)
+            and view.watch is None
+        ):
             # A first chunk sees its own rows, as they came.
             self.notes.prompts += 1
             self._reading = None

@@ -193,7 +193,7 @@ def _found(view: View, count: int, mask: Tensor, rule: Mask) -> list[int] | None
 def _starts(view: View) -> list[int]:
     """The column of the first position of each sequence."""
     extent = view.extent
-    starts: list[int] = (extent.columns - extent.lengths).tolist()
+    starts: list[int] = extent.of_sequences(extent.columns - extent.lengths).tolist()
     return starts
 
 
@@ -216,7 +216,7 @@ def padded(view: View, padding: list[int]) -> View:
     """The view, with the padding hidden that only a mask tells of."""
     if not any(padding) or told(view):
         return view
-    if view.extent.kind.sinks:
+    if view.extent.kind.sinks or view.extent.pruned.any():
         raise padding_needed()
     return view._replace(extent=view.extent.hiding(padding))
 
@@ -254,7 +254,7 @@ def told_otherwise(view: View) -> CacheError:
 
 def padding_needed() -> CacheError:
     return CacheError(
-        "sinks of a left-padded batch need the padding before the first rows: give "
+        "sinks and pruned rows of a left-padded batch need the padding before the first rows: give "
         "kvant.cache_for(..., attention_mask=...), or kvant.attach the model"
     )
 

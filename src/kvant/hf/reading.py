@@ -28,6 +28,10 @@ STORED = (
     "each token of this chunk sees rows of its own (prefill=stored, or a speculation): "
     "kvant.attach the model, or take a raw format"
 )
+PRUNED = (
+    "rows of this layer were pruned, each head keeps others: kvant.attach the model, or leave the "
+    "prune out"
+)
 RAGGED = (
     "the sequences of this cache have different lengths, and dense rows without a mask would show "
     "tokens that are not there: kvant.attach the model, or extract the sequences one by one"
@@ -77,7 +81,7 @@ class Reading:
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         view = self.view
-        lead = (len(view.extent.numbers), view.keys.heads, self.shown)
+        lead = (view.batch, view.heads, self.shown)
         return (*lead, view.keys.dim), (*lead, view.value_dim)
 
     def attend(self, q: Tensor, question: Question) -> Tensor | None:
@@ -124,7 +128,7 @@ class Reading:
         The host does so for one token (`pack_gqa`), which may be the last of several. Sizes cannot
         tell: as many tokens as a group has heads look the same. None: nothing can tell.
         """
-        heads, mask = self.view.keys.heads, question.mask
+        heads, mask = self.view.heads, question.mask
         self.grouped |= q.shape[1] > heads
         if not question.packable or q.shape[1] != heads or q.shape[2] == 1:
             return False
@@ -136,10 +140,9 @@ class Reading:
 
     def fits(self, q: Tensor) -> bool:
         """Are these the queries of the tokens that were appended, or of the last of them?"""
-        keys = self.view.keys
+        view = self.view
         batch, asked, tokens, width = q.shape
-        fits = batch == len(self.view.extent.numbers)
-        fits = fits and width == keys.dim and asked % keys.heads == 0
+        fits = batch == view.batch and width == view.keys.dim and asked % view.heads == 0
         return fits and tokens in (1, self.count)  # a model may need the last one's logits only
 
     def check_current(self) -> None:
@@ -154,6 +157,7 @@ class Reading:
         self.check_current()
         refusal = NARROW if self.narrow else STORED if self.stored else None
         refusal = RAGGED if self.view.extent.ragged else refusal
+        refusal = PRUNED if self.view.extent.pruned.any() else refusal
         if refusal is not None:
             raise UnsupportedView(f"{why} needs dense rows, but {refusal}")
         if not self.unpacked:

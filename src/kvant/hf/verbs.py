@@ -160,6 +160,16 @@ class Verbs:
         """Make the present length one that recurrent layers can come back to."""
         self.states.checkpoint()
 
+    def prune(self) -> int:
+        """Let rows go that the spec does not keep behind a prompt; how many a head, in the mean.
+
+        The first token behind a prompt does it by itself.
+        """
+        found = self.states.prune()
+        if found:
+            self._expire()
+        return found
+
     def widen(self, slack: int) -> None:
         """From now on, let rewinds of so many tokens be exact."""
         if slack > self.context.slack:

@@ -131,4 +131,6 @@ def _attention(layer: Described, recipe: Recipe | None) -> LayerSpec:
     if window is not None:  # no sinks: the model would not see them beyond its window
         recipe = replace(recipe, retention=Window(min(window, policy or window)))
     chunk = window if layer.chunked else None
+    if window is not None or chunk is not None or layer.latent is not None:
+        recipe = replace(recipe, prune=None)  # these forget by themselves, or have no heads
     return replace(recipe, chunk=chunk, value_dim=layer.latent)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvant.modes import passing
 
-ABI = 12
+ABI = 13
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)

@@ -25,6 +25,7 @@ from kvant.prefixes.restores import LATELY
 from kvant.prefixes.shelf import CHUNK, Names, Shelf, dense_prompts, pages_suffice
 from kvant.prefixes.tree import Kept, Match, Tree
 from kvant.sizes import parse_size
+from kvant.spec import words
 from kvant.stores import Store, Tiers, open_tiers
 
 log = logging.getLogger("kvant")
@@ -78,6 +79,11 @@ class Prefixes:
                 f"exact prefixes with prefill={layer.prefill}: chunks of a prompt see their own "
                 "rows dense, so that what is stored depends on where they end; give the spec "
                 "prefill=stored"
+            )
+        if cache.spec.prunes:
+            raise ValueError(
+                f"prefixes with {words(cache.spec)}: rows that one prompt leaves out may matter "
+                "to the next; leave the prune out, or share no prefixes"
             )
         return Shelf(self, model, cache)
 

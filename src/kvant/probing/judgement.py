@@ -117,6 +117,7 @@ class Screen:
     """A prompt in a raw cache, and the tokens behind it with what raw predicts."""
 
     model: PreTrainedModel
+    prompt: Tensor
     cache: HostCache
     ids: Tensor
     right: Tensor
@@ -125,9 +126,9 @@ class Screen:
     def of(cls, model: PreTrainedModel, ids: Tensor) -> Screen:
         judged = min(JUDGED, ids.shape[1] // 2)
         cache = empty_cache(model, stored(model, "raw"))
-        forward(model, ids[:, : -judged - 1], cache)
-        behind = ids[:, -judged - 1 :]
-        return cls(model, cache, behind, forward(model, behind[:, :-1], cache.fork()))
+        prompt, behind = ids[:, : -judged - 1], ids[:, -judged - 1 :]
+        forward(model, prompt, cache)
+        return cls(model, prompt, cache, behind, forward(model, behind[:, :-1], cache.fork()))
 
     def divergence(self, spec: AnySpec) -> Divergence:
         return self._of(cache_for(self.model, stored(self.model, spec)).spec)
@@ -138,14 +139,19 @@ class Screen:
         return tuple(self._alone(full, index) for index in range(len(full)))
 
     def _alone(self, full: tuple[Recipe, ...], index: int) -> float:
-        if not any(layer.seals for layer in attention_in(full[index])):
+        if not any(layer.seals or layer.prune for layer in attention_in(full[index])):
             return 0.0
         raw = self.cache.spec.layers
         return self._of(CacheSpec((*raw[:index], full[index], *raw[index + 1 :]))).mean_kl
 
     def _of(self, spec: CacheSpec) -> Divergence:
-        twin = self.cache.fork()
-        twin.recode(spec)
+        if spec.prunes:  # by what the prompt asks, which a cache that is recoded was not
+            twin = empty_cache(self.model, spec)
+            forward(self.model, self.prompt, twin)
+            twin.prune()
+        else:
+            twin = self.cache.fork()
+            twin.recode(spec)
         logits = forward(self.model, self.ids[:, :-1], twin)
         return compared(self.right, logits, self.ids[0, 1:])
 

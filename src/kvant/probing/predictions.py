@@ -1,7 +1,8 @@
 """What a spec does to a model's predictions: every next token of a text, beside the raw cache.
 
 Both caches read the same tokens, a chunk each in turn, and the distributions of a chunk are
-compared before the next: memory does not grow with the text. Both run under `prefill="stored"`
+compared before the next: memory does not grow with the text. Where a spec prunes, the first half of
+a piece is its prompt, and the tokens behind it judge what stays. Both run under `prefill="stored"`
 whatever the spec says: so every token sees what it would see in decoding, and raw takes the same
 ways through the backends, which makes its own divergence exactly 0. Log-softmax is in float32
 whatever the model is in. Knows tokens, no text.
@@ -130,7 +131,13 @@ def _piece(
 ) -> Iterator[Divergence]:
     ids = piece.to(model.device)
     count = ids.shape[1] - 1
-    for first in range(0, count, chunk):
+    begin = 0
+    if isinstance(caches[1], HostCache) and caches[1].spec.prunes:
+        begin = count // 2
+        for cache in caches:
+            read(model, ids[:, :begin], cache)
+        caches[1].prune()
+    for first in range(begin, count, chunk):
         last = min(first + chunk, count)
         raw, ours = (forward(model, ids[:, first:last], cache) for cache in caches)
         targets = ids[0, first + 1 : last + 1]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -73,8 +73,9 @@ def recall(model: PreTrainedModel, asked: Iterable[Exam], spec: AnySpec) -> Shar
 class Recall:
     """Exams that were read once, into raw caches; what each spec leaves of the answers.
 
-    A spec is put on them by a recode, as in `Screen`; on the model inside the chance of an answer
-    is then within 0.02 of what it is where the model has read them through the spec.
+    A spec that prunes reads them anew. Any other is put on them by a recode, as in `Screen`; on the
+    model inside the chance of an answer is then within 0.02 of what it is where the model has read
+    them through the spec.
     """
 
     model: PreTrainedModel
@@ -90,12 +91,17 @@ class Recall:
     def lost(self, spec: AnySpec) -> float:
         """By how much the chance of an answer is less than with the raw cache: 0.03 is 3 in 100."""
         full = empty_cache(self.model, stored(self.model, spec)).spec
-        return self.chance - _chance(self.model, [(e, _recoded(c, full)) for e, c in self.read])
+        return self.chance - _chance(self.model, self._under(full))
 
     def shares(self, spec: AnySpec) -> Shares:
         """The share of right answers, by kind and depth."""
         full = empty_cache(self.model, stored(self.model, spec)).spec
-        return _shares(self.model, ((exam, _recoded(cache, full)) for exam, cache in self.read))
+        return _shares(self.model, self._under(full))
+
+    def _under(self, spec: CacheSpec) -> Iterator[tuple[Exam, HostCache]]:
+        """The exams under a spec; what it prunes, only reading tells."""
+        for exam, cache in self.read:
+            yield exam, _read(self.model, exam, spec) if spec.prunes else _recoded(cache, spec)
 
 
 def _recoded(cache: HostCache, spec: CacheSpec) -> HostCache:
@@ -122,8 +128,10 @@ def _shares(model: PreTrainedModel, read: Iterable[tuple[Exam, HostCache]]) -> S
 
 
 def _read(model: PreTrainedModel, exam: Exam, spec: CacheSpec) -> HostCache:
+    """The text, of which nobody knows yet what will be asked: so it is pruned here."""
     cache = empty_cache(model, spec)
     read(model, torch.tensor([exam.prompt]), cache)
+    cache.prune()
     return cache
 
 

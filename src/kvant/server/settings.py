@@ -13,11 +13,13 @@ from kvant import checkpoints
 from kvant.attention import check_backend
 from kvant.devices import named_device, named_dtype
 from kvant.engine import Engine
+from kvant.errors import SpecError
 from kvant.prefixes import Prefixes
 from kvant.probing import check_spec
 from kvant.server.access import Keys
 from kvant.server.service import Service
 from kvant.sizes import parse_size
+from kvant.spec import as_spec
 from kvant.stores import open_tiers
 
 INSIDE = "kvant-inside"  # the name of the model inside the package
@@ -65,6 +67,11 @@ class Settings(BaseModel):
         named_device(self.device)
         named_dtype(self.dtype)
         checkpoints.check(self.model)
+        if self.store and not self.shares:
+            raise SpecError(
+                f"a store beside {self.kv_cache}: rows that one prompt leaves out may matter to the"
+                " next, so nothing is shared; leave one of the two out"
+            )
         if self.store:
             open_tiers(self.store)
 
@@ -79,6 +86,11 @@ class Settings(BaseModel):
         """The bytes of prefixes; None: the limit of all caches is theirs as well."""
         return KEPT if self.max_bytes is None else None
 
+    @property
+    def shares(self) -> bool:
+        """Do prompts share what they begin with? Rows that one leaves out may matter to others."""
+        return not as_spec(self.kv_cache, 1).prunes
+
     @contextmanager
     def served(
         self, model: Any, tokenizer: Any, spec: Any, prefixes: Prefixes | None, keys: Keys
@@ -88,7 +100,7 @@ class Settings(BaseModel):
             model,
             tokenizer,
             spec,
-            prefixes=prefixes or Prefixes(self.most_kept),
+            prefixes=prefixes or (Prefixes(self.most_kept) if self.shares else None),
             max_bytes=self.max_bytes,
             max_sequences=self.max_sequences,
             max_context=self.max_context,

@@ -21,7 +21,7 @@ import torch
 
 from kvant.codecs import CODECS
 from kvant.codecs.frames import FRAMES
-from kvant.contracts import Codec, Frame, Retention, Selection
+from kvant.contracts import Codec, Frame, Pruning, Retention, Score, Selection
 from kvant.errors import SpecError
 from kvant.recipes import (
     DTYPES,
@@ -34,6 +34,7 @@ from kvant.recipes import (
     SharedSpec,
 )
 from kvant.retention import RETENTIONS
+from kvant.scores import SCORES
 from kvant.spec.formats import nearest
 
 KINDS: dict[str, type[Recipe]] = {
@@ -53,7 +54,13 @@ TABLES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
     Frame: ("name", FRAMES),
     Retention: ("name", RETENTIONS),
     Selection: ("kind", {"selection": Selection}),
+    Pruning: ("kind", {"pruning": Pruning}),
+    Score: ("name", SCORES),
 }
+
+
+# Fields that recipes did not always have: where they say nothing, stores of before are still found.
+UNTOLD = ("select", "prune")
 
 
 def dumps(spec: CacheSpec) -> str:
@@ -76,8 +83,9 @@ def loads(text: str) -> CacheSpec:
 def encode(value: Any) -> Any:
     if is_dataclass(value):
         tag, name = label(value)
-        own = {item.name: encode(getattr(value, item.name)) for item in fields(value) if item.init}
-        return {tag: name} | own
+        given = {item.name: getattr(value, item.name) for item in fields(value) if item.init}
+        told = {name: one for name, one in given.items() if one is not None or name not in UNTOLD}
+        return {tag: name} | {name: encode(one) for name, one in told.items()}
     if isinstance(value, tuple):
         return [encode(item) for item in value]
     if value in DTYPES.values():

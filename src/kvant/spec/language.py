@@ -9,6 +9,7 @@ is a SpecError with what was read, what is allowed and the nearest that is valid
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from reprlib import repr as short
@@ -31,9 +32,16 @@ from kvant.recipes import (
 from kvant.retention import All, Window
 from kvant.spec.formats import MAX_LAYERS, Choice, Format, parse_format, spelled
 from kvant.spec.headers import KINDS, dumps, loads
-from kvant.spec.options import MAX_NUMBER, OPTIONS, check_choice, check_room, parse_options
+from kvant.spec.options import (
+    ADAPTIVE,
+    MAX_NUMBER,
+    OPTIONS,
+    check_choice,
+    check_room,
+    parse_options,
+)
 
-FIELDS = {name: name for name in ("tail", "page", "slack", "prefill", "step", "capacity")}
+FIELDS = {name: name for name in ("tail", "page", "slack", "prefill", "step", "capacity", "prune")}
 FIELDS["start"] = "dense_until"  # option: field of a LayerSpec
 LEAST = dict.fromkeys(
     ("page", "step", "capacity", "chunk", "value_dim", "window", "max_checkpoints"), 1
@@ -125,6 +133,13 @@ def check_layer(layer: LayerSpec, where: str, before: Layers) -> None:
     check_numbers(layer.retention, f"{where}.retention", "window sinks")
     if layer.select is not None:
         check_numbers(layer.select, f"{where}.select", "pages")
+    if layer.prune is not None:
+        check_numbers(layer.prune, f"{where}.prune", "rows")
+        if layer.width < math.inf or layer.retention.sinks or layer.chunk or layer.value_dim:
+            raise SpecError(
+                f"{where}.prune beside a window, sinks, a chunk or values inside the keys;"
+                " allowed: a layer that keeps every row and sees it; nearest: no prune"
+            )
     if layer.dtype is not None and layer.dtype not in DTYPES.values():
         raise SpecError(
             f"{where}.dtype is {layer.dtype}; allowed: {', '.join(DTYPES)}; nearest: float32"
@@ -207,4 +222,8 @@ def words(spec: CacheSpec) -> str:
     some = next((layer.select for layer in layers if layer.select is not None), None)
     if some is not None:
         told += f",select={some.pages or f'{some.percent:g}%'}"
+    rule = next((layer.prune for layer in layers if layer.prune is not None), None)
+    if rule is not None:
+        told += f",prune={rule.score.name}:{rule.rows or f'{rule.percent:g}%'}"
+        told += f":{ADAPTIVE}" if rule.adaptive else ""
     return told

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
 
-from kvant.contracts import Selection
+from kvant.contracts import Pruning, Selection
 from kvant.errors import SpecError
+from kvant.scores import SCORES
 from kvant.spec.formats import (
     ROTATABLE,
     SMOOTHED,
@@ -28,6 +29,7 @@ from kvant.spec.formats import (
 )
 
 MAX_NUMBER = 2**31 - 1
+ADAPTIVE = "adaptive"
 READ_WHOLE = 2  # layers, the first ones, of which no pages are selected unless asked for
 
 
@@ -103,6 +105,31 @@ def select(name: str, text: str | None) -> tuple[Selection, int]:
     return selection, int(first) if colon else READ_WHOLE
 
 
+def prune(name: str, text: str | None) -> Pruning:
+    """By which score rows go behind a prompt, how many stay, and whether heads share these."""
+    word, _, rest = (text or "").partition(":")
+    keep, shared, adaptive = rest.partition(":")
+    got = short(name if text is None else f"{name}={text}")
+    if word not in SCORES:
+        near = f"{name}={nearest(word or 'snapkv', SCORES)}:{keep or '25%'}"
+        raise SpecError(
+            f"option {got}: allowed is a score, {', '.join(SCORES)}, and behind a colon how many"
+            f" rows stay; nearest: {near}"
+        )
+    digits, percent = re.match("[0-9]{0,10}", keep), keep.endswith("%")
+    read = int(digits[0]) if digits and digits[0] else 0
+    near = f"{min(max(1, read), 100)}%" if percent else f"{min(max(1, read), MAX_NUMBER)}"
+    if near != keep or (shared and adaptive != ADAPTIVE):
+        near += f":{ADAPTIVE}" if shared else ""
+        raise SpecError(
+            f"option {got}: allowed is a number of rows that a head keeps, or a share of the tokens"
+            f" from 1% to 100%, and then :{ADAPTIVE} where heads share it;"
+            f" nearest: {name}={word}:{near if keep else '25%'}"
+        )
+    kept = {"percent": float(read)} if percent else {"rows": read}
+    return Pruning(SCORES[word](), adaptive=bool(shared), **kept)
+
+
 OPTIONS: dict[str, Callable[[str, str | None], Any]] = {
     "group": Number(among=(16, 32, 64, 128)),
     "rotate": flag,
@@ -119,6 +146,7 @@ OPTIONS: dict[str, Callable[[str, str | None], Any]] = {
     "edge": edge,
     "seed": Number(),
     "select": select,
+    "prune": prune,
 }
 
 
@@ -170,6 +198,12 @@ def check_choice(options: Mapping[str, Any], formats: Iterable[Format]) -> None:
             f"option 'smooth': {words} has nothing to smooth; allowed with affine, turbo and fp8;"
             " nearest: affine8,smooth"
         )
+    for name in ("window", "sinks"):
+        if "prune" in options and name in options:
+            raise SpecError(
+                f"option '{name}={options[name]}' beside prune: rows go by age, or by what they"
+                " matter; allowed: one of the two; nearest: no " + name
+            )
     if "seed" in options and "rotate" not in options and "turbo" not in families:
         raise SpecError(
             f"option 'seed={options['seed']}': {words} has no rotation to seed; allowed with turbo"

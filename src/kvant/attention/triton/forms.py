@@ -226,7 +226,7 @@ class MovingPlace(Place):
         self.room = (pages if kind.seals else 0, pages)
         with no_inference_mode():
             rows = torch.zeros(
-                extent.batch, NUMBERS + sum(self.room), dtype=torch.int64, device=device
+                extent.tables, NUMBERS + sum(self.room), dtype=torch.int64, device=device
             )
         super().__init__(rows, NUMBERS + self.room[0], *_most(kind, tokens))
         assert self.follow(extent)
@@ -244,7 +244,7 @@ class MovingPlace(Place):
     def follow(self, extent: Extent) -> bool:
         """Be where these sequences are; False where they are others, or there is no room."""
         widths = _widths(extent)
-        same = extent.batch == len(self.rows) and extent.kind == self.kind
+        same = extent.tables == len(self.rows) and extent.kind == self.kind
         if not same or widths[0] > self.room[0] or widths[1] > self.room[1]:
             return False
         self.rows.copy_(torch.from_numpy(_laid(extent, self.room)))
@@ -258,8 +258,8 @@ def _widths(extent: Extent) -> tuple[int, int]:
 
 
 def _laid(extent: Extent, widths: tuple[int, int]) -> Ints:
-    flat = np.zeros((extent.batch, NUMBERS + sum(widths)), np.int64)
-    flat[:, : NUMBERS - 1] = extent.numbers
+    flat = np.zeros((extent.tables, NUMBERS + sum(widths)), np.int64)
+    flat[:, : NUMBERS - 1] = extent.numbers[:, : NUMBERS - 1]  # those that kernels read
     flat[:, NUMBERS - 1] = extent.lengths + extent.calm
     place = NUMBERS
     for table, width in zip((extent.sealed, extent.open), widths, strict=True):

@@ -1,0 +1,23 @@
+"""SnapKV: rows to which the end of the prompt attends (Li et al., 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import avg_pool1d
+
+from kvant.contracts import Rows, Score
+from kvant.scores.weights import attention
+
+WIDTH = 5  # neighbours over which weights are averaged: what matters is rarely one row
+
+
+@dataclass(frozen=True)
+class SnapKV(Score):
+    name: ClassVar[str] = "snapkv"
+    queries: ClassVar[int] = 64
+
+    def of(self, rows: Rows) -> Tensor:
+        return avg_pool1d(attention(rows), WIDTH, stride=1, padding=WIDTH // 2).mean(1)

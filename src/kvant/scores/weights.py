@@ -1,0 +1,22 @@
+"""What the newest queries give to each row, which several scores go by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvant.contracts import Rows
+
+
+def attention(rows: Rows) -> Tensor:
+    """The mean over queries of their attention weights, [N, group, n]; a head at a time."""
+    assert rows.queries is not None and rows.asked is not None
+    found = []
+    for keys, there, queries, asked in zip(
+        rows.keys, rows.there, rows.queries, rows.asked, strict=True
+    ):
+        seen = there & (torch.arange(len(keys), device=keys.device) <= asked[:, None])  # [m, n]
+        logits = (queries @ keys.T * rows.scale).masked_fill(~seen, float("-inf"))
+        weights = logits.softmax(-1).nan_to_num()  # a query that sees nothing is padding
+        found.append(weights.sum(1) / (asked >= 0).sum().clamp(min=1))
+    return torch.stack(found)

@@ -1,0 +1,190 @@
+"""Models of transformers whose prompts are pruned: alone, side by side, drafted, in an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvant
+from generation.speakers import Numbers
+from hf.zoo import FAMILIES, VOCABULARY, build
+from kvant.engine import Engine
+from kvant.generation import generate
+from kvant.server.settings import Settings
+
+SPEC, ADAPTIVE = "affine8,prune=snapkv:25%", "affine8,prune=snapkv:25%:adaptive"
+FAMILIES_TRIED = ("llama", "gemma3", "gpt_oss", "falcon_h1", "qwen3_next")
+WHOLE = ("deepseek_v3",)  # keys and values in one
+
+
+def attached(name: str) -> Any:
+    model = build(name)
+    kvant.attach(model, "raw", guard=False)
+    return model
+
+
+def text(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+@torch.no_grad()
+def read(model: Any, spec: str, prompt: list[int]) -> Any:
+    cache = kvant.cache_for(model, spec)
+    model(torch.tensor([prompt]), past_key_values=cache)
+    return cache
+
+
+@torch.no_grad()
+def decoded(model: Any, cache: Any, lengths: list[int], which: list[int]) -> Tensor:
+    outs = []
+    for step in range(3):
+        ids = torch.tensor([[5 + 7 * step + i] for i in which])
+        places = torch.tensor([[length + step] for length in lengths])
+        outs.append(model(ids, past_key_values=cache, position_ids=places).logits[:, -1])
+    return torch.stack(outs, 1)
+
+
+def pruned_layers(cache: Any) -> list[int]:
+    """Those of which rows are gone, and only those that see all rows may be."""
+    found = []
+    for index, layer in cache.states.layers.items():
+        attention = layer["attention"] if isinstance(layer, dict) else layer
+        extent = getattr(attention, "extent", None)
+        if extent is not None and extent.pruned.any():
+            assert attention.spec.retention.window is None
+            found.append(index)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES_TRIED)
+def test_the_first_token_behind_a_prompt_prunes(name: str) -> None:
+    model, prompt = attached(name), text(450)
+    cache, plain = read(model, SPEC, prompt), read(model, "affine8", prompt)
+    assert not pruned_layers(cache) and cache.length == 450
+    some, every = (decoded(model, one, [450], [0]) for one in (cache, plain))
+    assert pruned_layers(cache) and cache.length == 453
+    assert some.isfinite().all() and not torch.equal(some, every)
+    by_hand = read(model, SPEC, prompt)
+    assert by_hand.prune() == 450 - 113
+    assert torch.equal(decoded(model, by_hand, [450], [0]), some)
+    cache.states.check()
+
+
+@pytest.mark.parametrize("name", FAMILIES_TRIED)
+def test_what_keeps_all_changes_nothing(name: str) -> None:
+    model, prompt = attached(name), text(450)
+    plain, every = (
+        decoded(model, read(model, spec, prompt), [450], [0])
+        for spec in ("raw", "raw,prune=snapkv:100%")
+    )
+    assert float((plain - every).abs().max() / plain.std()) < 1e-3  # prompts are read otherwise
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_layers_that_cannot_be_pruned_stay_whole(name: str) -> None:
+    model, prompt = attached(name), text(200)
+    cache = read(model, SPEC, prompt)
+    assert not cache.spec.prunes and cache.prune() == 0
+
+
+@pytest.mark.parametrize("name", FAMILIES_TRIED)
+def test_sequences_side_by_side_are_as_alone(name: str) -> None:
+    model, lengths = attached(name), [90, 450, 400]
+    assert FAMILIES[name].cache_argument == "past_key_values"
+    caches = [read(model, ADAPTIVE, text(n, seed=n)) for n in lengths]
+    for cache in caches:
+        cache.prune()
+    merged = kvant.merge(caches)
+    alone = [decoded(model, caches[i], [lengths[i]], [i]) for i in range(3)]
+    found, expected = decoded(model, merged, lengths, [0, 1, 2]), torch.cat(alone)
+    assert float((found - expected).abs().max() / expected.std()) < 1e-3
+
+
+def test_a_padded_batch_is_pruned_as_each_alone() -> None:
+    model = attached("llama")
+    prompts = [text(n, seed=n) for n in (90, 300)]
+    ids = torch.tensor([[0] * 210 + prompts[0], prompts[1]])
+    mask = torch.tensor([[0] * 210 + [1] * 90, [1] * 300])
+    given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    cache = kvant.cache_for(model, SPEC, attention_mask=mask)
+    together = model.generate(ids, attention_mask=mask, past_key_values=cache, **given)
+    for row, prompt in zip(together, prompts, strict=True):
+        cache = kvant.cache_for(model, SPEC)
+        alone = model.generate(torch.tensor([prompt]), past_key_values=cache, **given)
+        assert torch.equal(row[-12:], alone[0, -12:])
+
+
+def test_padding_that_nobody_told_is_refused() -> None:
+    model = attached("llama")
+    ids = torch.tensor([[0] * 210 + text(90), text(300)])
+    mask = torch.tensor([[0] * 210 + [1] * 90, [1] * 300])
+    cache = kvant.cache_for(model, SPEC)
+    with pytest.raises(kvant.CacheError, match="attention_mask"):
+        model.generate(
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=3, pad_token_id=0
+        )
+
+
+def test_a_model_that_reads_dense_rows_itself_says_so() -> None:
+    model, prompt = build("llama"), text(300)
+    model.set_attn_implementation("eager")
+    cache = read(model, "affine8,prune=keydiff:25%", prompt)
+    with pytest.raises(kvant.UnsupportedView, match="pruned"):
+        decoded(model, cache, [300], [0])
+    with pytest.raises(kvant.CacheError, match="nobody saw"):
+        read(model, SPEC, prompt).prune()
+
+
+@pytest.mark.parametrize("spec", [ADAPTIVE, "affine4,prune=keydiff:64", "raw,prune=tova:64"])
+def test_drafts_change_nothing(spec: str) -> None:
+    model, prompt = build("llama"), text(210) * 2
+    given: dict[str, Any] = {"kv_cache": spec, "max_new_tokens": 40, "ignore_end": True}
+    plain = [step.token for step in generate(model, Numbers(), prompt, **given)]
+    drafted = [step.token for step in generate(model, Numbers(), prompt, **given, draft="ngram")]
+    assert drafted == plain
+
+
+@pytest.mark.parametrize("spec", [ADAPTIVE, "affine4,prune=keydiff:64"])
+def test_an_engine_gives_the_tokens_of_each_alone(spec: str) -> None:
+    model, prompts = build("llama"), [text(n, seed=n) for n in (80, 450, 400)]
+    given: dict[str, Any] = {"max_new_tokens": 150, "ignore_end": True}
+    alone = [
+        [step.token for step in generate(model, Numbers(), prompt, kv_cache=spec, **given)]
+        for prompt in prompts
+    ]
+    with Engine(model, Numbers(), spec) as engine:
+        streams = [engine.submit(prompt, **given) for prompt in prompts]
+        assert [list(stream.result().tokens) for stream in streams] == alone
+
+
+def test_a_conversation_goes_on(tmp_path: Path) -> None:
+    model = build("llama")
+    given: dict[str, Any] = {"max_new_tokens": 8, "ignore_end": True}
+    session, held = kvant.Session(model, Numbers(), SPEC), []
+    for seed in range(3):
+        list(session.send(text(120, seed=seed), **given))
+        held.append(int((session.memory.states[0].positions() >= 0).sum(-1).max()))
+    # A quarter of the tokens so far (and no fewer than 32), and the reply but for its last token.
+    assert held == [32 + 7, 248 // 4 + 7, 376 // 4 + 7]
+    assert session.stats()["tokens_reused"] == 127 + 255
+    session.save(tmp_path / "talk")
+    back = kvant.Session.load(tmp_path / "talk", model, Numbers())
+    for one in (session, back):
+        list(one.send(text(50, seed=9), **given))
+    assert back.tokens == session.tokens
+
+
+def test_nothing_of_it_is_shared() -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match="leave the prune out"):
+        Engine(model, Numbers(), SPEC, prefixes=kvant.Prefixes())
+    settings = Settings(kv_cache=SPEC)
+    settings.check()
+    assert not settings.shares and Settings(kv_cache="affine8").shares
+    with pytest.raises(kvant.SpecError, match="a store beside"):
+        Settings(kv_cache=SPEC, store=["memory"]).check()

@@ -1,0 +1,158 @@
+"""Measures what stays of the model inside where rows of a prompt are pruned, beside kvpress.
+
+`python tools/pruning.py`, some minutes; what kvpress does is measured where it can be imported
+(0.5.5 beside transformers 5 needs `pip install --no-deps kvpress cachetools`, and `datasets`).
+Texts of 2,048 tokens, which the model was not trained on, have things planted in them. They are
+read and pruned, before or after the first tokens of an answer are shown (the question), and the
+model is asked for the rest. Perplexity is of the second half of a text, whose first half was
+pruned. Rows are not quantized: so both libraries store the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import kvant
+from kvant.bench.report import progress, show
+from kvant.checkpoints import load
+from kvant.eval.evaluation import cut
+from kvant.probing.recall import KINDS, Exam, exams
+
+CONTEXT = 2048
+# A spec of ours, and what makes the same of kvpress: its own name, and what wraps it.
+SCORES = {
+    "snapkv": ("SnapKVPress", None),
+    "snapkv:adaptive": ("SnapKVPress", "AdaKVPress"),
+    "expected": ("ExpectedAttentionPress", None),
+    "expected:adaptive": ("ExpectedAttentionPress", "AdaKVPress"),
+    "keydiff": ("KeyDiffPress", None),
+    "tova": ("TOVAPress", None),
+    "random": ("RandomPress", None),
+}
+Read = Callable[[Tensor], Any]  # tokens [1, T] -> a cache that was pruned
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to read a prompt, and to go on from it."""
+
+    name: str
+    read: Read
+    copied: Callable[[Any], Any]  # a cache for one of several continuations
+    single: bool = False  # are tokens to be read one by one?
+
+
+def ours(model: Any, spec: str) -> Way:
+    def read(ids: Tensor) -> Any:
+        cache = kvant.cache_for(model, spec)
+        model(ids, past_key_values=cache)
+        cache.prune()
+        return cache
+
+    return Way(f"kvant {spec}", read, lambda cache: cache.fork())
+
+
+def theirs(model: Any, score: str, keep: float) -> Way:
+    import kvpress
+
+    own, wrapped = SCORES[score]
+    press = getattr(kvpress, own)(compression_ratio=1 - keep)
+    if wrapped is not None:
+        press = getattr(kvpress, wrapped)(press)
+
+    def read(ids: Tensor) -> Any:
+        cache = DynamicCache(config=model.config)
+        with press(model):
+            model.model(ids, past_key_values=cache, cache_position=torch.arange(ids.shape[1]))
+        return cache
+
+    def copied(cache: Any) -> Any:
+        twin = DynamicCache(config=model.config)
+        for index, layer in enumerate(cache.layers):
+            twin.update(layer.keys.clone(), layer.values.clone(), index)
+        return twin
+
+    # It hides the rows of a head by a key that no query asks for, which many together have not.
+    name = f"kvpress {own}{f' in {wrapped}' if wrapped else ''}"
+    return Way(name, read, copied, single=wrapped is not None)
+
+
+def logits(model: Any, way: Way, ids: Tensor, behind: int, cache: Any) -> Tensor:
+    """Of tokens behind so many, by their positions: a cache that was pruned may have fewer."""
+    count = ids.shape[1]
+    parts = []
+    for first, stop in [(i, i + 1) for i in range(count)] if way.single else [(0, count)]:
+        places = torch.arange(behind + first, behind + stop)[None]
+        found = model(ids[:, first:stop], past_key_values=cache, position_ids=places)
+        parts.append(found.logits[0].float())
+    return torch.cat(parts)
+
+
+def perplexity(model: Any, way: Way, pieces: list[Tensor]) -> float:
+    losses = []
+    for piece in pieces:
+        half = piece.shape[1] // 2
+        found = logits(model, way, piece[:, half:-1], half, way.read(piece[:, :half]))
+        losses.append(torch.nn.functional.cross_entropy(found, piece[0, half + 1 :]).item())
+    return float(torch.tensor(losses).mean().exp())
+
+
+def recalled(model: Any, way: Way, asked: list[Exam], *, known: bool) -> dict[str, float]:
+    """The share of answers that greedy decoding gives, by kind; is the question known before?"""
+    right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
+    for exam in asked:
+        whole = None if known else way.read(torch.tensor([exam.prompt]))
+        for one in exam.planted:
+            told = torch.tensor(one.answer)
+            if known:
+                cache = way.read(torch.tensor([exam.prompt + one.question[:-1]]))
+            else:
+                cache = way.copied(whole)
+            behind = len(exam.prompt) + (len(one.question) - 1 if known else 0)
+            rest = one.question[-1:] if known else one.question
+            found = logits(model, way, torch.tensor([rest + one.answer[:-1]]), behind, cache)
+            right[one.kind].append(bool((found[-len(told) :].argmax(-1) == told).all()))
+    return {kind: fmean(found) for kind, found in right.items()}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--keep", type=int, default=25, help="percent of the rows")
+    parser.add_argument("--exams", type=int, default=8)
+    parser.add_argument("--kvpress", action="store_true", help="measure it, too")
+    parser.add_argument("--scores", default=",".join(SCORES))
+    given = parser.parse_args()
+    model, tokenizer = load(None)
+    text = cut(tokenizer, None, CONTEXT, given.exams * CONTEXT)
+    asked = exams(tokenizer, text.whole, given.exams, seed=0)
+    ways = [ours(model, "raw"), ours(model, f"raw,window={CONTEXT * given.keep // 100},sinks=4")]
+    for score in given.scores.split(","):
+        name, _, adaptive = score.partition(":")
+        spec = f"raw,prune={name}:{given.keep}%" + (f":{adaptive}" if adaptive else "")
+        ways.append(ours(model, spec))
+        if given.kvpress:
+            ways.append(theirs(model, score, given.keep / 100))
+    rows = []
+    for way in ways:
+        progress(way.name)
+        row: dict[str, Any] = {"read": way.name, "perplexity": perplexity(model, way, text.whole)}
+        for known in (False, True):
+            shares = recalled(model, way, asked, known=known)
+            row |= {f"{kind}{', asked' if known else ''}": shares[kind] for kind in KINDS}
+        rows.append(row)
+    progress("")
+    about = {"exams": given.exams, "context": CONTEXT, "keep": f"{given.keep}%"}
+    show("what stays of a prompt that is pruned", rows, about, quiet=False)
+
+
+if __name__ == "__main__":
+    main()

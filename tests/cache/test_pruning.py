@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvant
+from attention.kernels import NAME, needed
 from cache.tagged import One
 from kvant import CacheError, RewindError, SpecError, attend, parse
 from kvant.cache.pruning import LATE, NEWEST
@@ -115,6 +116,18 @@ def test_attention_is_over_the_rows_that_were_kept(form: str, kind: str) -> None
                     )
                     worst = 1e-5 if backend == "reference" or form == "raw" else COARSE
                     assert float((out[b : b + 1, mine] - expected).abs().max()) < worst
+
+
+@needed
+@pytest.mark.usefixtures("pages_as_on_a_gpu")
+@pytest.mark.parametrize("form", ["raw", "affine8", "affine4v8", "turbo4"])
+def test_kernels_of_triton_read_them(form: str) -> None:
+    state = prompt(f"{form},prune=snapkv:30%:adaptive", batch=3, start=START)
+    state.prune()
+    view = state.append(*(noise(3, HEADS, 1, DIM, seed=side) for side in (60, 61)))
+    q = noise(3, HEADS * GROUP, 1, DIM, seed=62)
+    found, expected = (attend(q, view, backend=name) for name in (NAME, "reference"))
+    assert float((found - expected).abs().max()) < 2e-3
 
 
 def best(scores: Tensor, count: int) -> list[int]:

@@ -61,7 +61,14 @@ def _stored(layer: HostLayer, recipe: Recipe) -> str:
     kept = spelled(*recipe.sides.values())
     if recipe.retention.window is not None:
         kept += f", the last {recipe.retention.window} rows"
-    return kept + (f", the first {recipe.retention.sinks}" if recipe.retention.sinks else "")
+    if recipe.retention.sinks:
+        kept += f", the first {recipe.retention.sinks}"
+    if (rule := recipe.select) is not None:
+        kept += f", of which a token reads {rule.pages or f'{rule.percent:g}% of the'} pages"
+    if (prune := recipe.prune) is not None:
+        many = f"{prune.rows} rows" if prune.rows else f"{prune.percent:g}% of the rows"
+        kept += f", of a prompt {many} by {prune.score.name}"
+    return kept
 
 
 def _read(context: Context, index: int) -> str:

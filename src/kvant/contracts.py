@@ -172,7 +172,7 @@ class Selection:
 
     def count(self, pages: Ints) -> Ints:
         """Of so many pages, so many are read."""
-        share = np.ceil(pages * (self.percent / 100)).astype(np.int64)
+        share = np.ceil(pages * self.percent / 100).astype(np.int64)
         count: Ints = np.minimum(pages, np.maximum(share, self.pages))
         return count
 
@@ -232,7 +232,7 @@ class Pruning:
 
     def keep(self, length: int) -> int:
         """Rows that stay of so many tokens."""
-        return self.rows or math.ceil(length * (self.percent / 100))
+        return self.rows or math.ceil(length * self.percent / 100)
 
 
 class Tiles(Protocol):

@@ -7,7 +7,7 @@ next extent may write them in place, and no older one looks at them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -57,7 +57,8 @@ class Kind:
     slack: int = 0  # how far back a rewind is exact
     step: int = 0  # rows by which memory grows; 0: by pages
     capacity: int | None = None  # rows of a sequence whose memory is taken at once
-    own: int | None = None  # the layer that this kind is of alone: its heads keep rows of their own
+    prune: Hashable = None  # the rule by which rows go behind a prompt
+    own: int | None = None  # the one layer of this kind, of which each key head has a table
 
     @property
     def page(self) -> int:

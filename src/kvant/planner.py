@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from kvant.cache.layer import kind_of, pages_nbytes
+from kvant.cache.layer import kind_of, lies_apart, pages_nbytes
 from kvant.cache.pruning import kept_nbytes
 from kvant.cache.storage import Geometry
 from kvant.errors import CapacityError, SpecError
@@ -57,11 +57,14 @@ class Plan:
         gone = 0
         for recipe, layer in self._pairs:
             for one in attention_in(recipe):
-                if one.prune is not None:
-                    geometry, kind = _geometry(one, layer), kind_of(one)
-                    alone = replace(geometry, heads=1)
-                    kept = geometry.heads * kept_nbytes(alone, one, kind, self.context)
-                    gone += _rows(one, layer, self.sequences, self.context) - self.sequences * kept
+                if one.prune is not None and one.capacity is None:
+                    tables = layer.num_heads if lies_apart(one) else 1
+                    geometry = _geometry(one, layer)
+                    alone = replace(geometry, heads=geometry.heads // tables)
+                    kept = kept_nbytes(
+                        alone, one, kind_of(one), self.context, self.sequences * tables
+                    )
+                    gone += _rows(one, layer, self.sequences, self.context) - kept
         return self.nbytes - max(0, gone)
 
     @property
@@ -170,7 +173,7 @@ def _nbytes(recipe: Recipe, layer: LayerShape, sequences: int, context: int) -> 
 def _rows(recipe: LayerSpec, layer: LayerShape, sequences: int, context: int) -> int:
     """Behind a prompt a layer that prunes has less; what it takes while that is read is all."""
     geometry, kind = _geometry(recipe, layer), kind_of(recipe)
-    tables = 1 if recipe.prune is None else layer.num_heads
+    tables = layer.num_heads if lies_apart(recipe) else 1
     geometry = replace(geometry, heads=geometry.heads // tables)
     return pages_nbytes(geometry, recipe, kind, [context] * sequences * tables)
 

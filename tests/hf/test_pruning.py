@@ -13,7 +13,9 @@ import kvant
 from generation.speakers import Numbers
 from hf.zoo import FAMILIES, VOCABULARY, build
 from kvant.engine import Engine
-from kvant.generation import generate
+from kvant.engine.batch import Batch, Seat
+from kvant.generation import HostDecoder, generate
+from kvant.generation.decoder import decoder_of
 from kvant.server.settings import Settings
 
 SPEC, ADAPTIVE = "affine8,prune=snapkv:25%", "affine8,prune=snapkv:25%:adaptive"
@@ -140,13 +142,64 @@ def test_a_model_that_reads_dense_rows_itself_says_so() -> None:
         read(model, SPEC, prompt).prune()
 
 
+@pytest.mark.parametrize("draft", ["ngram", "itself"])
 @pytest.mark.parametrize("spec", [ADAPTIVE, "affine4,prune=keydiff:64", "raw,prune=tova:64"])
-def test_drafts_change_nothing(spec: str) -> None:
-    model, prompt = build("llama"), text(210) * 2
-    given: dict[str, Any] = {"kv_cache": spec, "max_new_tokens": 40, "ignore_end": True}
+def test_drafts_change_nothing(spec: str, draft: str) -> None:
+    model, prompt = build("llama"), text(90) * 2
+    given: dict[str, Any] = {"kv_cache": spec, "max_new_tokens": 300, "ignore_end": True}
     plain = [step.token for step in generate(model, Numbers(), prompt, **given)]
-    drafted = [step.token for step in generate(model, Numbers(), prompt, **given, draft="ngram")]
+    other: Any = model if draft == "itself" else draft
+    drafted = [step.token for step in generate(model, Numbers(), prompt, **given, draft=other)]
     assert drafted == plain
+
+
+@pytest.mark.parametrize("chunk", [64, 100])
+def test_where_chunks_end_changes_nothing(chunk: int) -> None:
+    """257 tokens: the last chunk of 64 is a single one."""
+    model, prompt = build("llama"), text(257)
+    given: dict[str, Any] = {
+        "kv_cache": "raw,prune=snapkv:25%",
+        "max_new_tokens": 30,
+        "ignore_end": True,
+    }
+    found = [
+        [step.token for step in generate(model, Numbers(), prompt, **given, prefill_chunk=size)]
+        for size in (512, chunk)
+    ]
+    assert found[0] == found[1]
+
+
+def test_assisted_generation_prunes_as_any_other() -> None:
+    model, prompt = attached("llama"), torch.tensor([text(90) * 3])
+    given: dict[str, Any] = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}
+    found = []
+    for more in ({}, {"prompt_lookup_num_tokens": 3}):
+        cache = kvant.cache_for(model, "raw,prune=keydiff:64")
+        found.append(model.generate(prompt, past_key_values=cache, **given, **more))
+        assert pruned_layers(cache)
+    assert found[0].shape == found[1].shape
+
+
+@pytest.mark.parametrize("kind", ["snapkv", "keydiff", "tova"])
+def test_a_sequence_that_was_put_aside_goes_on(kind: str, tmp_path: Path) -> None:
+    model, spec = attached("llama"), f"raw,prune={kind}:64"
+    decoder = decoder_of(model)
+    assert isinstance(decoder, HostDecoder)
+    batch, said = Batch(decoder, decoder.memory(spec)), dict[bool, list[int]]()
+    for aside in (False, True):
+        seat = Seat(text(300))
+        logits, said[aside] = batch.read(seat, 300), []
+        for at in range(40):
+            said[aside].append(int(logits.argmax()))
+            seat.tokens.append(said[aside][-1])
+            rows, failed = batch.decode([seat])
+            assert not failed
+            logits = rows[0]
+            if aside and at in (3, 20):
+                batch.put_aside(seat, tmp_path / f"{at}")
+                batch.take_back(seat)
+        batch.drop(seat)
+    assert said[True] == said[False]
 
 
 @pytest.mark.parametrize("spec", [ADAPTIVE, "affine4,prune=keydiff:64"])

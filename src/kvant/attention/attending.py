@@ -47,13 +47,13 @@ def attend(
     seen. No gradients are recorded.
     """
     refuse_transforms("attend")
+    _check(q, view, mask, sink_logits)
     if view.watch is not None:
         view.watch(q, q.shape[3] ** -0.5 if scale is None else scale)
     if view.extent.heads > 1:
         how = {"scale": scale, "softcap": softcap, "backend": backend}
         both = _by_heads(q, view, mask, sink_logits, **how)
         return both if return_lse else both[0]
-    _check(q, view, mask, sink_logits)
     with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
         keys, frame = view.keys, view.values.codec.frame
         scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -86,11 +86,6 @@ def _by_heads(
     q: Tensor, view: View, mask: Mask | Tensor | None, sink_logits: Tensor | None, **how: Any
 ) -> tuple[Tensor, Tensor]:
     """Attention where key heads have tables of their own: each is read as a sequence is."""
-    if q.ndim != 4 or q.shape[0] != view.batch or q.shape[1] % view.heads or not q.shape[1]:
-        raise ValueError(
-            f"queries of shape {list(q.shape)} do not fit keys of [{view.batch}, {view.heads}, ., "
-            f"{view.keys.dim}]: [B, heads, T, D] is needed, heads a multiple of {view.heads}"
-        )
     if isinstance(mask, Tensor):
         mask = _mask_by_heads(view, _four_dimensions(mask))
     apart = view._replace(extent=view.extent.apart, watch=None)
@@ -99,10 +94,6 @@ def _by_heads(
     out, lse = out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
     if sink_logits is None:
         return out, lse
-    if sink_logits.shape != (q.shape[1],):
-        raise ValueError(
-            f"sink_logits {list(sink_logits.shape)} for {q.shape[1]} heads: one a head"
-        )
     aside = sink_logits.to(lse.dtype)[:, None]  # it takes its part of what all others share
     out = out * torch.sigmoid(lse - aside).unsqueeze(-1).to(out.dtype)
     return out, torch.logaddexp(lse, aside)
@@ -110,11 +101,6 @@ def _by_heads(
 
 def _mask_by_heads(view: View, mask: Tensor) -> Tensor:
     """A mask [B, heads, T, n], or one for all of these, for each key head."""
-    if view.extent.pruned.any():
-        raise UnsupportedView(
-            "a mask that is a tensor counts columns, and rows that a prune has kept are at none: "
-            "tell padding by start= or attention_mask=, which stores none"
-        )
     if mask.shape[1] > 1:
         every = mask.expand(view.batch, -1, -1, -1)
         return every.reshape(view.extent.tables, -1, *mask.shape[2:])
@@ -178,8 +164,8 @@ def _four_dimensions(mask: Tensor) -> Tensor:
 
 def _check(q: Tensor, view: View, mask: Mask | Tensor | None, sinks: Tensor | None) -> None:
     """Refuse what does not fit, with both sides in the message."""
-    batch, shape = len(view.extent.numbers), q.shape
-    heads, dim, device = view.keys.heads, view.keys.dim, view.keys.open.device
+    batch, shape = view.batch, q.shape
+    heads, dim, device = view.heads, view.keys.dim, view.keys.open.device
     fits = len(shape) == 4 and shape[0] == batch and shape[3] == dim
     if not fits or shape[1] % heads or shape[1] == 0:
         single = "; of one sequence they are q[None]" if q.ndim == 3 else ""
@@ -209,6 +195,11 @@ def _check_rows(q: Tensor, view: View, mask: Mask | Tensor | None) -> None:
         )
     if isinstance(mask, Tensor):
         _check_mask(q, columns, mask)
+        if view.extent.pruned.any():
+            raise UnsupportedView(
+                "a mask that is a tensor counts columns, and rows that a prune has kept are at "
+                "none: tell padding by start= or attention_mask=, which stores none"
+            )
 
 
 def _check_mask(q: Tensor, columns: int, mask: Tensor) -> None:

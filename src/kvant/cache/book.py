@@ -5,7 +5,7 @@ Every verb ends in the assignment of another one, so all layers change together.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,13 +24,31 @@ Retired = tuple[int, Slots]  # by kind
 class Asked:
     """The newest queries of a layer, until rows are pruned by them."""
 
-    queries: Tensor  # [tables, group, m, D]
+    queries: Tensor  # [B, H, group, m, D]
     columns: int  # the last of them is at the last of so many
     scale: float
+    most: int  # queries that are kept
 
-    def of(self, tables: Ints, gone: int) -> Asked:
-        """Those of some tables, before which so many columns are gone."""
-        return Asked(self.queries[torch.from_numpy(tables)], self.columns - gone, self.scale)
+    def then(self, new: Asked) -> Asked:
+        """These, and behind them those of the next tokens."""
+        if new.columns - new.queries.shape[3] != self.columns:
+            return new
+        queries = torch.cat([self.queries.to(new.queries.device), new.queries], 3)
+        return replace(new, queries=queries[:, :, :, -self.most :].clone())
+
+    def cut(self, columns: int) -> Asked | None:
+        """Without those of tokens that were taken back; None: none is left."""
+        count = self.queries.shape[3] - max(0, self.columns - columns)
+        if count <= 0:
+            return None
+        return replace(
+            self, queries=self.queries[:, :, :, :count], columns=min(columns, self.columns)
+        )
+
+    def of(self, sequences: Ints, gone: int) -> Asked:
+        """Those of some sequences, before which so many columns are gone."""
+        queries = self.queries[torch.from_numpy(sequences)]
+        return replace(self, queries=queries, columns=self.columns - gone)
 
 
 @dataclass(frozen=True)

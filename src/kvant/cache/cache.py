@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvant.attention import check_backend
 from kvant.attention.writing import reopen
-from kvant.cache import pruning, snapshot
+from kvant.cache import snapshot
 from kvant.cache.book import Asked, Book, Retired
 from kvant.cache.changes import exact, joined, reachable, rewound, selected
 from kvant.cache.contents import Group, Layers, brought, leaves_of, recode_into, restore_into
@@ -163,8 +163,12 @@ class Cache(Refusals):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated: pages that this cache holds, shared or not, and those kept free."""
-        return sum(leaf.nbytes for leaf in self.contents.leaves.values())
+        """Bytes allocated: pages that this cache holds, shared or not, and those kept free.
+
+        And the queries that a prune is to know.
+        """
+        pages = sum(int(leaf.nbytes) for leaf in self.contents.leaves.values())
+        return pages + self._ledger.asked_nbytes if self._ledger.prunes else pages
 
     @property
     def nbytes_used(self) -> int:
@@ -283,46 +287,26 @@ class Cache(Refusals):
             for _, one in layers.recurrent():
                 one.tally.rewinds_exact += 1
             taken = [(kind, change.taken) for kind, change in enumerate(changes)]
-            after = [change.after for change in changes]
-            ledger.swap(after, states, taken, ledger.book.asked)
+            after, book = [change.after for change in changes], ledger.book
+            ledger.swap(after, states, taken)
+            cut = {leaf: asked.cut(to) for leaf, asked in book.asked.items()}
+            known = {leaf: asked for leaf, asked in cut.items() if asked is not None}
+            ledger.ask(known, prompted=book.prompted and len(known) == len(cut))
 
     def prune(self) -> int:
         """Let rows go that the spec does not keep behind a prompt; how many a head, in the mean.
 
-        While tokens are decoded, it does so where the score allows it, and enough of them came.
+        The first token behind a prompt does it by itself, and tokens do that are decoded, where
+        the score allows it and enough of them came.
         """
-        if not self._ledger.prunes:
-            return 0
         self.rollback()
-        ledger, book = self._ledger, self._ledger.book
-        found: list[tuple[Attention, pruning.Kept]] = []
-        for _, leaf in self.contents.attention():
-            if (rule := leaf.pruning) is None or leaf.storage is None or not book.extents:
-                continue
-            if not (book.prompted or rule.score.decodes):
-                continue
-            extent = book.extents[leaf.kind]
-            which = pruning.over(rule, extent, 0 if book.prompted else pruning.LATE)
-            if which.any():
-                found.append((leaf, leaf.chosen(which)))
-        if found:
-            self._let_go(found)
-        ledger.unasked()
-        gone = [int((~kept.mask).sum()) / len(kept.tables) for _, kept in found]
-        return round(sum(gone) / len(gone)) if gone else 0
+        with self._ledger.lock:
+            return self.contents.prune() if self._ledger.prunes else 0
 
-    def _let_go(self, found: Sequence[tuple[Attention, pruning.Kept]]) -> None:
-        """All layers or none: pages that stay lie in new slots before the old ones go."""
-        ledger, book = self._ledger, self._ledger.book
-        extents, taken = list(book.extents), list[Retired]()
-        with ledger.counting():
-            for leaf, kept in found:
-                pools = ledger.pools[leaf.kind]
-                extents[leaf.kind], slots = pruning.packed(kept, pools)
-                taken.append((leaf.kind, slots))
-                leaf.keep(kept, extents[leaf.kind])
-            ledger.swap(extents, book.states, taken, book.asked)
-        ledger.compact()
+    @property
+    def before_prune(self) -> int | None:
+        """So many tokens may come before rows are pruned again; None: any number."""
+        return self.contents.room if self._ledger.prunes else None
 
     def end_padding(self) -> None:
         """Let sequences that have no token yet begin with the next one: no more padding comes."""
@@ -370,7 +354,7 @@ class Cache(Refusals):
         """Become what the snapshot holds; every layer, or an error and none."""
         self.rollback()
         self._restored(self.spec, snapshot)
-        self._ledger.unasked()
+        self._ledger.ask({}, prompted=False)
 
     def fork(self) -> Cache:
         """A second cache with the same tokens, which shares pages until one writes to them."""
@@ -379,7 +363,9 @@ class Cache(Refusals):
         host_states = {name: one.fork() for name, one in self.contents.host_states().items()}
         extents = [selected(extent, np.arange(extent.batch)) for extent in book.extents]
         with self._ledger.counting():
-            return self._twin(extents, book.states, host_states, asked=book.asked)
+            twin = self._twin(extents, book.states, host_states)
+            twin._ledger.ask(dict(book.asked), prompted=book.prompted)
+            return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         return self.fork()
@@ -397,7 +383,9 @@ class Cache(Refusals):
             follower.become(past)
         with self._ledger.counting():
             states = _selected(book.states, index, book, extents)
-            return self._twin(extents, states, host_states, asked=self._asked_by(index, extents))
+            twin = self._twin(extents, states, host_states)
+            twin._ledger.ask(self._asked_by(index, extents), prompted=book.prompted)
+            return twin
 
     def merged(self, others: Sequence[Cache]) -> Cache:
         """The sequences of this cache and of others under one, in its pools: see `merge`.
@@ -432,6 +420,7 @@ class Cache(Refusals):
             if not cache.length:
                 raise ValueError(f"cache {number} has no tokens: merge caches that have some")
             _check_begun(cache._ledger.book.extents)
+        caches = [_pruned(cache) for cache in caches]
         length = max(max(cache.lengths) for cache in caches)
         host_states = {name: one.fork() for name, one in self.contents.host_states().items()}
         for name, follower in host_states.items():
@@ -448,7 +437,9 @@ class Cache(Refusals):
                 books.append(found)
                 taken += slots
             extents = [joined(kinds) for kinds in zip(*books, strict=True)]
-            return self._twin(extents, states, host_states, taken)
+            twin = self._twin(extents, states, host_states, taken)
+            twin._ledger.ask(_asked_of(caches), prompted=False)
+            return twin
 
     def remove(self, sequence: int) -> None:
         """Let one of the sequences go; the others stay as they are."""
@@ -466,8 +457,10 @@ class Cache(Refusals):
         states = _selected(book.states, chosen, book, extents)
         host_states = self._ledger.host_states
         pasts = _selected([one.settled() for one in host_states], chosen, book, extents)
+        asked = self._asked_by(chosen, extents)
         with self._ledger.counting():
-            self._ledger.swap(extents, states, asked=self._asked_by(chosen, extents))
+            self._ledger.swap(extents, states)
+            self._ledger.ask(asked, prompted=book.prompted)
             for follower, past in zip(host_states, pasts, strict=True):
                 follower.become(past)
 
@@ -498,8 +491,27 @@ class Cache(Refusals):
             book = self._ledger.book
             moved = tuple(past.moved(where) for past in book.states)
             with layers.ledger.counting():
-                layers.ledger.swap(book.extents, moved, asked=book.asked)
+                layers.ledger.swap(book.extents, moved)
+            layers.ledger.ask(dict(book.asked), prompted=book.prompted)
         self._hold(layers)
+
+    @contextmanager
+    def prompting(self) -> Iterator[None]:
+        """Within, tokens are of a prompt, though one may come alone: no rows are pruned."""
+        self._ledger.prompting = True
+        try:
+            yield
+        finally:
+            self._ledger.prompting = False
+
+    @property
+    def recording(self) -> bool:
+        """Does a host say that chunks may be drafts?"""
+        return self._ledger.recording
+
+    @recording.setter
+    def recording(self, value: bool) -> None:
+        self._ledger.recording = value
 
     @contextmanager
     def speculating(self) -> Iterator[None]:
@@ -543,7 +555,7 @@ class Cache(Refusals):
         self._forget()
         old = self.contents
         self._hold(Layers.of(self.spec, self.tiles, old.host_states(), old))
-        self._ledger.unasked()
+        self._ledger.ask({}, prompted=False)
 
     def stats(self) -> dict[str, Any]:
         """What there is and what happened, in numbers."""
@@ -593,15 +605,13 @@ class Cache(Refusals):
         states: tuple[Past, ...],
         host_states: Mapping[str, HostState],
         taken: Sequence[Retired] = (),
-        asked: Mapping[int, Asked] | None = None,
     ) -> Cache:
         """A cache over the same pools with these sequences, while counts change."""
         twin = Cache.__new__(Cache)
         twin.tiles = self.tiles
         twin._hold(self.contents.twin(host_states))
         twin._recoded = list(self._recoded)
-        twin._ledger.swap(extents, states, taken, asked)
-        twin._ledger.book = replace(twin._ledger.book, prompted=self._ledger.book.prompted)
+        twin._ledger.swap(extents, states, taken)
         return twin
 
     def _asked_by(self, sequences: Ints, after: Sequence[Extent]) -> dict[int, Asked]:
@@ -611,8 +621,7 @@ class Cache(Refusals):
             kind = self._ledger.leaves[leaf]
             assert kind is not None
             before = book.extents[kind]
-            gone = before.columns - after[kind].columns
-            found[leaf] = asked.of(before.tables_of(sequences), gone)
+            found[leaf] = asked.of(sequences, before.columns - after[kind].columns)
         return found
 
     def _forget(self, rewound: bool = False) -> None:
@@ -701,6 +710,29 @@ def merge(caches: Sequence[Any]) -> Any:
     if not caches[0].length:
         raise ValueError("cache 0 has no tokens: merge caches that have some")
     return caches[0].merged(caches[1:])
+
+
+def _pruned(cache: Cache) -> Cache:
+    """A cache whose prompt is pruned, where its spec says so: the cache itself stays as it is."""
+    if not (cache._ledger.prunes and cache._ledger.book.prompted):
+        return cache
+    twin = cache.fork()
+    twin.prune()
+    return twin
+
+
+def _asked_of(caches: Sequence[Cache]) -> dict[int, Asked]:
+    """What the newest tokens of all of these asked, where that is known of each."""
+    books = [cache._ledger.book for cache in caches]
+    found: dict[int, Asked] = {}
+    for leaf in set.intersection(*(set(book.asked) for book in books)):
+        parts = [book.asked[leaf] for book in books]
+        if all(part.columns == book.length for part, book in zip(parts, books, strict=True)):
+            count = min(part.queries.shape[3] for part in parts)
+            queries = torch.cat([part.queries[:, :, :, -count:] for part in parts])
+            columns = max(part.columns for part in parts)
+            found[leaf] = replace(parts[0], queries=queries, columns=columns)
+    return found
 
 
 def _chosen(index: Sequence[int] | Tensor, batch: int) -> Ints:

@@ -5,6 +5,7 @@ It is replaced as a whole: a restore or a recode fills an empty one, and the cac
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from kvant.cache import recode, snapshot
+from kvant.cache import pruning, recode, snapshot
 from kvant.cache.book import Retired
 from kvant.cache.changes import Pools, placed, taken_for
 from kvant.cache.layer import Attention, kind_of
@@ -23,9 +24,9 @@ from kvant.cache.ledger import Ledger
 from kvant.cache.recurrent import Past, Recurrent
 from kvant.cache.recurrent import restored as restored_past
 from kvant.cache.recurrent import shared_snapshot as past_snapshot
-from kvant.contracts import HostState, Snapshot, Tiles
+from kvant.contracts import HostState, Pruning, Snapshot, Tiles
 from kvant.errors import CacheError, SnapshotMismatch
-from kvant.extent import Extent, Ints
+from kvant.extent import Bools, Extent, Ints
 from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 
 Layer = Any  # an Attention, a Recurrent, or a HostState
@@ -99,12 +100,72 @@ class Layers:
             layers.succeed(old)
         return layers
 
+    def __post_init__(self) -> None:
+        own = weakref.ref(self)  # the ledger is ours
+        self.ledger.prune = lambda: None if (layers := own()) is None else layers.prune()
+
+    def prune(self) -> int:
+        """Let rows go that recipes do not keep; how many a head, in the mean of what was pruned.
+
+        All layers or none: pages that stay lie in new slots before the old ones go.
+        """
+        ledger, book = self.ledger, self.ledger.book
+        due = dict(enumerate(map(self._due, range(len(book.extents)))))
+        leaves = [leaf for _, leaf in self.attention() if due.get(leaf.kind) is not None]
+        extents, taken, gone, heads = dict(enumerate(book.extents)), list[Retired](), 0, 0
+        if leaves:
+            with ledger.counting():
+                for leaf in leaves:
+                    which, before = due[leaf.kind], book.extents[leaf.kind]
+                    assert which is not None
+                    kept = leaf.chosen(which)
+                    if extents[leaf.kind] is before:
+                        pools = ledger.pools[leaf.kind]
+                        extents[leaf.kind], slots = pruning.packed(before, kept, pools)
+                        taken.append((leaf.kind, slots))
+                    leaf.refill(kept, extents[leaf.kind])
+                    gone, heads = gone + kept.gone, heads + len(kept.counts)
+                ledger.swap(extents.values(), book.states, taken)
+            late = {leaf.leaf for leaf in leaves if leaf.pruning and leaf.pruning.score.decodes}
+            asked = {leaf: one for leaf, one in book.asked.items() if leaf in late}
+            ledger.ask(asked, prompted=False)
+            ledger.compact(pruned=True)
+        elif book.prompted:
+            ledger.ask({}, prompted=False)
+        return round(gone / heads) if heads else 0
+
+    def _due(self, kind: int) -> Bools | None:
+        """The sequences of which rows are to go now; None: none is.
+
+        While tokens are decoded, those go that a score can tell, where enough of them came.
+        """
+        ledger, book = self.ledger, self.ledger.book
+        rule = ledger.kinds[kind].prune
+        if not isinstance(rule, Pruning) or not (book.prompted or rule.score.decodes):
+            return None
+        which = pruning.over(rule, book.extents[kind], 0 if book.prompted else pruning.LATE)
+        mine = [leaf for leaf, own in enumerate(ledger.leaves) if own == kind]
+        told = not rule.score.queries or book.asked.keys() >= set(mine)
+        return which if which.any() and (book.prompted or told) else None
+
+    @property
+    def room(self) -> int | None:
+        """So many tokens may come before rows are pruned again; None: any number."""
+        book, found = self.ledger.book, list[float]()
+        for extent in book.extents:
+            rule = extent.kind.prune
+            if isinstance(rule, Pruning) and rule.score.decodes:
+                left = pruning.room(rule, extent)
+                left = np.maximum(left, 0) if book.prompted else left
+                found.append(pruning.LATE + 1 + float(left.min(initial=0)))
+        return max(0, int(min(found))) if found else None
+
     def succeed(self, old: Layers) -> None:
         """Be read by the backend that was asked for, and go on counting what happens."""
         self.ledger.abandoned, self.ledger.changes = old.ledger.abandoned, old.ledger.changes
         self.ledger.backend = old.ledger.backend
-        asked, prompted = old.ledger.book.asked, old.ledger.book.prompted
-        self.ledger.book = replace(self.ledger.book, asked=asked, prompted=prompted)
+        self.ledger.recording = old.ledger.recording
+        self.ledger.ask(dict(old.ledger.book.asked), prompted=old.ledger.book.prompted)
         leaves: list[tuple[str, Layer]] = [*self.attention(), *self.recurrent()]
         for name, leaf in leaves:
             leaf.tally = old.leaves[name].tally

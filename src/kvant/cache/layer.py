@@ -16,7 +16,7 @@ from torch import Tensor
 from kvant.attention.reference import serves
 from kvant.attention.storing import store
 from kvant.cache.book import Asked
-from kvant.cache.changes import most_slots
+from kvant.cache.changes import FEW, most_slots
 from kvant.cache.ledger import Ledger
 from kvant.cache.pruning import Kept, chosen, fill
 from kvant.cache.reading import Held
@@ -33,22 +33,22 @@ RULES = (None, "dense", "stored")
 def kind_of(spec: LayerSpec, leaf: int | None = None) -> Kind:
     """What this layer has in common with others whose integers are the same.
 
-    A layer that prunes has a kind of its own: no other keeps the same rows.
+    A layer whose heads share what they keep of a prompt has a kind of its own.
     """
-    retention, own = spec.retention, None if spec.prune is None else leaf
-    numbers = retention.window, retention.sinks, spec.slack, spec.step, spec.capacity, own
-    return Kind(spec.paging, *numbers)
+    retention, own = spec.retention, leaf if lies_apart(spec) else None
+    numbers = retention.window, retention.sinks, spec.slack, spec.step, spec.capacity
+    return Kind(spec.paging, *numbers, spec.prune, own)
+
+
+def lies_apart(spec: LayerSpec) -> bool:
+    """Has each key head pages of its own? They do where heads keep different numbers of rows."""
+    return spec.prune is not None and spec.prune.adaptive
 
 
 def pages_nbytes(geometry: Geometry, spec: LayerSpec, kind: Kind, lengths: Sequence[int]) -> int:
     """Bytes that sequences have taken once they are so long."""
     opened, sealed = most_slots(kind, lengths)
     return int(opened * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec))
-
-
-def apart(rows: Fields) -> Fields:
-    """Each key head as a sequence of its own: [B * H, 1, T, D]."""
-    return {name: tensor.flatten(0, 1).unsqueeze(1) for name, tensor in rows.items()}
 
 
 class Attention:
@@ -64,7 +64,7 @@ class Attention:
         self.tiles = tiles
         self.tally = Tally()
         self.framed = not all(codec.frame.trivial for codec in spec.sides.values())
-        self.pruning = spec.prune
+        self.pruning, self.apart = spec.prune, lies_apart(spec)
 
     @property
     def storage(self) -> Storage | None:
@@ -150,8 +150,8 @@ class Attention:
     ) -> int:
         """Bytes allocated once the same was appended."""
         rows, _ = incoming(self.spec, keys, values, order, None)
-        batch, heads, count, _ = rows["keys"].shape
-        rows, heads = (apart(rows), heads) if self.pruning else (rows, 1)
+        batch, count = rows["keys"].shape[:3:2]
+        rows, heads = self._laid(rows)
         geometry = Geometry.of(rows)
         self._check_geometry(rows)
         dense = count > 1 and self._dense(prefill)
@@ -182,12 +182,13 @@ class Attention:
         refuse_transforms("append")
         ledger = self.ledger
         storage = ledger.book.storages.get(self.leaf)
-        known = None if storage is None or self.pruning else storage.geometry
+        known = None if storage is None or self.apart else storage.geometry
         rows, familiar = incoming(self.spec, keys, values, order, known)
-        batch, heads, count, _ = rows["keys"].shape
-        rows, heads = (apart(rows), heads) if self.pruning else (rows, 1)
+        batch, count = rows["keys"].shape[:3:2]
+        rows, heads = self._laid(rows)
         with ledger.lock:
-            ledger.enter(self.leaf)
+            ledger.enter(self.leaf, count)
+            storage = ledger.book.storages.get(self.leaf)  # a prune may have moved it
             if not familiar:
                 self._check_geometry(rows)
             dense = count > 1 and self._dense(prefill)
@@ -203,43 +204,40 @@ class Attention:
             if dense:  # a prompt reads all
                 pages = pages._replace(selecting=None)
             if self.watches(count):
-                pages = pages._replace(watch=partial(self._see, change.after.columns))
+                pages = pages._replace(watch=partial(self._see, change.after.columns, pages.heads))
             self.tally.appends += 1
             ledger.arrive(self.leaf)
         return pages
 
     def watches(self, count: int) -> bool:
-        """Is a prune to know what is asked by so many tokens, which are no drafts?"""
-        if self.pruning is None or self.ledger.speculating:
+        """Is a prune to know what so many tokens ask?"""
+        if self.pruning is None or not (score := self.pruning.score).queries:
             return False
-        score = self.pruning.score
-        return score.queries > 0 and (count > 1 or score.decodes)
+        return score.decodes or self.ledger.is_prompt(count)
 
-    def _see(self, columns: int, q: Tensor, scale: float) -> None:
-        """Remember the newest queries, of which the last is at the last of so many columns."""
+    def _see(self, columns: int, heads: int, q: Tensor, scale: float) -> None:
+        """Note what the newest tokens ask, the last of so many columns; layers that share rows ask
+        for themselves, and are not heard."""
         assert self.pruning is not None
-        most, asked = self.pruning.score.queries, self.ledger.book.asked
-        extent = self.extent
-        assert extent is not None
-        q = q.detach().reshape(extent.tables, -1, *q.shape[2:])[:, :, -most:]
-        before = asked.get(self.leaf)
-        if before is not None and before.columns == columns - q.shape[2] and q.shape[2] < most:
-            q = torch.cat([before.queries, q], 2)[:, :, -most:]
-        asked[self.leaf] = Asked(q.clone(), columns, scale)
+        seen, most = self.ledger.seen, self.pruning.score.queries + FEW
+        if self.leaf not in seen or seen[self.leaf].columns != columns:
+            batch, every, _, dim = q.shape
+            newest = q.detach()[:, :, -most:].reshape(batch, heads, every // heads, -1, dim)
+            seen[self.leaf] = Asked(newest.clone(), columns, scale, most)
 
     def chosen(self, which: Bools) -> Kept:
-        """The rows that stay of these sequences."""
+        """The rows of these sequences that stay."""
         extent, storage = self.ledger.committed(self.kind), self.storage
         assert extent is not None and storage is not None
         asked = self.ledger.book.asked.get(self.leaf)
         return chosen(self.spec, self._pages(storage, extent), asked, which)
 
-    def keep(self, kept: Kept, extent: Extent) -> None:
+    def refill(self, kept: Kept, extent: Extent) -> None:
         """Write the rows that stay where they are to lie."""
         storage, pools = self.storage, self.ledger.pools[self.kind]
         assert storage is not None
         storage.fit(pools.open.size, pools.sealed.size)
-        fill(kept, extent, self._pages(storage, extent), self.tally)
+        fill(kept, self._pages(storage, extent), self.tally)
 
     def expect(self, change: Change) -> None:
         """Make room for the row of a token that somebody else writes, and seal what falls due."""
@@ -331,6 +329,14 @@ class Attention:
             raise ValueError(f"prefill {prefill!r}: 'dense' or 'stored' is needed")
         rule = "stored" if self.ledger.speculating else prefill or self.spec.prefill
         return rule == "dense"
+
+    def _laid(self, rows: Fields) -> tuple[Fields, int]:
+        """Rows as they are stored, and the tables of a sequence: where its key heads lie apart,
+        each is stored as the only one of a sequence, [B * H, 1, T, D]."""
+        if not self.apart:
+            return rows, 1
+        heads = rows["keys"].shape[1]
+        return {name: one.flatten(0, 1).unsqueeze(1) for name, one in rows.items()}, heads
 
     def _fitting(self, rows: Fields, room: tuple[int, int]) -> Storage:
         """The storage, with room for all slots; a layer without tokens takes any shape."""

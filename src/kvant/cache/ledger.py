@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from threading import RLock
@@ -30,6 +30,7 @@ from kvant.cache.changes import (
     moved,
 )
 from kvant.cache.pool import Pool
+from kvant.cache.rows import check_alike, padding_of
 from kvant.cache.storage import Storage
 from kvant.contracts import HostState
 from kvant.errors import CapacityError, UnsupportedView
@@ -57,12 +58,15 @@ class Ledger:
         self.serial = next(SERIALS)
         self.kinds = tuple(kinds)
         self.leaves = tuple(leaves)  # the kind of each; None: it recurs
-        self.prunes = any(kind.own is not None for kind in kinds)
+        self.prunes = any(kind.prune is not None for kind in kinds)
         self.book = Book(tuple(pools), (), states, dict(storages or {}))
         self.abandoned = 0
         self.changes = 0  # appends and verbs, by which memory may have changed
         self.backend: str | None = None  # that reads all layers; None: the first that does
-        self.speculating = False  # may a chunk be drafts? Then it is read as single tokens are
+        self.speculating = self.recording = False  # may a chunk be drafts, by us or by a host?
+        self.prompting = False  # is it of a prompt, however short?
+        self.seen: dict[int, Asked] = {}  # by leaf: what the newest forward asks
+        self.prune: Callable[[], object] = int  # set by the layers, which know of rows
         self.host_states: tuple[HostState, ...] = ()
         self.lock = lock or RLock()  # of all caches that share these pools
         for pool in self._all():
@@ -127,14 +131,17 @@ class Ledger:
         now = self.weight(kind)
         if self.pools[kind].shared:
             need = most_beside(extent, coming)
+            if self.kinds[kind].prune is not None:  # rows that stay are stored before others go
+                after = most_slots(extent.kind, (extent.lengths + coming).clip(0).tolist())
+                need = need[0] + after[0], need[1] + after[1]
         else:
             need = most_slots(extent.kind, (extent.lengths + coming).clip(0).tolist())
         return max(now[0], need[0]), max(now[1], need[1])
 
-    def enter(self, leaf: int) -> None:
+    def enter(self, leaf: int, count: int) -> None:
         """A layer is to get rows: where it has some of a forward under way, that one died.
 
-        So did one that no layer has rows of yet.
+        So did one that no layer has rows of yet. The first token behind a prompt prunes it.
         """
         self.changes += 1
         book = self.book
@@ -142,6 +149,10 @@ class Ledger:
             self._follow()
         if leaf in book.arrived or (book.changes and not book.arrived):
             self.rollback()
+        if self.prunes and not (self.book.changes or self.book.arrived):
+            self._heed()
+            if not self.is_prompt(count):
+                self.prune()
 
     def begin(
         self,
@@ -166,10 +177,10 @@ class Ledger:
             if extent.calm and fits and (extent.batch, extent.heads) == (batch, heads):
                 change = book.changes[kind] = calmly(extent)
         if change is None:
-            given = None if start is None else _padding(start, batch)
+            given = None if start is None else padding_of(start, batch)
             change = self._changed(kind, batch, count, given, dense, heads)
         if start is not None or change.count != count or change.before.batch != batch:
-            _check_alike(change, batch, count, start)
+            check_alike(change, batch, count, start)
         return change
 
     def expect(self) -> list[Change]:
@@ -205,7 +216,7 @@ class Ledger:
         with self.lock:
             if kind in self.book.changes:
                 return 0, 0
-            given = None if start is None else _padding(start, batch)
+            given = None if start is None else padding_of(start, batch)
             extent = self._beginning(kind, batch, count, given, heads)
             scratch = self.pools[kind].copy()
             if self.kinds[kind].capacity is not None and self.blank:
@@ -296,7 +307,7 @@ class Ledger:
         to_follow = min(extent.columns for extent in after) if self.host_states else None
         kept = book.pools, tuple(after), states, book.storages
         came = max((change.count for change in book.changes.values()), default=1)
-        told = book.asked, book.prompted or (came > 1 and not self.speculating)
+        told = book.asked, book.prompted or self.is_prompt(came)
         self.book = Book(
             *kept, retired=tuple(gone), to_follow=to_follow, asked=told[0], prompted=told[1]
         )
@@ -308,9 +319,29 @@ class Ledger:
             self.compact()
         return True
 
-    def unasked(self) -> None:
-        """Forget what prompts have asked: a prune is over, or other tokens are here."""
-        self.book = replace(self.book, asked={}, prompted=False)
+    @property
+    def asked_nbytes(self) -> int:
+        """Bytes of the queries that are kept for a prune."""
+        return sum(one.queries.nbytes for one in (*self.book.asked.values(), *self.seen.values()))
+
+    def is_prompt(self, count: int) -> bool:
+        """Are so many tokens, that come together, part of a prompt?"""
+        return self.prompting or (count > 1 and not (self.speculating or self.recording))
+
+    def ask(self, asked: dict[int, Asked], *, prompted: bool) -> None:
+        """Know this of what was asked: nothing, once a prune is over or other tokens are here."""
+        self.seen = {}
+        self.book = replace(self.book, asked=asked, prompted=prompted)
+
+    def _heed(self) -> None:
+        """Know what the newest forward asked, if it was kept."""
+        asked = dict(self.book.asked)
+        for leaf, new in self.seen.items():
+            kind = self.leaves[leaf]
+            if kind is not None and new.columns == self.book.extents[kind].columns:
+                asked[leaf] = asked[leaf].then(new) if leaf in asked else new
+        self.seen = {}
+        self.book = replace(self.book, asked=asked)
 
     def keep(self, book: Book) -> None:
         """Let this hold from now on, and no forward be under way."""
@@ -322,7 +353,9 @@ class Ledger:
         self._follow()
         book = self.book
         if not book.arrived and not book.changes:
+            self._heed()
             return
+        self.seen = {}
         if book.arrived:
             log.warning(
                 "a forward appended to %d of %d layers and was abandoned: its tokens are taken"
@@ -342,12 +375,10 @@ class Ledger:
         extents: Iterable[Extent],
         states: tuple[Any, ...],
         taken: Iterable[Retired] = (),
-        asked: Mapping[int, Asked] | None = None,
     ) -> None:
         """Other extents over the same pools, while counts change; some slots were `taken` for it.
 
-        They are held before the old ones go. What was `asked` by their tokens is known no more,
-        unless it is told.
+        They are held before the old ones go. What their tokens asked is known no more.
         """
         self._release()
         new = tuple(extents)
@@ -355,9 +386,8 @@ class Ledger:
             pools.hold(extent)
         old = [(k, (e.open_slots(), e.sealed_slots())) for k, e in enumerate(self.book.extents)]
         retired = (*taken, *old)
-        told = dict(asked or {})
-        kept = replace(self.book, extents=new, states=states, changes={}, asked=told)
-        self.keep(replace(kept, retired=retired))
+        self.ask({}, prompted=False)
+        self.keep(replace(self.book, extents=new, states=states, changes={}, retired=retired))
         self._release()
 
     def check(self) -> None:
@@ -404,16 +434,16 @@ class Ledger:
                 follower.follow(length)
             self.book = replace(self.book, to_follow=None)
 
-    def compact(self) -> None:
-        """Give back what a chunk took beyond what its tokens would have.
+    def compact(self, *, pruned: bool = False) -> None:
+        """Give back what a chunk took beyond what its tokens would have, or what a prune let go.
 
         The tokens are kept already: where there is no memory for it, the next chunk tries again.
         """
         for kind in range(len(self.kinds)):
             with suppress(MemoryError, torch.OutOfMemoryError):
-                self._compact_kind(kind)
+                self._compact_kind(kind, pruned=pruned and self.kinds[kind].prune is not None)
 
-    def _compact_kind(self, kind: int) -> None:
+    def _compact_kind(self, kind: int, *, pruned: bool) -> None:
         """Do it where nobody else holds pages.
 
         Pages of which there were too many, open or sealed, move to new tensors: whoever reads the
@@ -421,10 +451,11 @@ class Ledger:
         """
         pools, book = self.pools[kind], self.book
         one, was = self.kinds[kind], book.extents[kind]
-        if was.pruned.any():
-            opened, sealed = (len(np.unique(s)) for s in (was.open_slots(), was.sealed_slots()))
-        else:
-            opened, sealed = most_slots(one, was.rows.tolist())
+        opened, sealed = most_slots(one, was.rows.tolist())
+        if pruned and one.capacity is None:
+            step = pools.open.step
+            held = (len(np.unique(slots)) for slots in (was.open_slots(), was.sealed_slots()))
+            opened, sealed = (-(-count // step) * step for count in held)
         large = pools.open.size > opened, pools.sealed.size > sealed
         if pools.shared or not any(large):
             return
@@ -458,29 +489,6 @@ class Ledger:
 
     def _all(self) -> list[Pool]:
         return [pool for pools in self.pools for pool in pools]
-
-
-def _padding(start: Sequence[int] | Tensor, batch: int) -> tuple[int, ...]:
-    columns = torch.as_tensor(start)
-    if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
-        raise ValueError(f"start {start}: one whole number a sequence is needed")
-    given = tuple(columns.tolist())
-    if len(given) != batch or min(given, default=0) < 0:
-        raise ValueError(f"start {given}: one number >= 0 for each of {batch}")
-    return given
-
-
-def _check_alike(change: Change, batch: int, count: int, start: Any) -> None:
-    """Refuse rows that are not of the forward under way."""
-    before = change.before
-    if before.batch != batch or change.count != count:
-        raise ValueError(
-            f"rows of {batch} sequences and {count} tokens, where another layer of this forward "
-            f"got {before.batch} and {change.count}"
-        )
-    given, began = _padding(start, batch), tuple(before.of_sequences(before.padding).tolist())
-    if given != began:
-        raise ValueError(f"start {given} for sequences that began at {began}")
 
 
 def _chosen(which: tuple[bool, bool], these: tuple[T, T], others: tuple[T, T]) -> tuple[T, T]:

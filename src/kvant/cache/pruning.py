@@ -6,10 +6,12 @@ L - 1, as if all before them had left a window. So lengths stay what they are, a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvant.attention.storing import seal_into
@@ -33,6 +35,7 @@ from kvant.extent import (
 )
 from kvant.recipes import LayerSpec
 
+Floats = NDArray[np.float64]
 NEWEST = 32  # rows that stay, whatever a score says
 PAGES = [FIRST_SEALED, STOP_SEALED, FIRST_OPEN]  # of the numbers of an extent
 LATE = 128  # rows beyond what may be kept, while tokens are decoded, before they are pruned
@@ -41,44 +44,49 @@ SAFE = 0.2  # of what a head keeps on average, it keeps this much where heads sh
 
 def over(pruning: Pruning, extent: Extent, slack: int = 0) -> Bools:
     """Which sequences hold more rows than they may keep, by more than `slack` a head?"""
-    held = (extent.rows - extent.missing).reshape(-1, extent.heads).mean(1)
-    lengths = extent.of_sequences(extent.rows).tolist()
-    allowed = np.array([max(pruning.keep(length), NEWEST) for length in lengths])
-    found: Bools = held > allowed + slack
+    found: Bools = room(pruning, extent) + slack < 0
     return found
 
 
-class Kept(NamedTuple):
-    """What a prune makes of a layer: the rows of some tables, in pages that are still to come."""
+def room(pruning: Pruning, extent: Extent) -> Floats:
+    """How many rows more each sequence may hold, in the mean of its heads; below zero: fewer."""
+    held = (extent.rows - extent.missing).reshape(-1, extent.heads).mean(1)
+    lengths = extent.of_sequences(extent.rows).tolist()
+    found: Floats = np.array([allowed(pruning, length) for length in lengths]) - held
+    return found
 
-    tables: Ints
-    rows: Fields  # framed, [tables, n, D]: the columns that there are
-    mask: Tensor  # [tables, n]: those of them that stay
-    extent: Extent  # with numbers alone
+
+def allowed(pruning: Pruning, length: int) -> int:
+    """Rows that a head keeps of so many tokens."""
+    return min(length, max(pruning.keep(length), NEWEST))
+
+
+class Kept(NamedTuple):
+    """The rows of a layer that stay: key head by key head of some sequences, in their order."""
+
+    which: Bools  # the sequences
+    rows: Fields  # framed, [rows of all heads, D]
+    counts: Ints  # rows of each head
+    gone: int  # rows of all heads that do not stay
 
 
 def chosen(spec: LayerSpec, view: View, asked: Asked | None, which: Bools) -> Kept:
     """The rows of a layer that stay in these sequences."""
-    pruning, extent = spec.prune, view.extent
-    assert pruning is not None
-    tables = extent.tables_of(np.flatnonzero(which))
-    there = _there(extent)[tables]
+    assert spec.prune is not None
+    extent, heads, sequences = view.extent, view.heads, np.flatnonzero(which)
+    there = _there(extent)[extent.tables_of(sequences)].repeat(view.keys.heads, 0)
     first = int(there.any(0).argmax())
-    last = extent.columns
-    rows = {n: columns(view, n, first, last).flatten(0, 1)[tables] for n in spec.sides}
-    held = torch.from_numpy(there[:, first:])
-    scores = _scores(spec, rows, held, asked, tables, extent, first)
+    held, last = torch.from_numpy(there[:, first:]), extent.columns
+    index = torch.from_numpy(sequences)
+    rows = {n: columns(view, n, first, last)[index].flatten(0, 1) for n in spec.sides}
+    scores = _scores(spec, rows, held, _of(asked, sequences, first, last), heads)
     newest = held.long().flip(1).cumsum(1).flip(1)  # 1 is the newest row
     scores = scores.masked_fill(newest <= NEWEST, float("inf")).masked_fill(~held, float("-inf"))
     lengths = extent.of_sequences(extent.rows)[which].tolist()
-    keep = torch.tensor([max(pruning.keep(length), NEWEST) for length in lengths])
-    mask = _best(scores, keep, extent.heads, pruning.adaptive) & held
-    numbers, lengths = extent.numbers.copy(), extent.rows[tables]
-    numbers[tables, BEGINS] = begins = lengths - mask.sum(1).numpy()
-    numbers[tables, PRUNED] = lengths
-    numbers[tables[:, None], PAGES] = pages_from(extent.kind, lengths, begins)
-    after = Extent(extent.kind, numbers, extent.sealed, extent.open, extent.heads)
-    return Kept(tables, rows, mask, after)
+    keep = [allowed(spec.prune, length) for length in lengths]
+    stay = _best(scores, keep, heads, spec.prune.adaptive) & held
+    kept = {n: one[stay.to(one.device)] for n, one in rows.items()}
+    return Kept(which, kept, stay.sum(1).numpy(), int((held & ~stay).sum()))
 
 
 def pages_from(kind: Kind, lengths: Ints, begins: Ints) -> Ints:
@@ -88,53 +96,59 @@ def pages_from(kind: Kind, lengths: Ints, begins: Ints) -> Ints:
     return np.stack([first, stop, np.maximum(kind.first_open(lengths), first)], 1)
 
 
-def kept_nbytes(geometry: Geometry, spec: LayerSpec, kind: Kind, length: int) -> int:
-    """Bytes of the pages that one head keeps of a prompt."""
+def kept_nbytes(geometry: Geometry, spec: LayerSpec, kind: Kind, length: int, tables: int) -> int:
+    """Bytes of the pages that so many tables keep of prompts of one length."""
     assert spec.prune is not None
-    begins = length - min(length, max(spec.prune.keep(length), NEWEST))
+    begins = length - allowed(spec.prune, length)
     [[first, stop, opened]] = pages_from(kind, *(np.array([n]) for n in (length, begins))).tolist()
-    pages = -(-length // kind.page) - opened
-    nbytes: int = pages * geometry.open_nbytes(spec) + (stop - first) * geometry.sealed_nbytes(spec)
+    step = Pools.of(kind).open.step
+    counts = (-(-length // kind.page) - opened) * tables, (stop - first) * tables
+    pages, sealed = (-(-count // step) * step for count in counts)
+    nbytes: int = pages * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec)
     return nbytes
 
 
-def packed(kept: Kept, pools: Pools) -> tuple[Extent, tuple[Ints, Ints]]:
+def packed(extent: Extent, kept: Kept, pools: Pools) -> tuple[Extent, tuple[Ints, Ints]]:
     """Where the rows that stay are to lie, and the slots that were taken for them."""
-    told, at = kept.extent, kept.tables
-    mine = placed(told.kind, told.numbers[at], pools)
-    sealed, opened = (
-        _put(table, own, at) for table, own in ((told.sealed, mine.sealed), (told.open, mine.open))
-    )
-    extent = Extent(told.kind, told.numbers, sealed, opened, told.heads)
-    return extent, (mine.open_slots(), mine.sealed_slots())
+    tables = extent.tables_of(np.flatnonzero(kept.which))
+    counts = kept.counts.reshape(len(tables), -1)[:, 0]  # heads of one table keep as many
+    numbers, lengths = extent.numbers.copy(), extent.rows[tables]
+    numbers[tables, BEGINS] = begins = lengths - counts
+    numbers[tables, PRUNED] = lengths
+    numbers[tables[:, None], PAGES] = pages_from(extent.kind, lengths, begins)
+    mine = placed(extent.kind, numbers[tables], pools)
+    sealed, opened = _put(extent.sealed, mine.sealed, tables), _put(extent.open, mine.open, tables)
+    after = Extent(extent.kind, numbers, sealed, opened, extent.heads)
+    return after, (mine.open_slots(), mine.sealed_slots())
 
 
-def fill(kept: Kept, extent: Extent, view: View, tally: Tally) -> None:
+def fill(kept: Kept, view: View, tally: Tally) -> None:
     """Write the rows that stay into the slots of their pages."""
-    page, at = extent.kind.page, kept.tables
-    begins, lengths = extent.begins[at], extent.rows[at]
+    extent, page = view.extent, view.extent.kind.page
+    tables = extent.tables_of(np.flatnonzero(kept.which))
+    begins, lengths = extent.begins[tables], extent.rows[tables]
     first = begins // page
     width = int((-(-lengths // page) - first).max(initial=1)) * page
     place = np.arange(width) + (first * page)[:, None]
-    to = torch.from_numpy((place >= begins[:, None]) & (place < lengths[:, None]))
-    number_of = np.zeros(extent.tables, np.int64)
-    number_of[at] = np.arange(len(at))
-    mine = np.isin(np.arange(extent.tables), at)
+    there = (place >= begins[:, None]) & (place < lengths[:, None])
+    to = torch.from_numpy(there.repeat(view.keys.heads, 0))
+    number_of = np.full(extent.tables, -1)
+    number_of[tables] = np.arange(len(tables))
     for name, rows in kept.rows.items():
         stored = view.keys if name == "keys" else view.values
-        laid = rows.new_zeros(len(at), width, rows.shape[2])
-        laid[to.to(rows.device)] = rows[kept.mask.to(rows.device)]
-        pages = laid.view(len(at), -1, page, rows.shape[2])
+        laid = rows.new_zeros(*to.shape, rows.shape[1])
+        laid[to.to(rows.device)] = rows
+        pages = laid.view(len(tables), stored.heads, -1, page, rows.shape[1])
 
         def taken(which: Ints, number: Ints, pages: Tensor = pages) -> Tensor:
-            """These pages, [n, 1, P, D]."""
+            """These pages, [n, H, P, D]."""
             table = number_of[which]
-            return pages[torch.from_numpy(table), torch.from_numpy(number - first[table])][:, None]
+            return pages[torch.from_numpy(table), :, torch.from_numpy(number - first[table])]
 
-        which, number = (part[mine[extent.open_pages()[0]]] for part in extent.open_pages())
+        which, number = _of_tables(extent.open_pages(), number_of)
         opened = torch.from_numpy(extent.open[which, number]).to(rows.device)
         stored.open[opened] = taken(which, number)
-        which, number = (part[mine[extent.sealed_pages()[0]]] for part in extent.sealed_pages())
+        which, number = _of_tables(extent.sealed_pages(), number_of)
         slots = extent.sealed[which, number]
         for start in range(0, len(slots), SEAL_AT_ONCE):
             some = slice(start, start + SEAL_AT_ONCE)
@@ -142,53 +156,51 @@ def fill(kept: Kept, extent: Extent, view: View, tally: Tally) -> None:
             seal_into(stored, name, sealing, slots[some], number[some] * page, 0, tally)
 
 
+def _of_tables(pages: tuple[Ints, Ints], number_of: Ints) -> tuple[Ints, Ints]:
+    mine = number_of[pages[0]] >= 0
+    return pages[0][mine], pages[1][mine]
+
+
 def _there(extent: Extent) -> Bools:
     """The columns at which each table has a row."""
-    column = np.arange(extent.columns)
-    position = column - (extent.columns - extent.lengths)[:, None]
+    position = np.arange(extent.columns) - (extent.columns - extent.lengths)[:, None]
     found: Bools = (position >= 0) & (position >= extent.missing[:, None])
     return found
 
 
+def _of(asked: Asked | None, sequences: Ints, first: int, last: int) -> Asked | None:
+    """What these sequences asked, its columns counted from `first`."""
+    found = None if asked is None else asked.cut(last)
+    return None if found is None else found.of(sequences, first)
+
+
 def _scores(
-    spec: LayerSpec,
-    rows: Fields,
-    there: Tensor,
-    asked: Asked | None,
-    tables: Ints,
-    extent: Extent,
-    first: int,
+    spec: LayerSpec, rows: Fields, there: Tensor, asked: Asked | None, heads: int
 ) -> Tensor:
     assert spec.prune is not None
     score = spec.prune.score
-    plain = {n: spec.sides[n].frame.outputs(rows[n].unsqueeze(1)).squeeze(1).float() for n in rows}
-    keys = plain["keys"]
-    given = Rows(keys, plain["values"], there.to(keys.device), None, None, 1.0, extent.heads)
+    plain = {n: spec.sides[n].frame.outputs(one.unsqueeze(1)).squeeze(1) for n, one in rows.items()}
+    keys, values = plain["keys"].float(), plain["values"].float()
+    given = Rows(keys, values, there.to(keys.device), None, None, 1.0, heads)
     if score.queries:
-        end = 0 if asked is None else min(asked.columns, extent.columns)
-        # Of a prompt that was taken back in part; what came behind it was no prompt.
-        count = 0 if asked is None else asked.queries.shape[2] - (asked.columns - end)
-        if asked is None or count <= 0:
+        if asked is None:
             raise CacheError(
-                f"{type(score).__name__} chooses rows by what the newest tokens of a prompt asked, "
-                "and nobody saw that: kvant.attach the model, call prune() before a cache is "
-                "merged, or take keydiff, which needs keys alone"
+                f"{score.name} chooses rows by what the newest tokens of a prompt ask, and nobody "
+                "saw that: kvant.attach the model, or take keydiff, which needs keys alone"
             )
-        mine = asked.queries[torch.from_numpy(tables)]
-        at = torch.arange(end - count, end) - first
-        at = at.expand(len(tables), -1).to(keys.device)
-        seen = there.to(keys.device).gather(1, at.clamp(0, there.shape[1] - 1))
-        queries = mine[:, :, :count].float()
-        given = given._replace(
-            queries=queries, asked=at.masked_fill(~seen | (at < 0), -1), scale=asked.scale
-        )
+        queries = asked.queries[:, :, :, -score.queries :].flatten(0, 1).to(keys)
+        at = torch.arange(asked.columns - queries.shape[2], asked.columns, device=keys.device)
+        at = at.expand(len(keys), -1)
+        seen = (at >= 0) & given.there.gather(1, at.clamp(min=0))
+        at = at.masked_fill(~seen, -1)
+        given = given._replace(queries=queries, asked=at, scale=asked.scale)
     return score.of(given).cpu()
 
 
-def _best(scores: Tensor, keep: Tensor, heads: int, adaptive: bool) -> Tensor:
+def _best(scores: Tensor, keep: Sequence[int], heads: int, adaptive: bool) -> Tensor:
     """[N, n] booleans: the best of each head, or of all heads of a sequence."""
     mask = torch.zeros(scores.shape, dtype=torch.bool)
-    for i, count in enumerate(keep.tolist()):
+    for i, count in enumerate(keep):
         mine = scores[i * heads : (i + 1) * heads]
         count = min(count, scores.shape[1])
         part = mask[i * heads : (i + 1) * heads]

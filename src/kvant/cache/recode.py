@@ -94,8 +94,13 @@ def check_rows(old: Extent, kind: Kind) -> None:
     """Refuse to bring back what was let go, and more tokens than a capacity has room for."""
     if old.kind.own != kind.own:
         raise SpecError(
-            "rows of each head lie apart where a spec prunes, and together where it does not"
-            ": reset the cache, and read the prompt by the other spec"
+            "key heads lie apart where they share what they keep (prune=...:adaptive), and "
+            "together elsewhere: reset the cache, and read the prompt by the other spec"
+        )
+    if old.pruned.any() and kind.prune is None:
+        raise SpecError(
+            "all rows, where some were pruned: what is gone does not come back; ask for a spec "
+            "with a prune, or reset first"
         )
     longest = int(old.rows.max(initial=0))
     if kind.capacity is not None and longest > kind.capacity:

@@ -170,7 +170,7 @@ class Recurrent(Recurring):
         refuse_transforms("append")
         _check(count, state)
         with self.ledger.lock:
-            self.ledger.enter(self.leaf)
+            self.ledger.enter(self.leaf, count)
             self._check_fits(state)
             self._check_batch(state)
             kept = {name: _kept(tensor) for name, tensor in state.items()}

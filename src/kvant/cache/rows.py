@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from kvant.contracts import Fields, Order
+from kvant.extent import Change
 from kvant.recipes import DTYPES, LayerSpec
 
 
@@ -73,3 +75,27 @@ def _check(name: str, tensor: Tensor, order: Order) -> None:
 
 def stores(dtype: torch.dtype) -> bool:
     return dtype in DTYPES.values()
+
+
+def padding_of(start: Sequence[int] | Tensor, batch: int) -> tuple[int, ...]:
+    """Columns of padding of each sequence, as they are told with the first rows."""
+    columns = torch.as_tensor(start)
+    if columns.ndim != 1 or columns.is_floating_point() or columns.dtype == torch.bool:
+        raise ValueError(f"start {start}: one whole number a sequence is needed")
+    given = tuple(columns.tolist())
+    if len(given) != batch or min(given, default=0) < 0:
+        raise ValueError(f"start {given}: one number >= 0 for each of {batch}")
+    return given
+
+
+def check_alike(change: Change, batch: int, count: int, start: Any) -> None:
+    """Refuse rows that are not of the forward under way."""
+    before = change.before
+    if before.batch != batch or change.count != count:
+        raise ValueError(
+            f"rows of {batch} sequences and {count} tokens, where another layer of this forward "
+            f"got {before.batch} and {change.count}"
+        )
+    given, began = padding_of(start, batch), tuple(before.of_sequences(before.padding).tolist())
+    if given != began:
+        raise ValueError(f"start {given} for sequences that began at {began}")

@@ -77,6 +77,8 @@ def restored(
     numbers = _numbers(snapshot, spec, kind)
     _check_heads(numbers, heads)
     geometry = _geometry(spec, snapshot)
+    if kind.own is not None and geometry.heads != 1:
+        raise SnapshotMismatch(f"{geometry.heads} key heads in the pages of one")
     opened, sealed = _pages(numbers, kind, len(snapshot.tensors["keys.open"]))
     rows = sum(opened)
     expected = {NUMBERS}
@@ -139,7 +141,7 @@ def _check_heads(numbers: Ints, heads: int) -> None:
 def _numbers(snapshot: Snapshot, spec: LayerSpec, kind: Kind) -> Ints:
     """The integers, each within what the others and the recipe allow."""
     tensor = snapshot.tensors.get(NUMBERS)
-    widths = (PRUNED,) if kind.own is None else (PRUNED, PRUNED + 1)
+    widths = (PRUNED,) if kind.prune is None else (PRUNED, PRUNED + 1)
     if tensor is None or tensor.ndim != 2 or tensor.shape[1] not in widths or not len(tensor):
         raise SnapshotMismatch(f"{NUMBERS} is missing, or not [sequences, {PRUNED}]")
     if tensor.dtype != torch.int64:
@@ -165,7 +167,7 @@ def _check_sequence(row: list[int], spec: LayerSpec, kind: Kind) -> None:
     rows, page = max(length, 0), kind.page
     due, low = kind.paging.due(rows), spec.retention.keep(rows)
     if pruned:
-        if kind.own is None or not begins < pruned <= rows:
+        if kind.prune is None or not begins < pruned <= rows:
             raise SnapshotMismatch(f"rows from {begins} on, pruned at {pruned} of {rows} tokens")
         low = begins
     if spec.capacity is not None and rows > spec.capacity:

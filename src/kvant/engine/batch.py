@@ -195,7 +195,8 @@ class Batch:
         """The logits [vocabulary] behind the next tokens of a prompt."""
         cache = self._empty.fork() if seat.cache is None else seat.cache
         held = cache.length
-        logits = self.decoder.logits(seat.tokens[held : held + count], cache)[-1]
+        with cache.prompting():
+            logits = self.decoder.logits(seat.tokens[held : held + count], cache)[-1]
         seat.cache = cache
         if seat.prompt == held:
             seat.prompt += count
@@ -226,6 +227,7 @@ class Batch:
     def fork(self, seat: Seat) -> Seat:
         """Another sequence behind the same tokens, which shares their pages."""
         assert seat.cache is not None
+        seat.cache.prune()  # so that they share what stays
         return replace(seat, tokens=list(seat.tokens), cache=seat.cache.fork())
 
     def drop(self, seat: Seat) -> None:
@@ -347,9 +349,6 @@ class Batch:
         self._own([seat for seat in self._seats if seat not in seats])
         new = [seat for seat in seats if seat not in self._seats]
         old = [] if self._cache is None else [self._cache]
-        for seat in new:
-            assert seat.cache is not None
-            seat.cache.prune()
         merged = merge([*old, *(seat.cache for seat in new)]) if new else old[0]
         self._seats, self._cache = [*self._seats, *new], merged
         for seat in new:

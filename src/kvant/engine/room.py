@@ -39,15 +39,22 @@ class Footprint:
         return cls(tuple(plan.page_nbytes), np.array(sizes), chunk, idle)
 
     def slots(self, length: int) -> Ints:
-        """The most that one takes on its way to a length."""
-        pages = [n for kind in self.kinds for n in _pages(kind, kind.capacity or length)]
+        """The most that one takes on its way to a length.
+
+        What a prune keeps is stored before the rest goes, to which others may hold on.
+        """
+        pages = []
+        for kind in self.kinds:
+            opened, sealed = _pages(kind, kind.capacity or length)
+            times = 1 if kind.prune is None else 2
+            pages += [times * opened, times * sealed]
         return np.array([*pages, length > 0])
 
     def shared(self, length: int) -> Ints:
         """Those of them that a fork at that length goes on sharing, however long both become."""
         found = []
         for kind in self.kinds:
-            stays = kind.window is None
+            stays = kind.window is None and kind.prune is None
             found.append(length // kind.page if stays and not kind.seals else 0)
             found.append(kind.paging.due(length) if stays else 0)
         return np.array([*found, 0])

@@ -271,6 +271,8 @@ class Run:
         most = min(self.limits.max_drafts, reply.left - 1)
         if capacity is not None:
             most = min(most, capacity - length)
+        if (room := self.reader.memory.before_prune) is not None:  # and the token before them
+            most = min(most, room - 1)
         drafts = self.drafter.drafts(reply.tokens, most, aim) if most > 0 else []
         self.drafts += len(drafts)
         if drafts:

@@ -157,13 +157,11 @@ class Reader:
             return self.decoder.logits(list(tokens), None, last)
         held, behind = self.memory.length, tokens[: len(tokens) - last]
         if last == 1 and held == len(behind):
-            self.memory.prune()
             return self._forward(tokens, held, len(tokens), last)
         if held == 0 and behind:
             self._read(behind)  # a strategy that begins to remember
         if self.memory.length > len(behind):
             self.align(tokens, last)
-        self.memory.prune()
         with self.memory.speculating():
             if self.memory.length < len(behind):
                 self._read(behind)
@@ -218,7 +216,8 @@ class Reader:
             ends = ((begin // chunk + 1) * chunk, len(tokens), *stops)
             stop = min(end for end in ends if end > begin)
             since = time.perf_counter()
-            logits = self._forward(tokens, begin, stop, last=1)
+            with self.memory.prompting():
+                logits = self._forward(tokens, begin, stop, last=1)
             self.prefixes.took(stop - begin, time.perf_counter() - since)
             if prompt and self._prompt == begin:
                 self._prompt = stop

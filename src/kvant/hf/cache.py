@@ -73,11 +73,10 @@ class HostCache(Verbs, TransformersCache):
                 f"rows for layer {layer_idx} of a cache for {len(self.layers)}: it was made for "
                 "another model, or its configuration does not tell all layers"
             )
-        if layer_idx == self._opening:
-            if self.context.recording:
-                self._record(min(key_states.shape[2], LONGEST))
-            elif key_states.shape[2] == 1:  # the first token behind a prompt
-                self.prune()
+        if self.context.recording and layer_idx == self._opening:
+            count = key_states.shape[2]
+            self._record(min(count, LONGEST))
+            self.states.recording = self.states.length > 0 and count <= LONGEST
         updated: tuple[Tensor, Tensor] = self.layers[layer_idx].update(
             key_states, value_states, *args, **kwargs
         )

@@ -190,6 +190,15 @@ class Verbs:
         self._expire()
         self.states.recode(full)
 
+    @property
+    def before_prune(self) -> int | None:
+        """So many tokens may come before rows are pruned again; None: any number."""
+        return self.states.before_prune
+
+    def prompting(self) -> AbstractContextManager[None]:
+        """Within, tokens are of a prompt, though one may come alone: no rows are pruned."""
+        return self.states.prompting()
+
     def speculating(self) -> AbstractContextManager[None]:
         """Within, a chunk may be drafts: it is read as one token after the other would be."""
         return self.states.speculating()

@@ -16,7 +16,6 @@ from torch import Tensor
 from kvant.contracts import Rows, Score
 
 FIRST = 4  # rows that always stay: many heads rest their attention on them
-LEAST = 0.02  # of a weight, so that values count where none is expected
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,8 @@ class Expected(Score):
             covariance = spread.transpose(1, 2) @ spread / asking.shape[1]
             logits = (mean @ keys.T).squeeze(1) + ((keys @ covariance) * keys).sum(-1) / 2
             found.append(logits.masked_fill(~there, float("-inf")).softmax(-1).mean(0))
-        scores = (torch.stack(found) + LEAST / rows.keys.shape[1]) * rows.values.norm(dim=-1)
+        scores = torch.stack(found) * rows.values.norm(dim=-1)
         first = rows.there.long().cumsum(1)
-        kept: Tensor = scores.masked_fill(rows.there & (first <= FIRST), float("inf"))
+        most = torch.finfo(scores.dtype).max  # the newest rows, which are infinite, come before
+        kept: Tensor = scores.masked_fill(rows.there & (first <= FIRST), most)
         return kept

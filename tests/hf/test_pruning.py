@@ -238,6 +238,23 @@ def test_nothing_of_it_is_shared() -> None:
         Engine(model, Numbers(), SPEC, prefixes=kvant.Prefixes())
     settings = Settings(kv_cache=SPEC)
     settings.check()
-    assert not settings.shares and Settings(kv_cache="affine8").shares
+    assert not settings.shares
+    assert Settings(kv_cache="affine8").shares and Settings(kv_cache="auto:1GiB").shares
     with pytest.raises(kvant.SpecError, match="a store beside"):
         Settings(kv_cache=SPEC, store=["memory"]).check()
+
+
+def test_a_recode_to_another_format_goes_on_pruning() -> None:
+    model, prompt = attached("llama"), text(300)
+    cache = read(model, "raw,prune=keydiff:64", prompt)
+    cache.recode("affine8")
+    assert decoded(model, cache, [300], [0]).isfinite().all() and pruned_layers(cache)
+    cache.recode("affine4")
+    assert cache.spec.prunes and cache.length == 303
+    with pytest.raises(kvant.SpecError, match="does not come back"):
+        cache.recode("affine8,window=400")
+
+
+def test_rows_go_by_a_prune_or_by_a_budget() -> None:
+    with pytest.raises(ValueError, match="a budget beside a prune"):
+        kvant.Session(build("llama"), Numbers(), SPEC, strategy="adaptive", budget="1MiB")

@@ -164,7 +164,8 @@ class Layers:
         """Be read by the backend that was asked for, and go on counting what happens."""
         self.ledger.abandoned, self.ledger.changes = old.ledger.abandoned, old.ledger.changes
         self.ledger.backend = old.ledger.backend
-        self.ledger.recording = old.ledger.recording
+        self.ledger.speculating = old.ledger.speculating
+        self.ledger.recording, self.ledger.prompting = old.ledger.recording, old.ledger.prompting
         self.ledger.ask(dict(old.ledger.book.asked), prompted=old.ledger.book.prompted)
         leaves: list[tuple[str, Layer]] = [*self.attention(), *self.recurrent()]
         for name, leaf in leaves:

@@ -41,8 +41,8 @@ def spec_after(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
 def within(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
     """What one recipe for all layers comes to: as a rule, a narrower window that is there stays.
 
-    Where no window is asked for, each layer keeps its own retention. Where layers differ in it,
-    those narrower than the widest have that from the model, and keep it too.
+    Where no window is asked for, each layer keeps its own retention, and its prune. Where layers
+    differ in a window, those narrower than the widest have that from the model, and keep it too.
     """
     widest = max((layer.width for layer in attention_in(*present.layers)), default=0.0)
 
@@ -51,6 +51,8 @@ def within(present: CacheSpec, asked: CacheSpec) -> CacheSpec:
         from_model = old.width < widest and old.width <= new.width
         if window is not None and (new.retention.window is None or from_model):
             new = replace(new, retention=old.retention)
+        if new.prune is None and new.retention.window is None:
+            new = replace(new, prune=old.prune)
         return replace(new, chunk=old.chunk, value_dim=old.value_dim)
 
     return _met(present, asked, meet)

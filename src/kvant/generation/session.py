@@ -67,6 +67,8 @@ class Session:
                 "one cache over many turns"
             )
         chosen = strategy_of(strategy, threshold, budget)
+        if budget is not None and memory.spec.prunes:
+            raise ValueError("a budget beside a prune: what goes, goes by one of them")
         self._prefixes = prefixes
         if prefixes is not None:
             if isinstance(kv_cache, HostCache):

@@ -15,7 +15,7 @@ from kvant.devices import named_device, named_dtype
 from kvant.engine import Engine
 from kvant.errors import SpecError
 from kvant.prefixes import Prefixes
-from kvant.probing import check_spec
+from kvant.probing import check_spec, is_auto
 from kvant.server.access import Keys
 from kvant.server.service import Service
 from kvant.sizes import parse_size
@@ -89,7 +89,7 @@ class Settings(BaseModel):
     @property
     def shares(self) -> bool:
         """Do prompts share what they begin with? Rows that one leaves out may matter to others."""
-        return not as_spec(self.kv_cache, 1).prunes
+        return is_auto(self.kv_cache) or not as_spec(self.kv_cache, 1).prunes
 
     @contextmanager
     def served(

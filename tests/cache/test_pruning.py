@@ -15,6 +15,7 @@ import kvant
 from attention.kernels import NAME, needed
 from cache.tagged import One
 from kvant import CacheError, RewindError, SpecError, attend, parse
+from kvant.cache.files import header
 from kvant.cache.pruning import LATE, NEWEST
 from kvant.contracts import Mask, Rows, Snapshot
 from kvant.recipes import LayerSpec
@@ -359,10 +360,13 @@ def test_a_fork_of_a_pruned_cache_shares_its_pages() -> None:
         one.check()
 
 
-def test_a_file_holds_what_stays(tmp_path: Path) -> None:
-    state = prompt("affine4,prune=keydiff:100:adaptive", batch=3, start=START)
+@pytest.mark.parametrize("kind", ["keydiff:100", "keydiff:100:adaptive"])
+def test_a_file_holds_what_stays(tmp_path: Path, kind: str) -> None:
+    state = prompt(f"affine4,prune={kind}", batch=3, start=START)
     state.prune()
     kvant.save(state.cache, tmp_path / "cache")
+    head = header(tmp_path / "cache")
+    assert (head.columns, head.key_heads("0/keys.open")) == ((300,) * 3, HEADS)
     back = One(state.spec, cache=kvant.load(tmp_path / "cache"))
     assert torch.equal(step(state, 100), step(back, 100))
     assert back.reachable(299) == 0

@@ -134,6 +134,17 @@ def test_a_text_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
     assert first + rest == whole
 
 
+@pytest.mark.parametrize("heads", ["", ":adaptive"])
+def test_what_stays_of_a_prompt_is_saved(call: Any, tmp_path: Path, heads: str) -> None:
+    file, text = str(tmp_path / "a.kv.safetensors"), "import os\nfrom sys import argv\n" * 12
+    words = ("run", "--prompt", text, "--kv-cache", f"affine4,prune=snapkv:20%{heads}")
+    first = call(*words, "--max-new-tokens", "6", "--save", file)[1].removesuffix("\n")
+    code, rest, _ = call("run", "--load", file, "--max-new-tokens", "6")
+    assert (code, first + rest) == (0, call(*words, "--max-new-tokens", "12")[1])
+    told = call("inspect", file, "--json")[1]
+    assert json.loads(told)["sequences"] == 1 and "2 heads of 64" in told
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from kvant.cache.cache import Cache
 from kvant.cache.contents import leaves_of
-from kvant.cache.snapshot import NUMBERS
+from kvant.cache.snapshot import HEADS, NUMBERS
 from kvant.contracts import Snapshot, Tiles
 from kvant.errors import CacheError, CacheFileError
 from kvant.extent import LENGTH, PADDING
@@ -66,6 +66,10 @@ class Header:
     tensors: Mapping[str, Stored]
     columns: tuple[int, ...]  # tokens of each sequence, its padding included, if rows are stored
     version: int = VERSION
+
+    def key_heads(self, name: str) -> int:
+        """Of the layer that a tensor of rows [rows, H, D] is of: they may lie apart."""
+        return self.tensors[name].shape[1] * _tables(self.numbers, name)
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def header(path: str | os.PathLike[str]) -> Header:
             raise ValueError("what is said about it is no object")
         spec = from_json(json.dumps(entries["spec"]))
         stored, numbers = _stored(source), _integers(entries["numbers"])
-        return Header(spec, numbers, about, stored, _columns(source, stored))
+        return Header(spec, numbers, about, stored, _columns(source, stored, numbers))
     except (CacheError, SafetensorError, KeyError, RuntimeError, ValueError) as error:
         raise CacheFileError(f"{source}: not a cache that can be restored: {error}") from error
 
@@ -173,14 +177,20 @@ def _stored(path: Path) -> dict[str, Stored]:
     return stored
 
 
-def _columns(path: Path, stored: Mapping[str, Stored]) -> tuple[int, ...]:
+def _tables(numbers: Mapping[str, int], name: str) -> int:
+    """Tables of a sequence, in the layer of a tensor; whether it is so, `restore` finds."""
+    return max(1, numbers.get(f"{name.rpartition('/')[0]}/{HEADS}", 1))
+
+
+def _columns(path: Path, stored: Mapping[str, Stored], heads: Mapping[str, int]) -> tuple[int, ...]:
     """How far the first layer is whose integers are some; whether they agree, `restore` finds."""
     for name, told in stored.items():
         whole = told.dtype == "I64" and len(told.shape) == 2 and told.shape[1] > PADDING
         if whole and name.rpartition("/")[2] == NUMBERS:
             with safe_open(path, framework="pt") as file:
                 numbers = file.get_tensor(name)
-            return tuple((numbers[:, LENGTH] + numbers[:, PADDING]).tolist())
+            ends = (numbers[:, LENGTH] + numbers[:, PADDING]).tolist()
+            return tuple(ends[:: _tables(heads, name)])
     return ()
 
 

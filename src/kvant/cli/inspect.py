@@ -83,18 +83,19 @@ def _tokens(numbers: Mapping[str, int]) -> int:
 
 def _saved(head: Header, index: int, recipe: Recipe) -> Line:
     own = {n: t for n, t in head.tensors.items() if n.startswith(f"{index}/")}
-    sides = [t for n, t in own.items() if n.endswith(("keys.open", "values.open"))]
-    rows = [one for one in sides if len(one.shape) == 3]
+    sides = {n: t for n, t in own.items() if n.endswith(("keys.open", "values.open"))}
+    rows = {name: one for name, one in sides.items() if len(one.shape) == 3}
     nbytes = sum(tensor.nbytes for tensor in own.values())
-    return Line(_kind(recipe), _rows(rows), _recipe(recipe), nbytes)
+    return Line(_kind(recipe), _rows(head, rows), _recipe(recipe), nbytes)
 
 
-def _rows(sides: Sequence[Stored]) -> str:
+def _rows(head: Header, sides: Mapping[str, Stored]) -> str:
     """[rows, heads, dim] of each side, those of open pages."""
     if not sides:
         return ""
-    dims = "/".join(dict.fromkeys(str(one.shape[2]) for one in sides))
-    return _heads(sides[0].shape[1], dims, sides[0].dtype)
+    first = next(iter(sides))
+    dims = "/".join(dict.fromkeys(str(one.shape[2]) for one in sides.values()))
+    return _heads(head.key_heads(first), dims, sides[first].dtype)
 
 
 def _of_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[Line]]:

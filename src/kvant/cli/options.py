@@ -147,7 +147,7 @@ def check_saved(path: Path, model: str | None) -> None:
 def _rows(head: Header) -> list[Rows]:
     """Of the layers that keep any."""
     return [
-        (tensor.shape[1], tensor.shape[2])
+        (head.key_heads(name), tensor.shape[2])
         for index in range(len(head.spec.layers))
         for name, tensor in head.tensors.items()
         if name.startswith(f"{index}/") and name.endswith("keys.open")

@@ -7,7 +7,7 @@ next extent may write them in place, and no older one looks at them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -57,7 +57,7 @@ class Kind:
     slack: int = 0  # how far back a rewind is exact
     step: int = 0  # rows by which memory grows; 0: by pages
     capacity: int | None = None  # rows of a sequence whose memory is taken at once
-    prune: Hashable = None  # the rule by which rows go behind a prompt
+    prune: Any = None  # the rule by which rows go behind a prompt: a value that tells kinds apart
     own: int | None = None  # the one layer of this kind, of which each key head has a table
 
     @property

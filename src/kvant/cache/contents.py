@@ -140,8 +140,8 @@ class Layers:
         While tokens are decoded, those go that a score can tell, where enough of them came.
         """
         ledger, book = self.ledger, self.ledger.book
-        rule = ledger.kinds[kind].prune
-        if not isinstance(rule, Pruning) or not (book.prompted or rule.score.decodes):
+        rule: Pruning | None = ledger.kinds[kind].prune
+        if rule is None or not (book.prompted or rule.score.decodes):
             return None
         which = pruning.over(rule, book.extents[kind], 0 if book.prompted else pruning.LATE)
         mine = [leaf for leaf, own in enumerate(ledger.leaves) if own == kind]
@@ -153,8 +153,8 @@ class Layers:
         """So many tokens may come before rows are pruned again; None: any number."""
         book, found = self.ledger.book, list[float]()
         for extent in book.extents:
-            rule = extent.kind.prune
-            if isinstance(rule, Pruning) and rule.score.decodes:
+            rule: Pruning | None = extent.kind.prune
+            if rule is not None and rule.score.decodes:
                 left = pruning.room(rule, extent)
                 left = np.maximum(left, 0) if book.prompted else left
                 found.append(pruning.LATE + 1 + float(left.min(initial=0)))

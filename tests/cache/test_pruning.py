@@ -262,7 +262,7 @@ def test_nobody_goes_back_to_what_is_gone() -> None:
     assert torch.equal(step(state, 400), expected)
     assert state.reachable(299) == 0 and state.reachable(300) == 300
     for gone in (299, 1):
-        with pytest.raises(RewindError):
+        with pytest.raises(RewindError, match="a prune has let go"):
             state.rewind(gone)
     assert state.length == 304
     state.rewind(300)

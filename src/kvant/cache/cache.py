@@ -684,7 +684,7 @@ class Cache(Refusals):
                     f"layer {name.partition('/')[0]}: length {to} cannot be reached from "
                     f"{self.length}: the longest that can is {max(longest, 0)} (a window keeps "
                     "`slack` rows to go back to: give the spec a larger slack=N; a recurrence "
-                    "goes back to its checkpoints)"
+                    "goes back to its checkpoints; what a prune has let go is gone)"
                 )
         raise RewindError(f"length {to}: {self.reachable(to)} is the longest all can reach")
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvant
 from generation.speakers import Numbers
-from hf.zoo import FAMILIES, VOCABULARY, build
+from hf.reading import attached, decoded, read, text
+from hf.zoo import FAMILIES, build
 from kvant.engine import Engine
 from kvant.engine.batch import Batch, Seat
 from kvant.generation import HostDecoder, generate
@@ -21,34 +21,6 @@ from kvant.server.settings import Settings
 SPEC, ADAPTIVE = "affine8,prune=snapkv:25%", "affine8,prune=snapkv:25%:adaptive"
 FAMILIES_TRIED = ("llama", "gemma3", "gpt_oss", "falcon_h1", "qwen3_next")
 WHOLE = ("deepseek_v3",)  # keys and values in one
-
-
-def attached(name: str) -> Any:
-    model = build(name)
-    kvant.attach(model, "raw", guard=False)
-    return model
-
-
-def text(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
-
-
-@torch.no_grad()
-def read(model: Any, spec: str, prompt: list[int]) -> Any:
-    cache = kvant.cache_for(model, spec)
-    model(torch.tensor([prompt]), past_key_values=cache)
-    return cache
-
-
-@torch.no_grad()
-def decoded(model: Any, cache: Any, lengths: list[int], which: list[int]) -> Tensor:
-    outs = []
-    for step in range(3):
-        ids = torch.tensor([[5 + 7 * step + i] for i in which])
-        places = torch.tensor([[length + step] for length in lengths])
-        outs.append(model(ids, past_key_values=cache, position_ids=places).logits[:, -1])
-    return torch.stack(outs, 1)
 
 
 def pruned_layers(cache: Any) -> list[int]:

@@ -6,44 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kvant
 from generation.speakers import Numbers
-from hf.zoo import FAMILIES, VOCABULARY, build
+from hf.reading import attached, decoded, read, text
+from hf.zoo import FAMILIES, build
 from kvant.generation import generate
 
 SELECTS, ALL = "affine8,select=1:0", "affine8,select=100%:0"
 FAMILIES_TRIED = ("llama", "gemma3", "gpt_oss", "deepseek_v3", "falcon_h1", "qwen3_next")
-
-
-def attached(name: str) -> Any:
-    """A model whose attention is kvant's: with dense rows of its own it would read all of them."""
-    model = build(name)
-    kvant.attach(model, "raw", guard=False)
-    return model
-
-
-def text(count: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
-
-
-@torch.no_grad()
-def read(model: Any, spec: str, prompt: list[int]) -> Any:
-    cache = kvant.cache_for(model, spec)
-    model(torch.tensor([prompt]), past_key_values=cache)
-    return cache
-
-
-@torch.no_grad()
-def decoded(model: Any, cache: Any, lengths: list[int], which: list[int]) -> Tensor:
-    outs = []
-    for step in range(3):
-        ids = torch.tensor([[5 + 7 * step + i] for i in which])
-        places = torch.tensor([[length + step] for length in lengths])
-        outs.append(model(ids, past_key_values=cache, position_ids=places).logits[:, -1])
-    return torch.stack(outs, 1)
 
 
 @pytest.mark.parametrize("name", FAMILIES_TRIED)

@@ -335,13 +335,13 @@ class Ledger:
 
     def _heed(self) -> None:
         """Know what the newest forward asked, if it was kept."""
-        asked = dict(self.book.asked)
-        for leaf, new in self.seen.items():
+        asked, seen, self.seen = dict(self.book.asked), self.seen, {}
+        for leaf, new in seen.items():
             kind = self.leaves[leaf]
             if kind is not None and new.columns == self.book.extents[kind].columns:
                 asked[leaf] = asked[leaf].then(new) if leaf in asked else new
-        self.seen = {}
-        self.book = replace(self.book, asked=asked)
+        if seen:
+            self.book = replace(self.book, asked=asked)
 
     def keep(self, book: Book) -> None:
         """Let this hold from now on, and no forward be under way."""

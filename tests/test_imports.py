@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 RANKS = (
     "contracts devices errors exit_codes extent launches modes openmp progress recipes retention "
     "sizes native/",
-    "codecs/ scores/ norms weights",
+    "codecs/ scores/ norms packed weights",
     "attention/ spec/ functional",
     "cache/ models/ demo/ stores/",
     "hf/ planner checkpoints",

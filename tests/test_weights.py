@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import kvant
-from kvant import CacheError, weights
+from kvant import CacheError, packed, weights
+from kvant.packed import PackedMatrix
 
 IN, OUT = 96, 128
 
@@ -419,7 +420,7 @@ def test_other_layers_are_left_and_it_is_said_why(name: str) -> None:
 
 
 def test_nothing_is_packed_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "_LINEAR", None)
+    monkeypatch.setattr(packed, "_LINEAR", None)
     model = Model()
     assert set(kvant.pack(model).left.values()) == {f"unknown to torch {torch.__version__}"}
     assert type(model.up.weight) is nn.Parameter
@@ -427,16 +428,16 @@ def test_nothing_is_packed_without_the_operators(monkeypatch: pytest.MonkeyPatch
 
 def test_nothing_is_packed_whose_bits_would_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One value in some thousand, as another order of sums gives it."""
-    computed, calls = weights._computed, []
+    times, calls = PackedMatrix.times, []
 
-    def other(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        out = computed(x, packed, bias)
+    def other(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        out = times(matrix, x, bias)
         calls.append(x)
         if len(calls) == 40:
             out[0, 0] = out[0, 0].nextafter(torch.tensor(torch.inf).bfloat16())
         return out
 
-    monkeypatch.setattr(weights, "_computed", other)
+    monkeypatch.setattr(PackedMatrix, "times", other)
     told = kvant.pack(Model())
     assert (told.layers, told.left) == (("down",), {"up": "of other bits when packed"})
 

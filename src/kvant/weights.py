@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_map_only
 
-from kvant import norms
+from kvant import norms, packed
 from kvant.errors import CacheError
 from kvant.modes import no_inference_mode, transformed
+from kvant.packed import Order, PackedMatrix
 from kvant.sizes import format_size
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -29,10 +30,6 @@ DTYPES = (torch.bfloat16, torch.float16)
 READ_BY_OTHERS = ("dt_proj", "kv_b_proj")  # of Mamba; of latent attention, by kvant.attach
 SMALLEST = 64 * 64 + 1  # values; for fewer torch has a way that is sooner done
 WEIGHT = "weight"
-
-# Private to torch: where one is missing, nothing is packed.
-_PACK = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
     """
     _check_model(model)
     layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
-    tried: dict[Any, str | None] = {}
+    tried: dict[Any, str | Order] = {}
     left: dict[str, str] = {}
     sharing = Counter(_memory(tensor) for tensor in _tensors(model))
     embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding) and tied]
@@ -83,10 +80,10 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
                 left[name] = reason
         kinds: norms.Tried = {}
         fused = sum(norms.fuse(module, kinds) for module in model.modules())
-    packed = {name: layers[name].weight for name in layers if name not in left}
-    nbytes = sum(weight.nbytes for weight in packed.values())
-    added = sum(w.nbytes for w in packed.values() if isinstance(w, PackedWeight) and w.stays)
-    return Packing(tuple(packed), nbytes, left, added, fused)
+    made = {name: layers[name].weight for name in layers if name not in left}
+    nbytes = sum(weight.nbytes for weight in made.values())
+    added = sum(w.nbytes for w in made.values() if isinstance(w, PackedWeight) and w.stays)
+    return Packing(tuple(made), nbytes, left, added, fused)
 
 
 def is_packed(model: nn.Module) -> bool:
@@ -140,13 +137,13 @@ class PackedWeight(torch.Tensor):
 
     _is_param = True  # a parameter to `isinstance`
 
-    packed: Tensor
+    packed: PackedMatrix
     original: nn.Parameter | None  # empty, unless it `stays`; None of a weight's `data`
     version: Version | None  # of an original that stays, as it was packed
 
     @classmethod
     def of(
-        cls, packed: Tensor, original: nn.Parameter | None, version: Version | None = None
+        cls, packed: PackedMatrix, original: nn.Parameter | None, version: Version | None = None
     ) -> PackedWeight:
         made: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -175,7 +172,7 @@ class PackedWeight(torch.Tensor):
         original = self.original
         if self.stays:
             return original
-        original.data = self.packed.to_dense()
+        original.data = self.packed.dense()
         original.requires_grad_(self.requires_grad)
         original.grad = self.grad
         return original
@@ -214,7 +211,7 @@ class PackedWeight(torch.Tensor):
             if func is not torch.ops.aten.copy_.default or target.original is None or target.stays:
                 raise _refusal(str(func))
             value = args[1].to(target.packed.device, target.packed.dtype)
-            target.packed = _packed(value.expand(target.packed.shape))
+            target.packed = PackedMatrix(value.expand(target.packed.shape), target.packed.order)
             return target
         real = tree_map_only(PackedWeight, _dense, (tuple(args), named))
         return func(*real[0], **real[1])
@@ -252,13 +249,7 @@ def _original(weight: PackedWeight) -> Any:
 
 def _dense(weight: PackedWeight) -> Tensor:
     _leave_compilers()
-    return weight.packed.to_dense()
-
-
-def _packed(weight: Tensor) -> Tensor:
-    assert _PACK is not None
-    made: Tensor = _PACK(weight.detach().contiguous(), None)
-    return made
+    return weight.packed.dense()
 
 
 def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
@@ -273,17 +264,8 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
         one is not None and one.requires_grad for one in (x, weight, bias)
     ):
         return None
-    return _computed(x, weight.packed, bias)
-
-
-def _computed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     _leave_compilers()
-    assert _LINEAR is not None
-    # Of such rows torch rounds the product before it adds the bias; of others it does not.
-    if bias is not None and x.ndim > 2 and not x.is_contiguous():
-        return _computed(x, packed, None).add_(bias)
-    out: Tensor = _LINEAR(x, packed, bias, "none", [], "")
-    return out
+    return weight.packed.times(x, bias)
 
 
 def _leave_compilers() -> None:
@@ -294,8 +276,7 @@ def _leave_compilers() -> None:
 
 def _data(weight: PackedWeight) -> PackedWeight:
     """The same weight beside autograd; not a copy, which would take what is written to it."""
-    packed = weight.packed if weight.current else _packed(cast(Tensor, weight.original))
-    return PackedWeight.of(packed, None)
+    return PackedWeight.of(weight.packed if weight.current else _packed_again(weight), None)
 
 
 def _copied(weight: Any, value: Any, *more: Any) -> Any:
@@ -304,8 +285,12 @@ def _copied(weight: Any, value: Any, *more: Any) -> Any:
         return None
     original = cast(Tensor, weight.original)
     original.copy_(value, *more)
-    weight.packed, weight.version = _packed(original), _version(original)
+    weight.packed, weight.version = _packed_again(weight), _version(original)
     return weight
+
+
+def _packed_again(weight: PackedWeight) -> PackedMatrix:
+    return PackedMatrix(cast(Tensor, weight.original), weight.packed.order)
 
 
 def _set_data(weight: Any, value: Any) -> bool:
@@ -318,7 +303,7 @@ def _converted(weight: Any, other: Any) -> bool:
     """Asked by `nn.Module.to`, which makes a new parameter of what was converted then."""
     if not weight.stays:
         return weight is other
-    packed: Tensor = weight.packed
+    packed: PackedMatrix = weight.packed
     if (other.dtype, other.device) != (packed.dtype, packed.device):
         raise _refusal("a conversion")  # the new one would no longer be the embedding's
     return other is weight.original
@@ -398,7 +383,7 @@ def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int], holders: int
 
 
 def _pack_layer(
-    layer: nn.Linear, tried: dict[Any, str | None], version: Version | None
+    layer: nn.Linear, tried: dict[Any, str | Order], version: Version | None
 ) -> str | None:
     """Pack a layer, or say why not; layers of one shape are tried once.
 
@@ -406,38 +391,40 @@ def _pack_layer(
     """
     weight, bias = layer._parameters[WEIGHT], layer.bias
     assert weight is not None
-    if _PACK is None or _LINEAR is None:
+    if not packed.known():
         return f"unknown to torch {torch.__version__}"
     shape = (weight.shape, weight.dtype, None if bias is None else bias.dtype)
-    packed = None
+    matrix = None
     if shape not in tried:
+        order = Order()
         try:
-            packed = _packed(weight)
-            tried[shape] = None if _same(layer, packed) else "of other bits when packed"
+            matrix = PackedMatrix(weight, order)
+            tried[shape] = order if _same(layer, matrix) else "of other bits when packed"
         except RuntimeError:  # of this processor, or of this torch
             tried[shape] = "refused by oneDNN"
-    if tried[shape] is None:
-        packed = _packed(weight) if packed is None else packed
-        made = PackedWeight.of(packed, weight, version)
-        if version is None:
-            made.grad, weight.grad = weight.grad, None
-        layer._parameters[WEIGHT] = cast(nn.Parameter, made)
-        if version is None:
-            weight.data = weight.new_empty(0)  # last: an interrupt before it loses nothing
-    return tried[shape]
+    found = tried[shape]
+    if isinstance(found, str):
+        return found
+    made = PackedWeight.of(matrix or PackedMatrix(weight, found), weight, version)
+    if version is None:
+        made.grad, weight.grad = weight.grad, None
+    layer._parameters[WEIGHT] = cast(nn.Parameter, made)
+    if version is None:
+        weight.data = weight.new_empty(0)  # last: an interrupt before it loses nothing
+    return None
 
 
 ROWS = (2, 16, 64)
 VALUES = 2**16  # of single rows: another order of sums shows in one of some thousand
 
 
-def _same(layer: nn.Linear, packed: Tensor) -> bool:
+def _same(layer: nn.Linear, matrix: PackedMatrix) -> bool:
     """Are the outputs those of the layer, to the bit? Of many single rows, and of some together."""
     singles = min(64, 1 + VALUES // layer.out_features)
     generator = torch.Generator().manual_seed(0)
     for rows in (*[1] * singles, *ROWS):
-        x = torch.randn(rows, layer.in_features, generator=generator).to(packed.dtype)
+        x = torch.randn(rows, layer.in_features, generator=generator).to(matrix.dtype)
         plain = functional.linear(x, layer.weight, layer.bias)
-        if not torch.equal(plain, _computed(x, packed, layer.bias)):
+        if not torch.equal(plain, matrix.times(x, layer.bias)):
             return False
     return True

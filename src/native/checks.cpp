@@ -437,6 +437,25 @@ const char *refused(const kvant_choose_request &r) {
     return r.chosen && !kept ? "chosen: memory that says where pages lie" : nullptr;
 }
 
+const char *refused(const kvant_multiply_request &r) {
+    if (!none_negative({r.count, r.outs})) return "a count: below zero";
+    if (r.width < PACKED_WIDTH || r.width > MOST || r.width % PACKED_WIDTH)
+        return "width: not a multiple of 16 from 16 on";
+    if (r.part < 2 || r.part > MOST || r.part % 2) return "part: not a multiple of 2 from 2 on";
+    if (r.outs > MOST) return "outs: more than there can be";
+    if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
+    const int64_t packed = (r.outs + PACKED_OUTS - 1) / PACKED_OUTS * PACKED_OUTS;
+    if (!holds(r.weight, r.weight_nbytes, product({packed, r.width, 2}), 2))
+        return "weight: fewer than outputs";
+    if (r.bias && !holds(r.bias, r.bias_nbytes, times(r.outs, 2), 2))
+        return "bias: fewer than outputs";
+    if (!holds(r.rows, r.rows_nbytes, product({r.count, r.width, 2}), 2))
+        return "rows: more than there are";
+    if (!holds(r.out, r.out_nbytes, product({r.count, r.outs, 2}), 2))
+        return "out: less room than the products take";
+    return nullptr;
+}
+
 bool is_empty(const kvant_request &r) { return !r.extent->batch || !r.heads || !r.queries; }
 bool is_empty(const kvant_store_request &r) { return !r.sides || !r.batch || !r.heads; }
 bool is_empty(const kvant_rotate_request &r) { return !r.batch || !r.heads || !r.count; }
@@ -444,5 +463,6 @@ bool is_empty(const kvant_norm_request &r) { return !r.count; }
 bool is_empty(const kvant_choose_request &r) {
     return !r.extent->batch || !r.heads || !r.queries || !r.num_chosen;
 }
+bool is_empty(const kvant_multiply_request &r) { return !r.count || !r.outs; }
 
 }  // namespace kvant

@@ -12,6 +12,7 @@ const char *refused(const kvant_store_request &request);
 const char *refused(const kvant_rotate_request &request);
 const char *refused(const kvant_norm_request &request);
 const char *refused(const kvant_choose_request &request);
+const char *refused(const kvant_multiply_request &request);
 
 // Is there nothing to do? Counts beside one that is zero may be anything, so no kernel sees them.
 bool is_empty(const kvant_request &request);
@@ -19,5 +20,6 @@ bool is_empty(const kvant_store_request &request);
 bool is_empty(const kvant_rotate_request &request);
 bool is_empty(const kvant_norm_request &request);
 bool is_empty(const kvant_choose_request &request);
+bool is_empty(const kvant_multiply_request &request);
 
 }  // namespace kvant

@@ -21,6 +21,7 @@ struct Kernels {
     void (*rotate)(const kvant_rotate_request &);
     void (*norm)(const kvant_norm_request &);
     void (*choose)(const kvant_choose_request &);
+    void (*multiply)(const kvant_multiply_request &);
 };
 
 namespace amx {

@@ -1,7 +1,7 @@
 /* The C interface of kvant's CPU kernels: plain structs of pointers and numbers, no Python.
  *
  * Each call takes one request: attention over pages, rows to store, rows to rotate or to
- * norm, pages to choose.
+ * norm, pages to choose, rows to multiply with a weight.
  * What many calls share (a side of the storage of a layer, how far sequences are and where their
  * pages lie) is made once and pointed to. The caller keeps all memory alive and as it is during the
  * call. Nothing is kept between calls but the threads. Calls from several threads at a time are
@@ -21,7 +21,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 13
+#define KVANT_ABI 14
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -208,6 +208,22 @@ typedef struct {
     int64_t threads;
 } kvant_choose_request;
 
+/* Rows times the transposed weight of a linear layer, plus a bias, all of them 16-bit brain floats:
+ * summed in single precision, rounded once. The sums of each `part` columns are added to those of
+ * the parts before. */
+typedef struct {
+    const void *rows; /* [count, width] without gaps */
+    int64_t rows_nbytes;
+    const void *weight; /* [outs / 64, rounded up][width / 2][64][2] */
+    int64_t weight_nbytes;
+    const void *bias; /* [outs], or null */
+    int64_t bias_nbytes;
+    int64_t count, width, outs, part; /* width: a multiple of 16; part: of 2 */
+    void *out;                        /* [count, outs] without gaps */
+    int64_t out_nbytes;
+    int64_t threads;
+} kvant_multiply_request;
+
 KVANT_EXPORT int kvant_abi(void);
 
 /* "amx", "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names
@@ -223,6 +239,7 @@ KVANT_EXPORT const char *kvant_store(const kvant_store_request *request);
 KVANT_EXPORT const char *kvant_rotate(const kvant_rotate_request *request);
 KVANT_EXPORT const char *kvant_norm(const kvant_norm_request *request);
 KVANT_EXPORT const char *kvant_choose(const kvant_choose_request *request);
+KVANT_EXPORT const char *kvant_multiply(const kvant_multiply_request *request);
 
 #ifdef __cplusplus
 }

@@ -37,7 +37,7 @@ const Kernels *best() {
 #if KVANT_HAS_amx
     static const Kernels tiles = {"amx", kvant::amx::attend, kvant::avx512::KERNELS.seal_page,
                                   kvant::avx512::KERNELS.rotate, kvant::avx512::KERNELS.norm,
-                                  kvant::avx512::KERNELS.choose};
+                                  kvant::avx512::KERNELS.choose, kvant::avx512::KERNELS.multiply};
     if (wide && fits("amx") && has_tiles()) return &tiles;
 #endif
     if (wide && fits("avx512")) return &kvant::avx512::KERNELS;
@@ -96,4 +96,8 @@ extern "C" const char *kvant_norm(const kvant_norm_request *request) {
 
 extern "C" const char *kvant_choose(const kvant_choose_request *request) {
     return run(request, &Kernels::choose);
+}
+
+extern "C" const char *kvant_multiply(const kvant_multiply_request *request) {
+    return run(request, &Kernels::multiply);
 }

@@ -314,4 +314,23 @@ def choose(case: Case) -> None:
     case.hold("chosen", 8 * e.batch * r.heads * r.queries * r.num_chosen, written=True)
 
 
-BUILDERS = {"attend": attend, "store": store, "rotate": rotate, "norm": norm, "choose": choose}
+def multiply(case: Case) -> None:
+    rng, r = case.rng, case.request
+    set_all(case, width=16 * rng.randint(1, 5), part=2 * rng.randint(1, 45))
+    set_all(case, outs=rng.choice((0, 1, 63, 64, 200)), count=rng.choice((0, 1, 5, 6, 7, 13)))
+    set_all(case, threads=rng.randint(1, 2))
+    case.hold("rows", r.count * r.width * 2)
+    case.hold("weight", (r.outs + 63) // 64 * 64 * r.width * 2)
+    if rng.random() < 0.5:
+        case.hold("bias", r.outs * 2)
+    case.hold("out", r.count * r.outs * 2, written=True)
+
+
+BUILDERS = {
+    "attend": attend,
+    "store": store,
+    "rotate": rotate,
+    "norm": norm,
+    "choose": choose,
+    "multiply": multiply,
+}

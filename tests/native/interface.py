@@ -16,6 +16,7 @@ ENTRIES = {
     "rotate": "kvant_rotate_request",
     "norm": "kvant_norm_request",
     "choose": "kvant_choose_request",
+    "multiply": "kvant_multiply_request",
 }
 POINTED = {  # of a request: the structs that it points to
     "attend": {"keys": "kvant_side", "values": "kvant_side", "extent": "kvant_extent"},

@@ -19,7 +19,7 @@ import torch
 from kvant import Cache, attend
 from kvant.attention.native import records
 from kvant.extent import BEGINS, FIRST_OPEN, FIRST_SEALED, LENGTH, STOP_SEALED
-from kvant.native import NORM, ROTATION, library, rotated
+from kvant.native import NORM, PRODUCT, ROTATION, library, rotated
 from native.cases import AFFINE, FP8, Case, nbytes_of
 from native.interface import ENTRIES, STRUCTS, Pointer, all_places, loaded, places
 from native.memory import memory
@@ -35,6 +35,7 @@ RECORDS = {
     "kvant_rotate_request": ROTATION,
     "kvant_norm_request": NORM,
     "kvant_choose_request": records.CHOOSE,
+    "kvant_multiply_request": PRODUCT,
 }
 
 
@@ -62,6 +63,8 @@ def rich(case: Case) -> bool:
         return many and slots and all(side.format == AFFINE for side in sides)
     if case.entry == "norm":
         return r.count > 1
+    if case.entry == "multiply":
+        return min(r.count, r.outs) > 1
     if case.entry == "choose":
         e = case.structs["extent"]
         many = min(e.batch, r.heads, r.queries, e.sealed.width, r.num_chosen) > 1
@@ -133,7 +136,10 @@ def test_a_byte_too_few_is_refused(
         assert case.call(functions) is not None or (entry, path) in OPTIONAL
 
 
-OPTIONAL = {("attend", name) for name in ("lse", "sink_logits", "chosen")}
+OPTIONAL = {
+    ("multiply", "bias"),
+    *(("attend", name) for name in ("lse", "sink_logits", "chosen")),
+}
 
 BEYOND = {
     "attend": {
@@ -174,6 +180,11 @@ BEYOND = {
         "count": lambda was: 3 * was,
         "dtype": lambda was: 3,
         "dim": lambda was: was - 16,
+        "threads": lambda was: 0,
+    },
+    "multiply": {
+        "count width outs": lambda was: 3 * was,
+        "part": lambda was: was + 1,
         "threads": lambda was: 0,
     },
     "choose": {

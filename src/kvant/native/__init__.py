@@ -1,4 +1,4 @@
-"""The compiled library, as Python sees it: found, loaded, checked once; and two of its functions.
+"""The compiled library, as Python sees it: found, loaded, checked once; and three of its functions.
 
 It is built by the package build where there is a C++ compiler, and lies on this package's path:
 beside this file, or where an editable install puts what it has compiled. What it runs on is chosen
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvant.modes import passing
 
-ABI = 13
+ABI = 14
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ def load(path: Path) -> Library:
         return Library(None, reason=f"{path} cannot be loaded: {error}")
     if functions.kvant_abi() != ABI:
         return Library(None, reason=f"{path} is of another version: reinstall kvant")
-    for name in ("isa", "attend", "store", "rotate", "norm", "choose"):
+    for name in ("isa", "attend", "store", "rotate", "norm", "choose", "multiply"):
         getattr(functions, f"kvant_{name}").restype = ctypes.c_char_p
     isa = functions.kvant_isa()
     if isa is None:
@@ -164,4 +164,30 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         torch.get_num_threads(),
     )
     done(functions.kvant_norm(given))
+    return out
+
+
+PRODUCT = struct.Struct("@13q")  # kvant_multiply_request
+PACKED_OUTS, PACKED_WIDTH = 64, 16  # a packed weight has blocks of outputs, and columns, of so many
+
+
+def multiplied(
+    x: Tensor, weight: tuple[int, int], bias: Tensor | None, *, outs: int, part: int
+) -> Tensor:
+    """Rows [..., width] times a packed weight, of which are given address and bytes, plus a bias.
+
+    The sums of `part` columns are added to those of the parts before. Rows and bias are bfloat16
+    and lie in memory without gaps.
+    """
+    functions = library().functions
+    assert functions is not None
+    width = x.shape[-1]
+    out = x.new_empty((*x.shape[:-1], outs))
+    given = PRODUCT.pack(
+        *(x.data_ptr(), x.nbytes, *weight),
+        *((0, 0) if bias is None else (bias.data_ptr(), bias.nbytes)),
+        *(x.numel() // width, width, outs, part, out.data_ptr(), out.nbytes),
+        torch.get_num_threads(),
+    )
+    done(functions.kvant_multiply(given))
     return out

@@ -1,0 +1,145 @@
+"""A weight in the order in which oneDNN reads it, and products with it.
+
+A product of a few rows takes what reading the weight takes, and oneDNN reads it at about two thirds
+of what memory gives. A kernel of our own reads the same bytes faster, and adds as oneDNN does, so
+outputs are the same to the bit. How many columns oneDNN sums before it adds them to the others
+depends on the shape, the rows and the threads: a trial finds it when a product is first asked for,
+and where nothing fits, oneDNN computes.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kvant.modes import passing
+from kvant.native import PACKED_OUTS, PACKED_WIDTH, library, multiplied
+
+# Private to torch: where one is missing, nothing is packed.
+_PACK = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+_LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+_ADDRESS = getattr(torch.ops.mkldnn, "data_ptr", None)
+_NBYTES = getattr(torch.ops.mkldnn, "_nbytes", None)
+
+FEW = 32  # rows: of more, both take about as long
+TRIED = 1024  # outputs that a trial compares
+SPLITS = range(1, 33)  # into how many parts the columns may fall
+UNITS = (64, 32, 16)  # columns, of which a part is a multiple
+
+
+def known() -> bool:
+    """Has this torch the operators?"""
+    return _PACK is not None and _LINEAR is not None
+
+
+class Order:
+    """How oneDNN adds the products with weights of one shape: the columns of a part, or 0."""
+
+    def __init__(self) -> None:
+        self._parts: dict[tuple[int, int], int] = {}
+
+    def part(self, rows: int, matrix: PackedMatrix) -> int:
+        asked = rows, torch.get_num_threads()
+        found = self._parts.get(asked)
+        if found is None:
+            found = self._parts[asked] = _tried(rows, matrix)
+        return found
+
+
+class PackedMatrix:
+    """Packed bytes of a weight [out, in], which nobody writes to."""
+
+    def __init__(self, weight: Tensor, order: Order) -> None:
+        assert _PACK is not None
+        self.order = order
+        self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
+        self.tensor: Tensor = _PACK(weight.detach().contiguous(), None)
+        self.place = self._place()
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.numel() * self.dtype.itemsize
+
+    def dense(self) -> Tensor:
+        return self.tensor.to_dense()
+
+    def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """What `torch.nn.functional.linear` gives with the dense weight."""
+        if part := self._part(x, bias):
+            return self.by_kernel(x, bias, part=part)
+        return self.by_onednn(x, bias)
+
+    def by_kernel(
+        self, x: Tensor, bias: Tensor | None, *, part: int, outs: int | None = None
+    ) -> Tensor:
+        """The first outputs, or all; the sums of `part` columns are added to those before."""
+        assert self.place is not None
+        return multiplied(x, self.place, bias, outs=outs or self.shape[0], part=part)
+
+    def by_onednn(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        assert _LINEAR is not None
+        # Of such rows torch rounds the product before it adds the bias; of others it does not.
+        if bias is not None and x.ndim > 2 and not x.is_contiguous():
+            return self.by_onednn(x, None).add_(bias)
+        return cast(Tensor, _LINEAR(x, self.tensor, bias, "none", [], ""))
+
+    def _place(self) -> tuple[int, int] | None:
+        """Address and bytes, where they lie as the kernel reads them."""
+        outs, width = self.shape
+        if library().functions is None or _ADDRESS is None or _NBYTES is None:
+            return None
+        address, nbytes = _ADDRESS(self.tensor), _NBYTES(self.tensor)
+        whole = -(-outs // PACKED_OUTS) * PACKED_OUTS * width * self.dtype.itemsize
+        fits = self.dtype is torch.bfloat16 and width % PACKED_WIDTH == 0 and nbytes == whole
+        return (address, nbytes) if fits else None
+
+    def _part(self, x: Tensor, bias: Tensor | None) -> int:
+        outs, width = self.shape
+        rows = x.numel() // width
+        if (
+            self.place is None
+            or not 0 < rows <= FEW
+            or x.shape[-1] != width
+            or x.dtype is not self.dtype
+            or not x.is_contiguous()
+            or passing()
+        ):
+            return 0
+        if bias is not None and (
+            bias.dtype is not self.dtype or bias.shape != (outs,) or not bias.is_contiguous()
+        ):
+            return 0
+        return self.order.part(rows, self)
+
+
+def _tried(rows: int, matrix: PackedMatrix) -> int:
+    """The part whose sums give oneDNN's bits, or 0.
+
+    Rounded to 16 bits, few outputs tell one order from another. With the outputs themselves taken
+    away as a bias, nearly all do: what is left is what rounding took.
+    """
+    outs, width = matrix.shape
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(count: int) -> Tensor:
+        return torch.randn(count, width, generator=generator).to(matrix.dtype)
+
+    first = min(outs, TRIED)
+    parts = sorted({-(-width // n // unit) * unit for n in SPLITS for unit in UNITS}, reverse=True)
+    for _ in range(-(-TRIED // first)):
+        x = drawn(1).expand(rows, width).contiguous()
+        bias = -matrix.by_onednn(x, None)[0]
+        rest = matrix.by_onednn(x, bias)[:, :first]
+        bias = bias[:first]
+        parts = [
+            part
+            for part in parts
+            if torch.equal(rest, matrix.by_kernel(x, bias, part=part, outs=first))
+        ]
+    if not parts:
+        return 0
+    x = drawn(rows)
+    plain, own = matrix.by_onednn(x, None), matrix.by_kernel(x, None, part=parts[0])
+    return parts[0] if torch.equal(plain, own) else 0

@@ -3,12 +3,14 @@ VENV ?= .venv
 WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RUNS := $(VENV)/.runs
+PROMPT := src/kvant/sizes.py
 PYTEST := $(BIN)/python -m pytest
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard src/native/*)
 
-.PHONY: sanitize fuzz demo env check test laws format clean
+.PHONY: sanitize fuzz demo site env check test laws format clean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -20,8 +22,20 @@ $(STAMP): $(BUILT_FROM)
 	  echo "without servers: tests that need them are skipped"; $(INSTALL) -e ".[dev]"; }
 	@touch $@
 
-demo: env
-	$(BIN)/kvant run --kv-cache affine4 --temperature 0.6 --top-p 0.9 --seed 7 --stats
+# What running needs, and nothing that developing needs.
+$(RUNS): $(BUILT_FROM)
+	@test -e $(STAMP) || { $(PYTHON) -m venv $(VENV) && \
+	  $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e .; }
+	@touch $@
+
+demo: $(RUNS)
+	$(BIN)/kvant run --file $(PROMPT) --kv-cache affine4 --temperature 0.6 --top-p 0.9 --seed 7 \
+	  --max-new-tokens 128 --stats
+
+# The documentation as a site.
+site: env
+	@$(INSTALL) -e ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
 
 check: env
 	$(BIN)/ruff format --check .

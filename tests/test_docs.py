@@ -1,44 +1,102 @@
-"""What the documents show is run, in order, as one session a document."""
+"""What the documents show is run, in order, as one session a document.
+
+Commands that would take hours, or need a checkpoint, a server or keys, are read by the parser of
+the command: their names, options and values are right.
+"""
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from kvant.cli.main import main
+from kvant.bench.markdown import markdown
+from kvant.cli.main import NAMES, app, main
+from kvant.spec.guide import AUTO, FORMATS, OPTIONS
+from kvant.spec.options import OPTIONS as KNOWN
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(
+    str(path.relative_to(ROOT))
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"))
+)
+TABLES = "docs/coming-from.md"  # whose blocks are run with its tables
+WITH_PYTHON = [
+    page for page in PAGES if page != TABLES and "```python\n" in (ROOT / page).read_text()
+]
+SHORT = ("README.md", "docs/index.md", "docs/formats.md", "docs/tutorials/")  # run to their end
+NOT_HERE = ("kvant serve", "PATH_OR_ID", "Qwen/", "$")
+MODULE = "python -m kvant.bench."
+
+
+def commands(page: str) -> list[list[str]]:
+    """Lines of a page that call `kvant`, or a benchmark as a module."""
+    found = []
+    for line in re.findall(r"^    (\S.*)$", (ROOT / page).read_text(), re.M):
+        line = line.removeprefix(".venv/bin/")
+        if line.startswith(("kvant ", MODULE)) and "$" not in line:
+            words = shlex.split(line.replace(MODULE, "kvant bench ", 1), comments=True)
+            ends = [n for n, word in enumerate(words) if word in (">", ">>", "&&")]
+            found.append(words[: min(ends, default=None)])
+    return found
 
 
 def called(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n/quit\n" if "chat" in words else ""))
     with pytest.raises(SystemExit) as end:
         main()
     assert not end.value.code, shlex.join(words)
 
 
-@pytest.mark.parametrize(
-    "name", ["engine", "long-contexts", "prefixes", "sequences", "transformers"]
-)
-def test_its_python_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the commands find."""
+    shutil.copy(ROOT / "CONTRIBUTING.md", tmp_path)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "import os"}\n{"prompt": "class A"}\n')
     monkeypatch.chdir(tmp_path)
-    path = DOCS / f"{name}.md"
-    blocks = re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
-    assert blocks
-    names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, str(path), "exec"), names)
+    return tmp_path
 
 
-@pytest.mark.parametrize("name", ["coming-from"])
-def test_its_tables_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", WITH_PYTHON)
+def test_its_python_runs(page: str, folder: Path) -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    sys.modules["page"] = type(sys)("page")  # dataclasses look for the module of a class
+    text = (ROOT / page).read_text()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith(SHORT)])
+def test_its_commands_run(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for words in commands(page):
+        if not any(text in shlex.join(words) for text in NOT_HERE):
+            called(words, monkeypatch)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)])
+def test_its_commands_are_known(page: str) -> None:
+    root = typer.main.get_command(app)
+    for words in commands(page):
+        if words[:3] == ["kvant", "bench", "markdown"]:
+            continue
+        context, command, rest = root.make_context("kvant", words[1:]), root, words[1:]
+        while hasattr(command, "resolve_command"):
+            name, command, rest = command.resolve_command(context, rest)
+            context = command.make_context(name, list(rest), parent=context)
+        assert command.callback is not None
+
+
+def test_its_tables_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks, and what stands in backticks in the second column: Python, or our command."""
-    monkeypatch.chdir(tmp_path)
-    path = DOCS / f"{name}.md"
+    path = ROOT / TABLES
     names: dict[str, object] = {}
     found = re.findall(r"^```python\n(.*?)^```|^\|.*?\|(.*?)\|", path.read_text(), re.DOTALL | re.M)
     assert found
@@ -48,3 +106,23 @@ def test_its_tables_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 called(shlex.split(code), monkeypatch)
             else:
                 exec(compile(code, f"{path}: {code}", "exec"), names)
+
+
+def test_every_benchmark_is_shown() -> None:
+    text = "".join((ROOT / page).read_text() for page in PAGES)
+    assert [name for name in NAMES if not re.search(rf"bench[. ]{name}\b", text)] == []
+
+
+def test_the_page_of_formats_is_the_guide() -> None:
+    text = (ROOT / "docs" / "formats.md").read_text()
+    formats = [
+        {"format": f"`{one.word}`", "what it is": one.what, "use it for": one.use}
+        for one in (*FORMATS, AUTO)
+    ]
+    options = [
+        {"option": f"`{one.word}`", "default": one.default}
+        | {"what it does": one.what, "use it for": one.use}
+        for one in OPTIONS
+    ]
+    assert markdown(formats) in text and markdown(options) in text
+    assert {one.word.partition("=")[0] for one in OPTIONS} == set(KNOWN)

@@ -222,7 +222,7 @@ def main(
             table("turns", turned)
     facts = {"context": context, "tokens": tokens, "turn": turn, "rounds": rounds}
     commands = {one.name: one.command for one in servers}
-    tell("servers", facts | {"commands": commands, "rows": raced, "turns": turned})
+    tell("servers", facts | {"commands": commands, "rows": raced, "turns": turned}, quiet=json)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ from importlib import import_module
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import device as Device
 
-from kvant import functional
-from kvant.attention import attend, explain
+from kvant import attention, functional
+from kvant.attention import attend
 from kvant.cache import Cache, files, merge
 from kvant.cache.files import save
 from kvant.cache.sequences import Sequences
@@ -127,6 +128,19 @@ def load(
     from kvant.hf import loaded
 
     return loaded(path, model, device)
+
+
+def explain(what: Any) -> Any:
+    """Which backend reads a view, a cache or a model, and why the others do not.
+
+    A view says it of itself, a cache of transformers of its layers; of a model it is said how the
+    cache that it is attached with would be read, or a raw one.
+    """
+    if isinstance(what, torch.nn.Module):
+        from kvant.hf import explain_model
+
+        return explain_model(what)
+    return attention.explain(what)
 
 
 def __dir__() -> list[str]:

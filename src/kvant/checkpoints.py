@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,23 @@ def configuration(name: str | None) -> Any:
     where = _where(name, "--model")
     with _loading(where, "--model"):
         return AutoConfig.from_pretrained(where)
+
+
+def told_by(path: str | PathLike[str]) -> Any:
+    """What a config.json says, or a folder with one, or a name on the hub."""
+    place = Path(path).expanduser()
+    file = place / CONFIG if place.is_dir() else place
+    if isinstance(path, str) and not place.exists() and place.suffix != ".json":
+        return configuration(path)
+    try:
+        told = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON: {error}") from error
+    if not isinstance(told, dict):
+        raise ValueError(f"{file}: an object is needed, as a {CONFIG} is")
+    return told
 
 
 def config_file(name: str | None) -> Path | None:

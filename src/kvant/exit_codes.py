@@ -36,7 +36,7 @@ def ending() -> Iterator[None]:
     except (OSError, MemoryError) as error:
         _end(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
-        print(file=sys.stderr)
+        print("\ninterrupted", file=sys.stderr)
         raise SystemExit(130) from None
 
 

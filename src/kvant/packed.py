@@ -67,7 +67,7 @@ class PackedMatrix:
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """What `torch.nn.functional.linear` gives with the dense weight."""
-        if part := self._part(x, bias):
+        if part := self.kernel_part(x, bias):
             return self.by_kernel(x, bias, part=part)
         return self.by_onednn(x, bias)
 
@@ -95,7 +95,8 @@ class PackedMatrix:
         fits = self.dtype is torch.bfloat16 and width % PACKED_WIDTH == 0 and nbytes == whole
         return (address, nbytes) if fits else None
 
-    def _part(self, x: Tensor, bias: Tensor | None) -> int:
+    def kernel_part(self, x: Tensor, bias: Tensor | None) -> int:
+        """The columns of a part where our kernel computes this product, else 0."""
         outs, width = self.shape
         rows = x.numel() // width
         if (

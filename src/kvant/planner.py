@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os import PathLike
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from kvant.cache.layer import kind_of, lies_apart, pages_nbytes
 from kvant.cache.pruning import kept_nbytes
 from kvant.cache.storage import Geometry
+from kvant.checkpoints import told_by
 from kvant.errors import CapacityError, SpecError
 from kvant.extent import Kind
 from kvant.models import layer_shapes
@@ -31,7 +33,7 @@ from kvant.recipes import (
     RecurrentSpec,
     attention_in,
 )
-from kvant.sizes import format_size
+from kvant.sizes import as_bytes, format_size
 from kvant.spec import as_spec
 
 FOREVER = 1 << 40  # tokens: a context that nothing but memory would end
@@ -102,12 +104,12 @@ class Plan:
         """The layers whose state is of a size that nobody told."""
         return tuple(i for i, layer in enumerate(self.layers) if layer.state_nbytes is None)
 
-    def largest_context(self, budget: int) -> int | None:
+    def largest_context(self, budget: int | str) -> int | None:
         """The longest context that takes at most `budget` bytes; None where none takes more."""
-        low, high = 0, 1 + _most(self.spec)
+        low, high, most = 0, 1 + _most(self.spec), as_bytes(budget)
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._total(middle) <= budget else (low, middle)
+            low, high = (middle, high) if self._total(middle) <= most else (low, middle)
         return None if low == FOREVER else low
 
     @property
@@ -136,6 +138,8 @@ def plan(
 ) -> Plan:
     """What a cache will take: of layer shapes, a configuration (object or mapping) or a model.
 
+    A string or a path is a `config.json`, a folder with one, or a name on the hub.
+
     The context is 8192 tokens, or the spec's capacity where that is less, unless given.
     """
     layers, full = _layers(model, spec)
@@ -151,6 +155,8 @@ def plan(
 
 
 def _layers(model: Any, spec: Any) -> tuple[tuple[LayerShape, ...], CacheSpec]:
+    if isinstance(model, str | PathLike):
+        model = told_by(model)
     if isinstance(model, Shape):  # no layer of it wants anything but what the spec says
         return model.layers, as_spec(spec, model.num_layers)
     given = isinstance(model, Sequence) and all(isinstance(layer, LayerShape) for layer in model)

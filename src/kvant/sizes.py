@@ -12,22 +12,24 @@ UNITS: dict[str, int] = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
+SPELLED = {name.lower(): name for name in UNITS}  # 4gib, and 4G for 4GB
+SPELLED |= {name[:-1].lower(): name for name in UNITS if len(name) > 1}
 SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """Bytes in "1.5GiB", "800 MB" or "4096": what is left of a byte is dropped."""
+    """Bytes in "1.5GiB", "800 MB", "8G" or "4096": what is left of a byte is dropped."""
     match = SIZE.fullmatch(text.strip())
     if match is None:
         raise SpecError(
             f"size {short(text)}: a number and a unit are allowed, such as 1.5GiB;"
             f" units are {', '.join(UNITS)}"
         )
-    number, unit = match[1], match[2] or "B"
-    if unit not in UNITS:
-        near = number + nearest_unit(unit)
+    number, unit = match[1], SPELLED.get(match[2].lower() or "b")
+    if unit is None:
         raise SpecError(
-            f"size {short(text)}: unit {unit!r} is not one of {', '.join(UNITS)}; nearest: {near}"
+            f"size {short(text)}: unit {match[2]!r} is not one of {', '.join(UNITS)};"
+            f" nearest: {number}GB"
         )
     whole, _, part = number.partition(".")
     # integers throughout: a float would round sizes above 2**53
@@ -35,11 +37,9 @@ def parse_size(text: str) -> int:
     return int(whole + part) * UNITS[unit] // denominator
 
 
-def nearest_unit(unit: str) -> str:
-    for name in UNITS:
-        if name.lower() in (unit.lower(), f"{unit}b".lower()):
-            return name
-    return "GB"
+def as_bytes(size: int | str) -> int:
+    """A number of bytes, which may be said in words."""
+    return parse_size(size) if isinstance(size, str) else size
 
 
 def format_size(nbytes: int) -> str:

@@ -128,6 +128,7 @@ def test_what_lies_behind_a_block_does_not_count() -> None:
     """An odd number of rows up to the end of a block, and memory that other work has used."""
     keys, values = torch.randn(3, 2, 300, 32).bfloat16(), torch.randn(3, 2, 300, 48).bfloat16()
     q = torch.randn(3, 4, 260, 32).bfloat16()
+    right: dict[int, Any] = {}
     torch.set_num_threads(2)
     try:
         for _ in range(25):
@@ -137,8 +138,9 @@ def test_what_lies_behind_a_block_does_not_count() -> None:
                 view = state.append(keys[:, :, first:stop], values[:, :, first:stop])
                 asked = q[:, :, first - 40 : stop - 40]
                 found = attend(asked, view, backend="native").double()
-                right = attend(asked.double(), view, backend="reference")
-                assert (found - right).abs().max() < 1e-2
+                if first not in right:
+                    right[first] = attend(asked.double(), view, backend="reference")
+                assert (found - right[first]).abs().max() < 1e-2
     finally:
         torch.set_num_threads(1)
 

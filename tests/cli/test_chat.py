@@ -62,7 +62,7 @@ def test_a_fork_is_kept_as_it_was(call: Any) -> None:
     told = json.loads(call(*WORDS, "--json", typed=lines)[1])
     assert [turn["message"] for turn in told["turns"]] == ["import os", "class A"]
     error = call(*WORDS, "--json", typed=lines)[2]
-    assert error.startswith("kept as 1") and "at 1: 1 turns" in error and "in 1 turns" in error
+    assert error.startswith("kept as 1") and "at 1: 1 turn, " in error and "in 1 turn, " in error
 
 
 def test_a_talk_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_talk_goes_on_where_it_was_saved(call: Any, tmp_path: Path) -> None:
     ("line", "told"),
     [
         ("/dance", "/dance is unknown"),
-        ("/rewind 2", "there are 1 turns"),
+        ("/rewind 2", "there is 1 turn"),
         ("/rewind a", "a number is needed"),
         ("/fork 3", "0 are kept"),
         ("/save", "the name of a file"),

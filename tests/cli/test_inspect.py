@@ -61,7 +61,7 @@ def test_a_saved_cache(call: Any, file: Path) -> None:
     assert (code, error) == (0, "")
     assert "checksum: SHA-256 verified\n" in out
     assert "tokens: 300\n" in out and "sequences: 2\n" in out
-    assert 'about: {"session": "a", "tokens": [1, 2]}\n' in out
+    assert "about: session (a), tokens ([1, 2])\n" in out
     lines = [line.rstrip() for line in out.splitlines()]
     heads = lines.index("") + 1
     assert lines[heads].split() == ["layers", "kind", "rows", "stored", "bytes", "a", "layer"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvant import Cache, save
+from kvant.bench.cache_race import SHAPES
 from kvant.cli.main import NAMES, app
 from kvant.cli.store import store
 from kvant.stores import Blob, Folder, Payload, packed
@@ -20,6 +21,9 @@ COMMANDS = {
     "run": ("--prompt", "def f", "--max-new-tokens", "3", "--stats"),
     "chat": ("--max-new-tokens", "3", "--stats"),
     "batch": ("p.jsonl", "--out", "replies", "--max-new-tokens", "3", "--no-guard"),
+    "formats": (),
+    "formats affine4/turbo3,window=64": (),
+    "doctor": (),
     "plan": ("--budget", "1GB"),
     "inspect": ("a.kv",),
     "inspect --kv-cache affine4": (),
@@ -53,6 +57,7 @@ COMMANDS = {
         *("--clients", "1,2", "--context", "4", "--tokens", "3", "--rounds", "1"),
         *("--layers", "1"),
     ),
+    "bench products": ("--shapes", "128x64", "--rows", "1,40", "--repeats", "1"),
     "bench scale": ("--requests", "500", "--replicas", "2,4"),
     "bench stores": ("--context", "128", "--repeats", "1", "--layers", "1"),
     "bench prefixes": ("--shared", "64", "--own", "2", "--repeats", "1", "--layers", "1"),
@@ -75,6 +80,7 @@ def test_one_object_and_nothing_else(
     command: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(SHAPES, "0.6b", SHAPES["0.6b"] | {"vocab_size": 1000})
     save(Cache(2, "affine8"), "a.kv")
     Folder("prefixes", min_free=0).put(BLOB.page, BLOB.part, packed(BLOB))
     Path("p.jsonl").write_text('{"prompt": "def f"}\n')

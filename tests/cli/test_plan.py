@@ -85,7 +85,9 @@ def test_without_a_model_the_one_inside_is_planned(call: Any) -> None:
         json.loads(call("plan", "--json", *words)[1]) for words in ((), ("--model", str(demo.PATH)))
     )
     assert plain["formats"] == named["formats"]
-    assert plain["notes"] == ["8192 tokens are more than the 2048 this model was made for"]
+    assert (plain["context"], plain["notes"]) == (2048, [])  # as many as it was made for
+    asked = json.loads(call("plan", "--json", "--context", "8192")[1])
+    assert asked["notes"] == ["8192 tokens are more than the 2048 this model was made for"]
 
 
 def test_layers_that_differ_are_told(call: Any, tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_a_capacity_shortens_what_is_planned(call: Any) -> None:
         (("--kv-cache", "affine9"), "nearest: affine8"),
         (("--budget", "8 bananas"), "size"),
         (("--config", "nowhere.json"), "cannot be read: No such file"),
-        (("--config", "."), "cannot be read: Is a directory"),
+        (("--config", "."), "config.json cannot be read: No such file"),
         (("--config", "broken.json"), "is no JSON"),
         (("--config", "list.json"), "an object is needed"),
         (("--config", "empty.json"), "num_hidden_layers"),

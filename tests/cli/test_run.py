@@ -327,3 +327,60 @@ def test_a_model_is_packed_where_nobody_says_otherwise(
     assert len(packed) == 1
     assert call(*words, "--draft", demo.PATH, typed="import os\n")[0] == 0
     assert len(packed) == 3
+
+
+def test_a_prompt_is_read_now_and_continued_later(call: Any, tmp_path: Path) -> None:
+    file, few = str(tmp_path / "read.kv"), ("--max-new-tokens", "6")
+    read = call("run", "--prompt", "import os\nimport sys\n", "--cache-prompt", file)
+    assert read == (0, "", "")
+    told = json.loads(call("run", "--load", file, "--prompt", "def f", *few, "--json")[1])
+    whole = json.loads(
+        call("run", "--prompt", "import os\nimport sys\ndef f", "--no-template", *few, "--json")[1]
+    )
+    assert told["text"] == whole["text"]
+    assert told["cache"]["tokens_reused"] > 0
+
+
+def test_one_file_is_written(call: Any, tmp_path: Path) -> None:
+    words = ("--save", str(tmp_path / "a.kv"), "--cache-prompt", str(tmp_path / "b.kv"))
+    code, out, error = call(*SHORT, *words)
+    assert (code, out) == (2, "") and "--save beside --cache-prompt" in error
+
+
+def test_a_reply_ends_before_a_text(call: Any) -> None:
+    whole = json.loads(call(*SHORT, "--json")[1])["text"]
+    end = whole[3:5]
+    told = json.loads(call(*SHORT, "--stop", end, "--json")[1])
+    assert told["text"] == whole[: whole.index(end)] and told["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
+def test_penalties_change_what_is_said(name: str, call: Any) -> None:
+    plain = call("run", "--prompt", "a = a = a = a =", "--max-new-tokens", "16")[1]
+    words = ("run", "--prompt", "a = a = a = a =", "--max-new-tokens", "16", f"--{name}-penalty")
+    assert call(*words, "1.9")[1] != plain
+    assert call(*words, "nan")[0] == 2
+
+
+def test_a_prompt_is_a_message_where_there_is_a_template(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = checkpoints.load
+
+    def load(*words: Any, **named: Any) -> Any:
+        model, tokenizer = loaded(*words, **named)
+        tokenizer.chat_template = "{% for m in messages %}# {{ m.content }}\n{% endfor %}"
+        return model, tokenizer
+
+    monkeypatch.setattr(checkpoints, "load", load)
+    few = ("--max-new-tokens", "6")
+    asked = call("run", "--prompt", "import os", *few)[1]
+    plain = call("run", "--prompt", "# import os\n", "--no-template", *few)[1]
+    assert plain == "# import os\n" + asked  # only a text that goes on is shown
+
+
+def test_memory_is_told_beside_raw(call: Any) -> None:
+    text = "import os\n" * 200
+    words = ("--max-new-tokens", "2", "--kv-cache", "affine4", "--stats")
+    error = call("run", *words, typed=text)[2]
+    assert " of raw, " in error and error.endswith(" saved\n")

@@ -76,10 +76,13 @@ def test_no_seed_draws_other_tokens_every_time() -> None:
 
 
 def test_drawing_leaves_the_random_numbers_of_others_alone() -> None:
+    """Without a seed one is taken of them, so that `torch.manual_seed` counts."""
     before = torch.get_rng_state()
     drawn(5, SHARES, seed=1)
-    drawn(5, SHARES)
+    drawn(5, SHARES, temperature=0.0)
     assert torch.equal(torch.get_rng_state(), before)
+    drawn(5, SHARES)
+    assert not torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

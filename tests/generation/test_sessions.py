@@ -331,7 +331,7 @@ def test_files_of_others_are_refused_and_change_nothing(tmp_path: Path) -> None:
         {"turns": [TURN | {"tokens": [5, 6]}]},
         {"turns": [TURN | {"tokens": [-1, 2, 3, 4, 5, 6, 7, 8, 9]}]},
         {"turns": [TURN | {"tokens": [1 << 30] * 9}]},
-        {"turns": [TURN | {"begin": 9}]},
+        {"turns": [TURN | {"begin": 10}]},
         {"turns": [TURN | {"shared": 1}]},
         {"turns": [TURN | {"message": 3}]},
         {"turns": [{"nonsense": 1}]},

@@ -317,6 +317,7 @@ def test_the_command_ends_tidily_and_keeps_prefixes_in_a_store(tmp_path: Path) -
 )
 def test_what_is_wrong_is_one_line(words: tuple[str, ...], told: str) -> None:
     env = {name: value for name, value in os.environ.items() if name != "KVANT_API_KEYS"}
+    env["HF_HUB_OFFLINE"] = "1"  # a name is looked up there for half a minute
     done = subprocess.run(
         [KVANT, "serve", *words], capture_output=True, text=True, env=env, check=False
     )

@@ -116,7 +116,7 @@ def real(
     facts |= {"peers": {peer: version(peer) for peer in theirs}, "skipped": skipped}
     if plot is not None:
         draw(curves(steps), f"one more token: {facts['model']}, {facts['dtype']}", plot, ONE_MORE)
-    tell("decode", facts | {"rows": generated, "latency": steps}, device)
+    tell("decode", facts | {"rows": generated, "latency": steps}, device, quiet=quiet)
 
 
 def described(name: str | None, model: Any, settings: Settings) -> dict[str, Any]:

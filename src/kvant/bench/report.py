@@ -14,12 +14,14 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from kvant.bench.device import CPU, Device
 from kvant.exit_codes import command
 
+PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON line and nothing else.")]
 
 
@@ -66,17 +68,23 @@ def numbers(option: str, text: str) -> list[int]:
 
 def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print `rows`, which all have the names of the first."""
-    made = Table(title=title)
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, title_justify="left")
     for name in rows[0]:
         made.add_column(name, justify="right")
     for row in rows:
         made.add_row(*(text(value) for value in row.values()))
-    Console().print(made)
+    console.print(made)
 
 
-def tell(title: str, facts: Mapping[str, Any], device: Device = CPU) -> None:
-    """Print everything as one JSON line."""
-    print(json.dumps({"bench": title, "machine": machine(device), **facts}))
+def tell(
+    title: str, facts: Mapping[str, Any], device: Device = CPU, *, quiet: bool = False
+) -> None:
+    """Print everything as one JSON line; not below a table on a terminal, where nobody reads it."""
+    if quiet or not sys.stdout.isatty():
+        print(json.dumps({"bench": title, "machine": machine(device), **facts}))
 
 
 def show(
@@ -90,7 +98,7 @@ def show(
     """A benchmark of one table, which is left out for programs."""
     if not quiet:
         table(title, rows)
-    tell(title, {**facts, "rows": rows}, device)
+    tell(title, {**facts, "rows": rows}, device, quiet=quiet)
 
 
 def text(value: Any) -> str:
@@ -110,7 +118,7 @@ def _processor() -> str:
 def check_plot(file: Path | None) -> None:
     """Said before anything is measured."""
     if file is not None and find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install kvant[plot]")
+        raise ValueError("--plot needs matplotlib: pip install matplotlib, or 'kvant[plot]'")
 
 
 def draw(curves: Mapping[str, Mapping[int, float]], title: str, file: Path, label: str) -> None:

@@ -32,6 +32,7 @@ from kvant.contracts import HostState, Snapshot, Tally, Tiles
 from kvant.errors import CacheError, Refusals, RewindError
 from kvant.extent import LENGTH, PADDING, Change, Extent, Ints
 from kvant.recipes import AnySpec, CacheSpec, attention_in
+from kvant.sizes import format_size
 from kvant.spec import as_spec, check_fitted, words
 
 ALL = slice(None)
@@ -90,7 +91,8 @@ class Cache(Refusals):
         return iter(self.layers.values())
 
     def __repr__(self) -> str:
-        return f"Cache({len(self)} layers, length {self.length}, {self.nbytes} bytes)"
+        held = f"{len(self)} layers, length {self.length}, {format_size(self.nbytes)}"
+        return f"Cache({words(self.spec)}: {held})"
 
     @property
     def backend(self) -> str | None:

@@ -20,8 +20,8 @@ from kvant.cache.cache import Cache
 from kvant.cache.sequence import BY_BACKEND, EVENTS, Books
 from kvant.contracts import Order, View
 from kvant.recipes import AnySpec, LayerSpec, Prefill, SharedSpec
-from kvant.sizes import parse_size
-from kvant.spec import as_spec, check_fitted
+from kvant.sizes import as_bytes, format_size
+from kvant.spec import as_spec, check_fitted, words
 
 
 class Sequences:
@@ -39,7 +39,7 @@ class Sequences:
 
         `patience`: how many seconds a thread waits for a sequence that another one writes to.
         """
-        limit = parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes
+        limit = None if max_bytes is None else as_bytes(max_bytes)
         if limit is not None and (type(limit) is not int or limit < 1):
             raise ValueError(f"max_bytes={max_bytes}: a whole number from 1 on, or a size")
         if not patience >= 0:
@@ -66,7 +66,8 @@ class Sequences:
         return iter(self._books.ids())
 
     def __repr__(self) -> str:
-        return f"Sequences({len(self)} of {len(self.spec.layers)} layers, {self.nbytes} bytes)"
+        held = f"{len(self)} of {len(self.spec.layers)} layers, {format_size(self.nbytes)}"
+        return f"Sequences({words(self.spec)}: {held})"
 
     @property
     def nbytes(self) -> int:

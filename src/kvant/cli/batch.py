@@ -20,7 +20,7 @@ from typer import Argument, Exit, Option
 from kvant import checkpoints
 from kvant.attention import check_backend
 from kvant.cli import options
-from kvant.cli.options import check_drawing, check_readable, check_writable, read_text
+from kvant.cli.options import check_asked, check_readable, check_writable, read_text
 from kvant.cli.session import attached, prefixes_in, show
 from kvant.devices import named_device, named_dtype
 from kvant.progress import Bar
@@ -35,6 +35,8 @@ ASKED: Mapping[str, tuple[type, ...]] = {  # and any of these, in place of the c
     "top_p": (int, float),
     "min_p": (int, float),
     "repetition_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "frequency_penalty": (int, float),
     "seed": (int,),
     "stop": (str, list),
     "ignore_end": (bool,),
@@ -49,7 +51,7 @@ def batch(
     kv_cache: options.KVCache = None,
     max_bytes: Annotated[str | None, Option(help="Bytes of all caches together: 2GiB.")] = None,
     max_sequences: Annotated[int, Option(min=1, help="So many prompts at a time.")] = 16,
-    max_new_tokens: options.MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = options.NEW_TOKENS,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
@@ -173,11 +175,9 @@ def _request(line: str, number: int, asked: Mapping[str, Any]) -> dict[str, Any]
     if not all(isinstance(text, str) for text in stop):
         raise ValueError(f"line {number}: stop is {json_text.dumps(stop)}: texts are needed")
     try:
-        check_drawing(
-            {one.name: whole[one.name] for one in fields(Sampling) if one.name in whole},
-            max_new_tokens=whole["max_new_tokens"],
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        )
+        drawn = {one.name: whole[one.name] for one in fields(Sampling) if one.name in whole}
+        ends = {"stop": (stop,) if isinstance(stop, str) else tuple(stop)}
+        check_asked(drawn | ends | {"max_new_tokens": whole["max_new_tokens"]}, None)
     except ValueError as error:
         raise ValueError(f"line {number}: {error}") from None
     return whole

@@ -16,7 +16,17 @@ from typer import Option
 
 from kvant.cli import options
 from kvant.cli.options import check_readable, check_writable, checked_text
-from kvant.cli.session import Named, Reply, Wanted, prefixes_in, show, story
+from kvant.cli.session import (
+    Named,
+    Reply,
+    Wanted,
+    counted,
+    held,
+    prefixes_in,
+    present,
+    show,
+    story,
+)
 from kvant.errors import CacheError
 from kvant.exit_codes import complain
 from kvant.progress import Bar
@@ -30,11 +40,15 @@ def chat(
     kv_cache: options.KVCache = None,
     kv_window_size: options.WindowSize = None,
     kv_window_keep: options.WindowKeep = None,
-    max_new_tokens: options.MaxNewTokens = 512,
+    max_new_tokens: options.MaxNewTokens = options.NEW_TOKENS,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    stop: options.Stop = None,
     seed: options.Seed = None,
     max_context: options.MaxContext = None,
     strategy: options.Strategy = "always",
@@ -57,7 +71,9 @@ def chat(
     placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
     wanted = Wanted(model, *kept, draft, load, *placed, store=store)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
+    drawn |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
+    drawn |= {"frequency_penalty": frequency_penalty, "seed": seed}
+    asked = drawn | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())}
     if system is not None and load is not None:
         raise ValueError("--system beside --load: the file says what the model was told first")
     with prefixes_in(store, quiet=json) as prefixes:
@@ -113,10 +129,11 @@ class Talk:
             except CacheError as error:  # the context is full, or the template refuses it
                 complain(str(error))
                 return
+        self.branches.speed = reply.figures()["tokens_a_second"]
         if self.stats:
             cache = self.session.stats()
             named = self.named.now(self.session)
-            for line in [*story(cache["recoded"][before:]), reply.line(named, cache)]:
+            for line in [*story(cache["recoded"][before:]), reply.line(named, self.session)]:
                 show(line)
 
 
@@ -142,6 +159,7 @@ class Branches:
     def __init__(self, session: Any) -> None:
         self.now = session
         self.kept: list[Any] = []
+        self.speed: float | None = None  # of the last reply, tokens a second
 
 
 def told(branches: Branches, line: str) -> str:
@@ -158,10 +176,13 @@ def _help(branches: Branches, rest: str) -> str:
 
 def _stats(branches: Branches, rest: str) -> str:
     stats = branches.now.stats()
+    session = branches.now
+    speed = "" if branches.speed is None else f"; {branches.speed:.1f} tokens a second"
+    turns, tokens = counted(len(session.turns), "turn"), counted(stats["tokens"], "token")
     said = (
-        f"{stats['tokens']} tokens in {len(branches.now.turns)} turns, {stats['length']} of them "
-        f"held in {format_size(stats['nbytes'])}; {stats['tokens_reused']} of "
-        f"{stats['tokens_asked']} asked were re-used ({stats['hit_rate']:.0%})"
+        f"{present(session)}: {tokens} in {turns}, {stats['length']} of them held in "
+        f"{held(session)}; {stats['tokens_reused']} of {stats['tokens_asked']} asked were re-used "
+        f"({stats['hit_rate']:.0%}){speed}"
     )
     return "\n".join([*story(stats["recoded"]), said])
 
@@ -170,7 +191,8 @@ def _rewind(branches: Branches, rest: str) -> str:
     session, count = branches.now, _number(rest, "/rewind")
     turns = session.turns
     if not 0 < count <= len(turns):
-        raise ValueError(f"/rewind {count}: there are {len(turns)} turns")
+        there = "there is 1 turn" if len(turns) == 1 else f"there are {len(turns)} turns"
+        raise ValueError(f"/rewind {count}: {there}")
     left = turns[: len(turns) - count]
     session.rewind(left[-1].end if left else 0)
     return f"back after turn {len(left)}, at {len(session.tokens)} tokens"
@@ -184,7 +206,11 @@ def _fork(branches: Branches, rest: str) -> str:
     if not 0 < number <= len(branches.kept):
         raise ValueError(f"/fork {number}: {len(branches.kept)} are kept")
     branches.now = branches.kept[number - 1].fork()
-    return f"at {number}: {len(branches.now.turns)} turns, {len(branches.now.tokens)} tokens"
+    return f"at {number}: {_told(branches.now)}"
+
+
+def _told(session: Any) -> str:
+    return f"{counted(len(session.turns), 'turn')}, {counted(len(session.tokens), 'token')}"
 
 
 def _save(branches: Branches, rest: str) -> str:
@@ -198,7 +224,8 @@ def _load(branches: Branches, rest: str) -> str:
     path = _path(rest, "/load")
     check_readable(path, "/load")
     branches.now.resume(path)
-    return f"{len(branches.now.turns)} turns, {len(branches.now.tokens)} tokens from {path}"
+    said = [f"> {turn.message}\n{turn.reply}" for turn in branches.now.turns]
+    return "\n".join([*said, f"{_told(branches.now)} from {path}"])
 
 
 def _reset(branches: Branches, rest: str) -> str:

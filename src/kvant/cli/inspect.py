@@ -25,7 +25,7 @@ from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec
 from kvant.sizes import format_size
 from kvant.spec import spelled
 
-MOST_SAID = 300  # characters of what a writer said about a file
+MOST_SAID = 100  # characters of what a writer said about a file
 
 
 class Line(NamedTuple):
@@ -217,9 +217,17 @@ def _show(told: Mapping[str, Any], lines: Sequence[Line]) -> None:
     console.print(table)
 
 
+def _about(value: Any) -> str:
+    """What a writer said of a file: of a conversation its turns, else how it begins."""
+    if isinstance(value, dict) and isinstance(value.get("turns"), list):
+        turns = len(value["turns"])
+        return f"{turns} {'turn' if turns == 1 else 'turns'}"
+    return shorten(str(value), MOST_SAID, placeholder=" ...")
+
+
 def _said(name: str, value: Any) -> str:
     if name == "nbytes":
         return format_size(value)
-    if isinstance(value, dict):  # of a long conversation, say: --json has all of it
-        return shorten(json_text.dumps(value), MOST_SAID, placeholder=" ...")
+    if isinstance(value, dict):  # --json has all of it
+        return ", ".join(f"{key} ({_about(one)})" for key, one in value.items())
     return "; ".join(value) if isinstance(value, list) else str(value)

@@ -7,14 +7,17 @@ is imported when it is asked for: most import transformers, which takes seconds.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from importlib.metadata import version
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from kvant.cli.batch import batch
 from kvant.cli.chat import chat
+from kvant.cli.doctor import doctor
 from kvant.cli.eval import evaluation
+from kvant.cli.formats import formats
 from kvant.cli.inspect import inspect
 from kvant.cli.plan import plan
 from kvant.cli.run import run
@@ -24,7 +27,7 @@ from kvant.exit_codes import command
 
 NAMES = (
     *("append", "attend", "batch", "conversations", "decode"),
-    *("engine", "prefill", "prefixes", "scale", "serve", "stores"),
+    *("engine", "prefill", "prefixes", "products", "scale", "serve", "stores"),
 )
 
 
@@ -50,20 +53,36 @@ def about_bench() -> None:
     """Measure: a table, then one line of JSON, or that alone."""
 
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 app.command()(run)
 app.command()(chat)
 app.command()(batch)
 app.command()(serve)
+app.command()(formats)
 app.command()(plan)
 app.command("eval")(evaluation)
 app.command()(inspect)
+app.command()(doctor)
 app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
 
 
+def _tell_version(asked: bool) -> None:
+    if asked:
+        print(f"kvant {version('kvant')}")
+        raise typer.Exit
+
+
 @app.callback()
-def about() -> None:
+def about(
+    told: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Say which.")
+    ] = False,
+) -> None:
     """kvant: language models on a compressed key-value cache."""
 
 

@@ -16,12 +16,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
+from kvant.bench.report import PIPE_WIDTH
 from kvant.cache.files import Header, header
 from kvant.checkpoints import config_file
 from kvant.errors import CacheError, CacheFileError
 from kvant.models import layer_shapes
-
-PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
 
 
 def blank() -> tuple[Console, Table]:
@@ -34,16 +33,25 @@ def blank() -> tuple[Console, Table]:
 
 Model = Annotated[str | None, Option(help="A folder or a name on the hub; else the one inside.")]
 TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="Run code of the model's.")]
-KVCache = Annotated[str | None, Option(help="How the cache is stored: affine4, raw, auto, ...")]
+KVCache = Annotated[
+    str | None, Option(help="How the cache is stored: affine4, raw, auto; kvant formats has all.")
+]
 WindowSize = Annotated[int | None, Option(help="Keep the last N positions ...")]
 WindowKeep = Annotated[int | None, Option(help="... and the first N beside them.")]
-MaxNewTokens = Annotated[int, Option(min=1)]
-Temperature = Annotated[float, Option(min=0.0)]
-TopP = Annotated[float | None, Option()]
-TopK = Annotated[int | None, Option(min=1)]
-MinP = Annotated[float | None, Option()]
+MaxNewTokens = Annotated[int, Option(min=1, help="Tokens of a reply, at most.")]
+NEW_TOKENS = 256  # unless said, as in Python
+Temperature = Annotated[float, Option(min=0.0, help="0 takes the likeliest token; 1 draws.")]
+TopP = Annotated[float | None, Option(help="Draw among the likeliest that sum up to this.")]
+TopK = Annotated[int | None, Option(min=1, help="Draw among so many of the likeliest.")]
+MinP = Annotated[float | None, Option(help="Draw what is this likely beside the likeliest.")]
+RepetitionPenalty = Annotated[
+    float, Option(help="More than 1: what prompt or reply have said is said less.")
+]
+PresencePenalty = Annotated[float, Option(help="Taken from the logits of what the reply said,")]
+FrequencyPenalty = Annotated[float, Option(help="and as often as it said it.")]
+Stop = Annotated[list[str] | None, Option(help="End before this text; again for more.")]
 Seed = Annotated[int | None, Option(help="The same seed says the same.")]
-MaxContext = Annotated[int | None, Option(min=2)]
+MaxContext = Annotated[int | None, Option(min=2, help="Tokens of prompt and reply, at most.")]
 Strategy = Annotated[str, Option(help="always, disabled, long or adaptive.")]
 Threshold = Annotated[int, Option(help="Tokens from which on `long` keeps anything.")]
 Budget = Annotated[str | None, Option(help="Bytes that `adaptive` may take: 64MiB.")]
@@ -117,13 +125,15 @@ def checked_text(text: str, where: str) -> str:
     return text
 
 
-def check_drawing(drawn: Mapping[str, Any], **limits: Any) -> None:
-    """How tokens are drawn, and how many."""
+def check_asked(asked: Mapping[str, Any], max_context: int | None) -> None:
+    """How tokens are drawn, how many, and before what they end."""
     from kvant.generation import Sampling
     from kvant.generation.loop import Limits
 
+    drawn = dict(asked)
+    ends = {"max_new_tokens": drawn.pop("max_new_tokens"), "stop": drawn.pop("stop")}
     Sampling(**drawn)
-    Limits(**limits)
+    Limits(**ends, max_context=max_context)
 
 
 def check_saved(path: Path, model: str | None) -> None:

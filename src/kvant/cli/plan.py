@@ -15,7 +15,7 @@ import torch
 from typer import Option
 
 from kvant import demo
-from kvant.checkpoints import configuration
+from kvant.checkpoints import configuration, told_by
 from kvant.cli import options
 from kvant.cli.options import blank
 from kvant.models import Entries, layer_shapes, max_context, says_dtype
@@ -47,6 +47,7 @@ def plan(
     specs, refused = (kv_cache, []) if kv_cache else _stored(layers)
     if context is None:  # the longest that all have room for
         context = min(planned(layers, spec).context for spec in specs)
+        context = context if longest is None else min(context, longest)
     raw = planned(layers, RAW, context=context, sequences=sequences)
     plans = [planned(layers, spec, context=context, sequences=sequences) for spec in specs]
     rows = [_row(spec, one, raw, limit) for spec, one in zip(specs, plans, strict=True)]
@@ -76,16 +77,12 @@ def _told(model: str | None, config: Path | None) -> tuple[str, Any]:
         raise ValueError("--model and --config both name a model: give one of them")
     if model is not None:
         return model, configuration(model)
-    path = demo.PATH / "config.json" if config is None else config
+    if config is None:
+        return "the model inside", told_by(demo.PATH)
     try:
-        told = json_text.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"--config {path} cannot be read: {error.strerror}") from error
+        return str(config), told_by(config)
     except ValueError as error:
-        raise ValueError(f"--config {path} is no JSON: {error}") from error
-    if not isinstance(told, dict):
-        raise ValueError(f"--config {path}: an object is needed, as a config.json is")
-    return ("the model inside" if config is None else str(config)), told
+        raise ValueError(f"--config {error}") from error
 
 
 def _stored(layers: Sequence[LayerShape]) -> tuple[list[str], list[str]]:

@@ -31,11 +31,15 @@ def run(
     kv_cache: options.KVCache = None,
     kv_window_size: options.WindowSize = None,
     kv_window_keep: options.WindowKeep = None,
-    max_new_tokens: options.MaxNewTokens = 128,
+    max_new_tokens: options.MaxNewTokens = options.NEW_TOKENS,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    stop: options.Stop = None,
     seed: options.Seed = None,
     max_context: options.MaxContext = None,
     strategy: options.Strategy = "always",
@@ -46,7 +50,13 @@ def run(
     backend: options.Backend = None,
     pack: options.Pack = True,
     guard: options.Guard = True,
+    template: Annotated[
+        bool, Option(help="The prompt is a message, where the model has a chat template.")
+    ] = True,
     save: Annotated[Path | None, Option(help="Write text and cache to a file, to go on.")] = None,
+    cache_prompt: Annotated[
+        Path | None, Option(help="Read the prompt, write it to a file for --load, and end.")
+    ] = None,
     load: options.Load = None,
     store: options.Store = None,
     device: options.Device = None,
@@ -56,33 +66,57 @@ def run(
 ) -> None:
     """Continue a prompt with a model, on a cache of any format."""
     text = _prompt(source, prompt, file, load)
-    if save is not None:
-        check_writable(save, "--save")
+    if save is not None and cache_prompt is not None:
+        raise ValueError("--save beside --cache-prompt: give one of them")
+    for flag, path in (("--save", save), ("--cache-prompt", cache_prompt)):
+        if path is not None:
+            check_writable(path, flag)
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
     placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
     wanted = Wanted(model, *kept, draft, load, *placed, store=store)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
-    asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
+    drawn |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
+    drawn |= {"frequency_penalty": frequency_penalty, "seed": seed}
+    asked = drawn | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())}
     with prefixes_in(store, quiet=json) as prefixes:
-        session = wanted.session(asked, template=False, prefixes=prefixes)
+        as_message = template and cache_prompt is None
+        session = wanted.session(asked, template=as_message, prefixes=prefixes)
         named = Named.of(wanted, session)
-        reply = _continued(session, text, asked, quiet=json)
-        if save is not None:
-            session.save(save)
+        if cache_prompt is not None:
+            _read(session, text, quiet=json)
+            reply = Reply()
+        else:
+            reply = _continued(session, text, asked, save, quiet=json)
+        if (path := cache_prompt or save) is not None:
+            session.save(path)
         cache, stored = session.stats(), named.now(session)
         if json:
             said = {"prompt": text, "text": reply.text, "kv_cache": stored}
             print(json_text.dumps(said | reply.figures() | {"cache": cache}), flush=True)
         elif stats:
-            for line in [*story(cache["recoded"]), reply.line(stored, cache)]:
+            for line in [*story(cache["recoded"]), reply.line(stored, session)]:
                 show(line)
 
 
-def _continued(session: Any, text: str, asked: dict[str, Any], *, quiet: bool) -> Reply:
+def _read(session: Any, text: str, *, quiet: bool) -> None:
+    with Bar("reading the prompt", quiet=quiet) as reading:
+        session.read(text, progress=reading.show)
+
+
+def _continued(
+    session: Any, text: str, asked: dict[str, Any], save: Path | None, *, quiet: bool
+) -> Reply:
     reply = Reply()
     with Bar("reading the prompt", quiet=quiet) as reading:
         steps = session.send(text, **asked, progress=reading.show)
-        reply.take(steps, reading, before=text, quiet=quiet)
+        before = "" if session.dialogue.template else text
+        try:
+            reply.take(steps, reading, before=before, quiet=quiet)
+        except KeyboardInterrupt:
+            if save is not None and reply.tokens:
+                session.save(save)
+                show(f"\n--save {save}: written up to here")
+            raise
     return reply
 
 

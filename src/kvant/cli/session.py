@@ -16,8 +16,9 @@ from typing import Any
 
 from kvant import checkpoints
 from kvant.attention import check_backend
-from kvant.cli.options import check_drawing, check_saved, spec_of
+from kvant.cli.options import check_asked, check_saved, spec_of
 from kvant.devices import named_device, named_dtype
+from kvant.planner import plan
 from kvant.progress import Bar
 from kvant.sizes import format_size, parse_size
 from kvant.spec import words
@@ -62,9 +63,7 @@ class Wanted:
         from kvant.generation.strategy import strategy_of
         from kvant.probing import check_spec
 
-        drawn = dict(asked)
-        most = drawn.pop("max_new_tokens")
-        check_drawing(drawn, max_new_tokens=most, max_context=self.max_context)
+        check_asked(asked, self.max_context)
         strategy_of(self.strategy, self.threshold, self.bytes)
         if self.store and self.budget is not None:
             raise ValueError("--budget beside --store: what is kept there is of one format")
@@ -197,16 +196,16 @@ class Named:
         """Of a session that begins, or goes on from a file."""
         from kvant.probing import is_auto
 
-        begun = _present(session)
+        begun = present(session)
         found = wanted.load is not None or is_auto(wanted.spec)
         return cls(begun if found else wanted.spec, begun)
 
     def now(self, session: Any) -> str:
-        present = _present(session)
-        return self.asked if present == self.begun else present
+        stored = present(session)
+        return self.asked if stored == self.begun else stored
 
 
-def _present(session: Any) -> str:
+def present(session: Any) -> str:
     return words(session.memory.spec) or "raw"  # where no layer has rows
 
 
@@ -248,16 +247,33 @@ class Reply:
             "finish_reason": self.finish_reason,
         }
 
-    def line(self, spec: str, cache: dict[str, Any]) -> str:
+    def line(self, spec: str, session: Any) -> str:
         """For people: how fast, and on how much."""
+        cache = session.stats()
         speed = self.figures()["tokens_a_second"]
         told = "" if speed is None else f", {speed:.1f} a second"
         if restored := cache["tokens_restored"]:
             told += f", {restored} of all prompts from the store"
         return (
-            f"{self.tokens} tokens{told}, the first after {self.first:.2f} s; "
-            f"{spec}: {cache['length']} tokens held in {format_size(cache['nbytes'])}"
+            f"{counted(self.tokens, 'token')}{told}, the first after {self.first:.2f} s; "
+            f"{spec}: {counted(cache['length'], 'token')} held in {held(session)}"
         )
+
+
+def held(session: Any) -> str:
+    """Its memory beside that of a raw cache: 1.2 MiB, 0.31 of raw."""
+    cache = session.stats()
+    length, nbytes = cache["length"], cache["nbytes"]
+    raw = plan(session.reader.decoder.model, "raw", context=length).nbytes if length else 0
+    if not raw:
+        return format_size(nbytes)
+    saved = f", {format_size(raw - nbytes)} saved" if nbytes < raw else ""
+    return f"{format_size(nbytes)}, {nbytes / raw:.2f} of raw{saved}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 turn, 2 turns"""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def story(recoded: Sequence[dict[str, Any]]) -> list[str]:

@@ -52,7 +52,7 @@ from kvant.hf import attach, attachments, detach
 from kvant.planner import plan
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
-from kvant.sizes import parse_size
+from kvant.sizes import as_bytes, format_size
 from kvant.spec import words
 from kvant.stores import Store
 
@@ -125,7 +125,7 @@ class Engine:
         self._schedule = Schedule(
             Footprint.of(needed, chunk, spare=spare, idle=idle),
             self._pace,
-            parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes,
+            None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
             overcommit,
             fetches=prefixes is not None and prefixes.archive is not None,
@@ -266,6 +266,14 @@ class Engine:
             if not 0 <= token < (1 << 31 if most is None else most):
                 raise ValueError(f"logit_bias of token {token}: the vocabulary has {most}")
         return tuple(sorted(given.items()))
+
+    def __repr__(self) -> str:
+        told = self.stats()
+        most = "" if told["max_bytes"] is None else f" of {format_size(told['max_bytes'])}"
+        return (
+            f"Engine({words(self._batch.spec)}: {told['running']} running, "
+            f"{told['waiting']} waiting, {format_size(told['nbytes_held'])}{most})"
+        )
 
     def stats(self) -> dict[str, Any]:
         """Who waits and who is served, what was said, how long it took, what memory is held."""

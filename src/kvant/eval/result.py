@@ -250,15 +250,26 @@ def front(points: Iterable[Point]) -> list[Point]:
     return found
 
 
+def _is_near(place: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Would one name lie over the other?"""
+    return abs(place[0] - other[0]) < 0.03 and abs(math.log10(place[1] / other[1])) < 0.1
+
+
 def draw(points: Sequence[Point], title: str, file: Path) -> None:
     figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     places = [(one.share, max(LEAST, one.kl)) for one in front(points)]
     axes.plot(*zip(*places, strict=True), color="0.7", zorder=1)
+    named: list[tuple[float, float]] = []
     for one in points:
         place = one.share, max(LEAST, one.kl)
         axes.scatter(*place, s=18, zorder=2)
-        axes.annotate(one.name, place, textcoords="offset points", xytext=(4, 4), fontsize="small")
+        near = sum(_is_near(place, other) for other in named)  # whose names stand there already
+        axes.annotate(
+            one.name, place, textcoords="offset points", xytext=(4, 4 - 11 * near), fontsize="small"
+        )
+        named.append(place)
+    axes.margins(x=0.12)
     axes.set(yscale="log", title=title, ylabel="mean KL against raw (nats)")
     axes.set(xlabel="bytes of a sealed row, of raw")
     axes.grid(alpha=0.3)

@@ -275,7 +275,7 @@ def _check_turn(turn: Turn, before: int) -> None:
     numbers = (turn.shared, turn.begin, *turn.tokens)
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("a turn whose tokens or counts are not whole numbers from 0 on")
-    if not (turn.shared <= before and turn.begin < turn.end):
+    if not (turn.shared <= before and turn.begin <= turn.end):
         raise ValueError("a turn that does not fit behind the one before")
     if not isinstance(turn.message, str) or not isinstance(turn.reply, str):
         raise ValueError("a turn that is no text")

@@ -8,7 +8,6 @@ token: the same seed draws the same tokens, whoever else is drawn for in the sam
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -168,6 +167,11 @@ def _among(logits: Tensor, sampling: Sampling, count: int) -> tuple[Distribution
     return Distributions(logprobs, tokens.gather(1, order)), complete
 
 
+def _chosen_by_torch() -> int:
+    """A seed of its own random numbers, so `torch.manual_seed` counts."""
+    return int(torch.randint(2**62, (), dtype=torch.int64))
+
+
 class Sampler:
     """Draws tokens for one sequence; its random numbers follow from the seed and a position."""
 
@@ -177,7 +181,9 @@ class Sampler:
         self.begin = begin
         self.follower = None if sampling.rules is None else sampling.rules.begin()
         self.unseeded = replace(sampling, seed=None)  # what others may have in common
-        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        seed = sampling.seed
+        if seed is None:
+            seed = _chosen_by_torch() if sampling.temperature else 0
         self._seed = seed % 2**64
 
     def draw(self, logits: Tensor, before: Sequence[int]) -> Drawn:

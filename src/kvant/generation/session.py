@@ -27,6 +27,8 @@ from kvant.generation.strategy import strategy_of
 from kvant.hf import HostCache
 from kvant.prefixes import Prefixes, Shelf
 from kvant.recipes import AnySpec
+from kvant.sizes import format_size
+from kvant.spec import words
 
 
 class Session:
@@ -118,6 +120,8 @@ class Session:
         top_p: float | None = None,
         min_p: float | None = None,
         repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
         seed: int | None = None,
         stop: str | Sequence[str] = (),
         grammar: Grammar | None = None,
@@ -147,6 +151,8 @@ class Session:
             min_p,
             repetition_penalty,
             seed,
+            presence_penalty,
+            frequency_penalty,
             rules=rules_of(grammar, self.tokenizer, limits.end_tokens),
         )
         if isinstance(message, str):
@@ -162,6 +168,21 @@ class Session:
         self._unread = stream = Steps(self._reply(run, prompt, message, progress, marks))
         self._begun = weakref.ref(stream)
         return stream
+
+    def read(self, message: str, *, progress: Progress | None = None) -> None:
+        """Read a text that a later message continues; it has no reply yet."""
+        self._settle()
+        if self.dialogue.template:
+            raise ValueError("a text without a reply, where a template lays out turns: use send")
+        prompt = self.dialogue.prompt(self._turns, self._tokens, message)
+        self.limits.check_prompt(prompt)
+        turn = Turn(message, "", len(self._tokens), tuple(prompt[len(self._tokens) :]), len(prompt))
+        try:
+            self.reader.prompt(prompt, progress, ())
+            self._turns.append(turn)
+            self._tokens = prompt
+        finally:
+            self._after(self._tokens)
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`: a reply may be cut short, a message is taken back whole."""
@@ -216,6 +237,11 @@ class Session:
         """Go on with the conversation in a file in place of this one, stored as it is there."""
         self._settle()
         self._become(path, files.read(path))
+
+    def __repr__(self) -> str:
+        memory, turns = self.memory, len(self._turns)
+        held = f"{turns} turns, {len(self._tokens)} tokens, {format_size(memory.nbytes)}"
+        return f"Session({words(memory.spec)}: {held})"
 
     def stats(self) -> dict[str, Any]:
         """What the memory holds, and how much of what was asked it held already."""
@@ -292,8 +318,12 @@ class Session:
             tokens = tuple(run.tokens[shared:])
             self._turns.append(Turn(message, said + run.rest(), shared, tokens, len(prompt)))
             self._tokens = run.tokens
+        self._after(self._tokens)
+
+    def _after(self, tokens: list[int]) -> None:
+        """Hold what these tokens share with what was read."""
         self.reader.keep()  # of a prompt that was not read whole, what there is of it
-        self.reader.align(self._tokens)  # undoes a forward that died
+        self.reader.align(tokens)  # undoes a forward that died
         self.memory.checkpoint()
 
     def _settle(self) -> None:

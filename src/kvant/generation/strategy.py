@@ -19,7 +19,7 @@ from kvant.errors import CacheError, SpecError
 from kvant.generation.decoder import Memory
 from kvant.recipes import CacheSpec, attention_in
 from kvant.retention import Window
-from kvant.sizes import format_size, parse_size
+from kvant.sizes import as_bytes, format_size
 from kvant.spec import words
 
 T = TypeVar("T")
@@ -237,7 +237,7 @@ def strategy_of(name: str, threshold: int = 512, budget: int | str | None = None
     if name == "adaptive":
         if budget is None:
             raise SpecError("strategy='adaptive' needs budget=, the bytes that the cache may take")
-        return Adaptive(parse_size(budget) if isinstance(budget, str) else budget)
+        return Adaptive(as_bytes(budget))
     made: dict[str, Strategy] = {
         "always": ALWAYS,
         "disabled": Disabled(),

@@ -1,7 +1,7 @@
 """kvant in the hands of Hugging Face transformers."""
 
 from kvant.attention import explain
-from kvant.hf.attach import attach, attachments, detach
+from kvant.hf.attach import attach, attachments, detach, explain_model
 from kvant.hf.build import PairedCache, cache_for, loaded
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues, crosses
@@ -27,6 +27,7 @@ __all__ = [
     "continuing",
     "crosses",
     "detach",
+    "explain_model",
     "held",
     "host_model",
     "identity",

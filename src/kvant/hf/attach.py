@@ -76,6 +76,14 @@ def attachments(model: nn.Module) -> dict[PreTrainedModel, Attachment]:
     return {part: part.__dict__[MARK] for part in parts if MARK in part.__dict__}
 
 
+def explain_model(model: nn.Module) -> str:
+    """How a cache of this model would be read, layer by layer: as it is attached, else raw."""
+    model = host_model(model)
+    held = attachments(model).get(model)
+    spec, backend = ("raw", None) if held is None else (held.spec, held.backend)
+    return str(cache_for(model, spec, backend=backend).explain())
+
+
 def _prepare(
     self: Any,
     generation_config: GenerationConfig,

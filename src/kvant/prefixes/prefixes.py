@@ -24,7 +24,7 @@ from kvant.prefixes.archive import Archive, Write
 from kvant.prefixes.restores import LATELY
 from kvant.prefixes.shelf import CHUNK, Names, Shelf, dense_prompts, pages_suffice
 from kvant.prefixes.tree import Kept, Match, Tree
-from kvant.sizes import parse_size
+from kvant.sizes import as_bytes
 from kvant.spec import words
 from kvant.stores import Store, Tiers, open_tiers
 
@@ -53,7 +53,7 @@ class Prefixes:
         where a format is not raw, ends at multiples of 512 tokens, and is never of tokens that were
         decoded.
         """
-        limit = parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes
+        limit = None if max_bytes is None else as_bytes(max_bytes)
         if limit is not None and limit < 0:
             raise ValueError(f"max_bytes={max_bytes}: 0 or more is needed")
         self.max_bytes = limit

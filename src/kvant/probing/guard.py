@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -32,8 +33,12 @@ def attach(
     tokenizer: Any = None,
     guard: bool = True,
     backend: str | None = None,
-) -> None:
+) -> Attached:
     """Let `model.generate(...)` use a cache with this spec, until `detach`.
+
+        kvant.attach(model, "affine8")
+        with kvant.attach(model, "affine4"):  # or as long as this block
+            model.generate(**inputs)
 
     A format is tried on the model first, on a thousand tokens of a text if there is a tokenizer,
     and one that changes its predictions too much is said in a warning; `guard=False` leaves that
@@ -42,9 +47,36 @@ def attach(
     over to; a copy is attached by itself, also a pickled one. `backend` is the one that is to read
     every layer, else the first that can.
     """
+    before = hf.attachments(model)
     told = attached(model, spec, tokenizer, guard=guard, backend=backend)[1]
     if told is not None:
         warnings.warn(told, stacklevel=2)
+    return Attached(model, before)
+
+
+class Attached:
+    """A model that is attached: at the end of a `with`, it is again what it was."""
+
+    def __init__(self, model: nn.Module, before: Mapping[PreTrainedModel, Any]) -> None:
+        self._model, self._before = model, before
+
+    def __enter__(self) -> nn.Module:
+        return self._model
+
+    def __exit__(self, *error: object) -> None:
+        _put_back(self._model, self._before)
+
+    def __repr__(self) -> str:
+        held = next(iter(hf.attachments(self._model).values()), None)
+        told = "not attached any more" if held is None else repr(held.spec)
+        return f"{type(self).__name__}({type(self._model).__name__}, {told})"
+
+
+def _put_back(model: nn.Module, before: Mapping[PreTrainedModel, Any]) -> None:
+    if hf.attachments(model):
+        hf.detach(model)
+    for part, held in before.items():
+        hf.attach(part, held.spec, backend=held.backend)
 
 
 def attached(
@@ -67,11 +99,8 @@ def attached(
             return _chosen(model, spec, tokenizer, backend, progress)
         return spec, _attached(model, spec, tokenizer, guard, backend)
     except BaseException:
-        if (now := hf.attachments(model)) != before:
-            if now:
-                hf.detach(model)
-            for part, held in before.items():
-                hf.attach(part, held.spec, backend=held.backend)
+        if hf.attachments(model) != before:
+            _put_back(model, before)
         raise
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from urllib.parse import unquote, urlsplit
 
 from kvant.errors import StoreError
-from kvant.sizes import parse_size
+from kvant.sizes import as_bytes
 from kvant.stores import object as objects
 from kvant.stores import redis as servers
 from kvant.stores.contract import Store, named
@@ -37,7 +37,7 @@ def open_store(name: Name, max_bytes: int | str | None = None) -> Store:
 
     `max_bytes` bounds a folder: what was not used for longest goes first.
     """
-    most = parse_size(max_bytes) if isinstance(max_bytes, str) else max_bytes
+    most = None if max_bytes is None else as_bytes(max_bytes)
     text = os.fspath(name)
     if not text:
         raise StoreError("a store without a name: a folder, or a URL")

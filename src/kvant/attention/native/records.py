@@ -157,7 +157,7 @@ def unknown(codec: Codec, rows: Tensor, name: str) -> str | None:
         return f"rows on {rows.device}"
     if type(rows) is not Tensor:
         return f"{name} in a {type(rows).__name__}"
-    if form is None:
+    if form is None or form.kind not in FORMATS:
         return f"{name} of {type(codec).__name__}"
     if dim % 16 or dim > MAX_DIM:
         return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"

@@ -70,7 +70,7 @@ class Triton:
 def _missing(device: str) -> str | None:
     """Why the kernels cannot run on such a device."""
     if not installed():
-        return "triton is not installed: pip install kvant[gpu]"
+        return "triton is not installed: pip install 'kvant[gpu]'"
     if _compiled() == {device != "cpu"}:
         return None
     if device == "cpu":

@@ -1,0 +1,113 @@
+"""What a product of a few rows with the weight of a linear layer takes, in 16 bits on a CPU.
+
+`torch` packs the weight in every call, `packed` once, with products by oneDNN, and `kernel` has
+them by our own. `stream` reads as many bytes as the weights have, and is what memory gives. Weights
+of a shape are as many as the caches do not hold, and taken in turn, as the layers of a model are.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import linear
+
+from kvant.bench.clock import Wall
+from kvant.bench.device import CPU
+from kvant.bench.report import Json, numbers, progress, run, show
+from kvant.packed import Order, PackedMatrix, known
+
+QWEN3 = "2048x1024,1024x2048,3072x1024,1024x3072,151936x1024"  # of 0.6B: four kinds, and the head
+BYTES = 300_000_000  # of weights of a shape
+
+
+def pairs(text: str) -> list[tuple[int, int]]:
+    words = text.split(",")
+    if not all(re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", word) for word in words):
+        raise ValueError(f"--shapes {text}: outputs x inputs are needed, as in {QWEN3}")
+    return [(int(outs), int(width)) for outs, width in (word.split("x") for word in words)]
+
+
+def plainly(x: Tensor, weights: list[Tensor]) -> None:
+    for weight in weights:
+        linear(x, weight)
+
+
+def by_onednn(x: Tensor, weights: list[PackedMatrix]) -> None:
+    for weight in weights:
+        weight.by_onednn(x, None)
+
+
+def by_kernel(x: Tensor, weights: list[PackedMatrix]) -> None:
+    for weight in weights:
+        weight.times(x, None)
+
+
+def measure(outs: int, width: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
+    nbytes = outs * width * 2
+    order = Order()
+    plain = [torch.randn(outs, width).bfloat16() for _ in range(max(1, BYTES // nbytes))]
+    packed = [PackedMatrix(weight, order) for weight in plain]
+    stream, clock = CPU.stream(nbytes * len(plain)), Wall()
+    rows = []
+    for count in counts:
+        x = torch.randn(count, width).bfloat16()
+        ways: dict[str, Callable[[], Any]] = {
+            "torch": partial(plainly, x, plain),
+            "packed": partial(by_onednn, x, packed),
+            "stream": stream,
+        }
+        if packed[0].kernel_part(x, None):
+            ways["kernel"] = partial(by_kernel, x, packed)
+        seconds: dict[str, list[float]] = {way: [] for way in ways}
+        for turn in range(repeats + 1):
+            progress(f"{outs} x {width}, {count} rows: {turn} of {repeats}")
+            for way, call in ways.items():
+                lap = clock.lap(call).seconds
+                if turn:
+                    seconds[way].append(lap)
+        medians = {way: statistics.median(laps) / len(plain) for way, laps in seconds.items()}
+        rows += [
+            {
+                "shape": f"{outs}x{width}",
+                "rows": count,
+                "way": way,
+                "us": medians[way] * 1e6,
+                "gb_s": nbytes / medians[way] / 1e9,
+                "of_stream": medians["stream"] / medians[way],
+                "times": medians["packed"] / medians[way],
+            }
+            for way in ways
+        ]
+    return rows
+
+
+def main(
+    shapes: Annotated[str, typer.Option(help="outputs x inputs")] = QWEN3,
+    rows: Annotated[str, typer.Option(help="rows that are multiplied at once")] = "1,4,16",
+    threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="turns of a figure")] = 9,
+    json: Json = False,
+) -> None:
+    """Products of few rows with packed weights."""
+    if not known():
+        raise ValueError(f"torch {torch.__version__} has no operators to pack weights with")
+    wanted, counts = pairs(shapes), numbers("rows", rows)
+    if min(counts) < 1:
+        raise ValueError(f"--rows {rows}: 1 row or more")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    with torch.no_grad():
+        found = [row for shape in wanted for row in measure(*shape, counts, repeats)]
+    progress("")
+    show("products", found, {"dtype": "bfloat16", "repeats": repeats}, quiet=json)
+
+
+if __name__ == "__main__":
+    run(main)

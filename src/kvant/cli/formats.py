@@ -1,0 +1,147 @@
+"""`kvant formats`: the language of specs, and what one spec means. Loads no model."""
+
+from __future__ import annotations
+
+import json as json_text
+from typing import Annotated, Any
+
+from typer import Argument
+
+from kvant.cli import options
+from kvant.cli.options import blank
+from kvant.models.shapes import LayerShape
+from kvant.planner import Plan, plan
+from kvant.sizes import format_size
+from kvant.spec.formats import Side, parse_format
+from kvant.spec.guide import AUTO, FORMATS, OPTIONS, Word
+
+LAYER = LayerShape(num_heads=8, key_dim=128, value_dim=128)
+A_LAYER = "a layer of 8 heads of 128 in bfloat16"
+LENGTHS = (1024, 8192, 32768)  # tokens
+MORE = (
+    "A spec is a format and options with commas between: affine4,window=4096,sinks=4.\n"
+    "kvant formats SPEC explains one; kvant plan computes the memory of a model; kvant eval tells\n"
+    "what formats do to it; docs/formats.md says when to use what."
+)
+
+
+def formats(
+    spec: Annotated[
+        str | None, Argument(help="A spec to explain, such as affine4,sinks=4.")
+    ] = None,
+    json: options.Json = False,
+) -> None:
+    """List the formats and options of --kv-cache, or explain one spec."""
+    told = _language() if spec is None else _explained(spec)
+    if json:
+        print(json_text.dumps(told))
+    elif spec is None:
+        _show_language(told)
+    else:
+        _show_spec(told)
+
+
+def _language() -> dict[str, Any]:
+    raw = _planned("raw", LENGTHS[0]).nbytes_per_token
+    sizes = {one.word: _planned(one.word, LENGTHS[0]).nbytes_per_token for one in FORMATS}
+    return {
+        "layer": A_LAYER,
+        "formats": [
+            {"format": one.word, "nbytes_per_token": sizes[one.word]}
+            | {"of_raw": sizes[one.word] / raw, "what": one.what, "use": one.use}
+            for one in FORMATS
+        ],
+        "options": [
+            {"option": one.word, "default": one.default, "what": one.what, "use": one.use}
+            for one in OPTIONS
+        ],
+        "auto": AUTO.what,
+    }
+
+
+def _explained(spec: str) -> dict[str, Any]:
+    from kvant.probing import check_spec, is_auto
+
+    check_spec(spec)
+    if is_auto(spec):
+        return {"spec": spec, "words": {AUTO.word: AUTO.what}, "lengths": []}
+    first, *rest = (word.strip() for word in spec.split(","))
+    form = parse_format(first)
+    words = _sides(form.keys, form.values)
+    words |= {word: _option(word) for word in rest}
+    lengths = []
+    for length in LENGTHS:
+        one, raw = _planned(spec, length), _planned("raw", length)
+        lengths.append({"tokens": length, "nbytes": one.nbytes, "of_raw": one.nbytes / raw.nbytes})
+    return {
+        "spec": spec,
+        "words": words,
+        "nbytes_per_token": _planned(first, LENGTHS[0]).nbytes_per_token,
+        "layer": A_LAYER,
+        "lengths": lengths,
+    }
+
+
+def _option(word: str) -> str:
+    """What it does, with its number in it where that is all it has."""
+    name, _, value = word.partition("=")
+    what = next(one.what for one in OPTIONS if one.word.partition("=")[0] == name)
+    return what.replace("N", value) if value.isdecimal() else what
+
+
+def _planned(spec: str, context: int) -> Plan:
+    return plan((LAYER,), spec, context=context)
+
+
+def _sides(keys: Side, values: Side) -> dict[str, str]:
+    if keys == values:
+        return {keys.word: _format(keys).what}
+    return {f"keys {keys.word}": _format(keys).what, f"values {values.word}": _format(values).what}
+
+
+def _format(side: Side) -> Word:
+    """A word of its own, or that of its family and width: aura4 is turbo4."""
+    known = {one.word: one for one in FORMATS}
+    family = "bf16" if side.dtype else f"{side.family}{side.bits or ''}"
+    return known.get(side.word) or known.get(family) or Word(side.word, "a codec of your own", "")
+
+
+def _show_language(told: dict[str, Any]) -> None:
+    console, table = blank()
+    table.add_column("format", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("of raw", justify="right", no_wrap=True)
+    table.add_column("what it is")
+    for one in told["formats"]:
+        table.add_row(
+            one["format"], f"{one['nbytes_per_token']:.0f}", f"{one['of_raw']:.3g}", one["what"]
+        )
+    table.add_row("auto", "", "", AUTO.what)
+    console.print(f"bytes: of a token in {told['layer']}", soft_wrap=True)
+    console.print(table)
+    _, table = blank()
+    for head in ("option", "default"):
+        table.add_column(head, no_wrap=True)
+    table.add_column("what it does")
+    for one in told["options"]:
+        table.add_row(one["option"], one["default"], one["what"])
+    console.print(table)
+    console.print(MORE, soft_wrap=True)
+
+
+def _show_spec(told: dict[str, Any]) -> None:
+    console, table = blank()
+    table.show_header = False
+    for word, what in told["words"].items():
+        table.add_row(word, what)
+    console.print(table)
+    if not told["lengths"]:
+        return
+    size = f"{told['nbytes_per_token']:.0f}"
+    console.print(f"{size} bytes a sealed token in {told['layer']}", soft_wrap=True)
+    _, table = blank()
+    for head in ("tokens", "memory a layer", "of raw"):
+        table.add_column(head, justify="right")
+    for one in told["lengths"]:
+        table.add_row(str(one["tokens"]), format_size(one["nbytes"]), f"{one['of_raw']:.3g}")
+    console.print(table)

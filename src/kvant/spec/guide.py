@@ -1,0 +1,62 @@
+"""What the words of a spec are for: what `kvant formats` prints and docs/formats.md shows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Word:
+    """A format or an option, as it is written."""
+
+    word: str
+    what: str
+    use: str
+    default: str = ""
+
+
+FORMATS = (
+    Word("raw", "rows as the model computes them", "nothing may change; what others compare with"),
+    Word("affine8", "8 bits, a scale and a bias for 64 values", "the first to try: safe on models"),
+    Word("affine6", "6 bits, a scale and a bias for 64 values", "a little less than affine8"),
+    Word("affine5", "5 bits, a scale and a bias for 32 values", "between affine6 and affine4"),
+    Word("affine4", "4 bits, a scale and a bias for 32 values", "a third of raw; probe it first"),
+    Word("affine3", "3 bits, a scale and a bias for 32 values", "where memory decides"),
+    Word("affine2", "2 bits, a scale and a bias for 16 values", "research: few models take it"),
+    Word("affine8v4", "keys in 8 bits, values in 4; any two widths", "keys are the harder side"),
+    Word("fp8", "8-bit floats (E4M3), a scale for a row", "rows without outliers"),
+    Word("turbo4", "4 bits of a codebook, rotated, a scale for a row", "the smallest with 4 bits"),
+    Word("turbo3", "3 bits of a codebook, rotated, a scale for a row", "a fifth of raw"),
+    Word("turbo2", "2 bits of a codebook, rotated, a scale for a row", "research"),
+    Word("turbo4v2", "keys in 4 bits, values in 2; any two widths", "a fifth of raw, keys better"),
+    Word("fp8/turbo3", "two formats: of the keys, and of the values", "what one side needs"),
+    Word("bf16", "raw in that dtype, whatever the model has (f16, f32)", "to fix the dtype"),
+    Word("q8_0", "affine8 with 32 values to a scale (llama.cpp's name)", "coming from llama.cpp"),
+    Word("q4_0", "affine4 with 32 values to a scale (llama.cpp's name)", "coming from llama.cpp"),
+    Word("aura4v2", "turbo4v2 (FFAI's name); any two widths", "coming from FFAI"),
+)
+
+AUTO = Word(
+    "auto",
+    "the smallest spec that stays within limits on the model: auto:1GiB,max_kl=0.01,max_lost=0.1",
+    "when in doubt; loading takes seconds longer",
+)
+
+OPTIONS = (
+    Word("window=N", "the last N tokens stay", "a bound on memory, whatever comes", "all stay"),
+    Word("sinks=N", "the first N stay too, dense", "beside a window: models lean on them", "0"),
+    Word("select=N", "a token reads N pages, or P%, of those that are sealed", "speed", "all"),
+    Word("prune=SCORE:KEEP", "behind a prompt a head keeps the rows of weight", "memory", "all"),
+    Word("tail=N", "the last N rows are seen dense", "less loss in few bits", "as the format asks"),
+    Word("start=N", "all is dense until there are N tokens", "short prompts without loss", "0"),
+    Word("edge=N:FORMAT", "first and last N layers in another format", "hard layers", "0:affine8"),
+    Word("group=N", "values to a scale: 16, 32, 64, 128 (affine)", "accuracy or size", "by width"),
+    Word("rotate", "rows are rotated before (affine, fp8)", "rows with outliers", "off"),
+    Word("smooth", "channels are scaled before, as a probe found", "rows with outliers", "off"),
+    Word("prefill=stored", "a prompt reads its rows as they are stored", "chunks agree", "dense"),
+    Word("slack=N", "how far back a rewind is exact", "drafts, edits", "16"),
+    Word("page=N", "rows of a page, a multiple of 64", "fewer, larger pieces", "64"),
+    Word("step=N", "rows by which memory grows, in whole pages", "fewer allocations", "1"),
+    Word("capacity=N", "memory for N rows at once; more is an error", "a fixed footprint", "none"),
+    Word("seed=N", "of the rotation", "repeating an experiment", "0"),
+)

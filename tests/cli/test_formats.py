@@ -1,0 +1,66 @@
+"""`kvant formats`: every word of the language, and what one spec means."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvant import Shape, plan
+from kvant.spec import parse
+from kvant.spec.formats import FAMILIES, SIDES
+from kvant.spec.guide import FORMATS, OPTIONS
+from kvant.spec.options import OPTIONS as KNOWN
+
+
+def test_all_formats_and_options_are_listed(call: Any) -> None:
+    code, out, error = call("formats")
+    assert (code, error) == (0, "")
+    for one in (*FORMATS, *OPTIONS):
+        assert one.word in out and one.what in out
+    families = {one.word.rstrip("0123456789v") for one in FORMATS}
+    assert families >= {*FAMILIES, "raw", "fp"} and {"bf16", "q8_0", "q4_0"} <= SIDES.keys()
+    assert {one.word.partition("=")[0] for one in OPTIONS} == KNOWN.keys()
+
+
+@pytest.mark.parametrize("word", [one.word for one in FORMATS])
+def test_bytes_are_those_of_a_plan(word: str, call: Any) -> None:
+    listed = {one["format"]: one for one in json.loads(call("formats", "--json")[1])["formats"]}
+    planned = plan(Shape(1, 8, 128, 128), word)
+    assert listed[word]["nbytes_per_token"] == planned.nbytes_per_token
+    explained = json.loads(call("formats", word, "--json")[1])
+    assert explained["nbytes_per_token"] == planned.nbytes_per_token
+
+
+def test_a_spec_is_explained(call: Any) -> None:
+    code, out, _ = call("formats", "affine8/turbo3,window=4096,sinks=4")
+    assert code == 0
+    assert "keys affine8 " in out and "values turbo3 " in out
+    assert "the last 4096 tokens stay" in out and "the first 4 stay too" in out
+    spec = "affine4,window=100"
+    told = json.loads(call("formats", spec, "--json")[1])
+    for one in told["lengths"]:
+        assert one["nbytes"] == plan(Shape(1, 8, 128, 128), spec, context=one["tokens"]).nbytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "what"),
+    [
+        ("auto:1GiB", "the smallest spec that stays within limits"),
+        ("f16", "raw in that dtype"),
+        ("aura3", "3 bits of a codebook"),
+        ("affine5v2", "2 bits"),
+        ("affine8,select=12%", "a token reads N pages"),
+    ],
+)
+def test_what_has_no_line_of_its_own_is_explained_too(spec: str, what: str, call: Any) -> None:
+    code, out, _ = call("formats", spec)
+    assert code == 0 and what in out
+    if not spec.startswith("auto"):
+        parse(spec, 2)
+
+
+def test_a_mistake_is_one_line(call: Any) -> None:
+    code, out, error = call("formats", "afine4")
+    assert (code, out, error.count("\n")) == (2, "", 1) and "nearest: affine4" in error

@@ -1,0 +1,90 @@
+"""What stands at the front of the package: `attach` for a block, `explain`, `plan` of a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvant
+from hf.zoo import build
+from kvant import checkpoints, demo
+from kvant.hf import attachments
+from kvant.models import layer_shapes
+
+
+def test_a_model_is_attached_for_a_block() -> None:
+    model = build("llama")
+    with kvant.attach(model, "affine8", guard=False) as inside:
+        assert inside is model and next(iter(attachments(model).values())).spec == "affine8"
+    assert not attachments(model)
+
+
+def test_a_block_leaves_what_was_attached_before() -> None:
+    model = build("llama")
+    kvant.attach(model, "raw")
+    with pytest.raises(KeyError), kvant.attach(model, "affine8", guard=False):
+        raise KeyError
+    assert next(iter(attachments(model).values())).spec == "raw"
+    with kvant.attach(model, "affine8", guard=False):
+        kvant.detach(model)
+    assert next(iter(attachments(model).values())).spec == "raw"
+    kvant.detach(model)
+
+
+def test_a_model_is_explained() -> None:
+    model = build("llama")
+    plain = kvant.explain(model)
+    assert "raw" in plain
+    with kvant.attach(model, "affine4", guard=False):
+        assert "affine4" in kvant.explain(model)
+
+
+@pytest.mark.parametrize("path", [demo.PATH, demo.PATH / "config.json", str(demo.PATH)])
+def test_a_path_is_planned(path: str | Path) -> None:
+    config = checkpoints.configuration(str(demo.PATH))
+    assert kvant.plan(path, "affine8").nbytes == kvant.plan(config, "affine8").nbytes
+    assert kvant.plan(path, "affine8").layers == tuple(layer_shapes(config))
+
+
+def test_a_path_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No such file"):
+        kvant.plan(tmp_path)
+    with pytest.raises(ValueError, match="No such file"):
+        kvant.plan("nowhere.json")
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="an object is needed"):
+        kvant.plan(tmp_path)
+
+
+def test_what_torch_was_seeded_with_counts() -> None:
+    model, tokenizer = checkpoints.load(None)
+
+    def drawn() -> list[int]:
+        asked = {"temperature": 1.0, "max_new_tokens": 8}
+        return [step.token for step in kvant.generate(model, tokenizer, "import ", **asked)]
+
+    torch.manual_seed(3)
+    first = drawn()
+    other = drawn()
+    torch.manual_seed(3)
+    assert drawn() == first != other
+
+
+def test_what_things_hold_is_in_their_repr() -> None:
+    model, tokenizer = checkpoints.load(None)
+    session = kvant.Session(model, tokenizer, "affine4", template=False)
+    session.read("import os\n")
+    assert repr(session).startswith("Session(affine4: 1 turns, ")
+    assert repr(session).endswith(f" {kvant.sizes.format_size(session.memory.nbytes)})")
+    with kvant.Engine(model, tokenizer, "affine8", max_bytes="1MiB") as engine:
+        assert repr(engine).startswith("Engine(affine8: 0 running, 0 waiting, ")
+        assert repr(engine).endswith(" of 1 MiB)")
+    cache = kvant.Cache(2, "affine4,window=64")
+    assert repr(cache) == "Cache(affine4,window=64: 2 layers, length 0, 0 B)"
+
+
+def test_sizes_may_be_words() -> None:
+    planned = kvant.plan(demo.PATH, "affine4")
+    assert planned.largest_context("1MiB") == planned.largest_context(2**20)

@@ -145,7 +145,7 @@ def test_a_picture_needs_matplotlib_and_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(report, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs matplotlib: pip install kvant\[plot\]"):
+    with pytest.raises(ValueError, match="needs matplotlib: pip install matplotlib"):
         decode.main(plot=tmp_path / "a.png")
 
 

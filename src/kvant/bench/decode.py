@@ -23,7 +23,7 @@ import typer
 
 from kvant import demo
 from kvant.bench import cache_race
-from kvant.bench.candidates import check_names, ours, present
+from kvant.bench.candidates import NONE, check_names, ours, present
 from kvant.bench.device import Device, chosen_device
 from kvant.bench.report import (
     Json,
@@ -41,7 +41,7 @@ from kvant.bench.speed import check_lengths, curves, latencies, lines, streams
 from kvant.checkpoints import load
 from kvant.devices import AUTO, named_dtype
 from kvant.native import part_teams
-from kvant.spec import split
+from kvant.spec import parse, split
 
 ONE_MORE = "milliseconds for one more (median)"
 TEXT = "argparse"  # a long module of the standard library: its source is a text anybody has
@@ -187,6 +187,9 @@ def main(
 ) -> None:
     """What decoding costs: a model without a cache, with ours, with peers; or bare caches."""
     where = chosen_device(device)
+    for spec in split(formats) if formats is not None else ():
+        if spec != NONE:
+            parse(spec, 1)
     check_files(plot=plot)
     check_plot(plot)
     if threads is not None:

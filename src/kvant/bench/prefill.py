@@ -21,7 +21,7 @@ from kvant.bench.device import chosen_device
 from kvant.bench.report import Json, numbers, progress, run, show
 from kvant.checkpoints import load
 from kvant.devices import AUTO
-from kvant.spec import split
+from kvant.spec import parse, split
 
 BASELINE = "transformers"
 MODES = ("dense", "stored")
@@ -81,10 +81,12 @@ def main(
         raise ValueError(f"--chunks {chunks}: 1 token or more")
     if threads is not None:
         torch.set_num_threads(threads)
+    specs = [f"{spec},prefill={mode}" for spec in split(formats) for mode in MODES]
+    for spec in specs:
+        parse(spec, 1)
     progress("loading the model")
     loaded, tokenizer = load(model, device=where.name, dtype=dtype)
     text = source(loaded, tokenizer, prompt)
-    specs = [f"{spec},prefill={mode}" for spec in split(formats) for mode in MODES]
     makes = {BASELINE: dynamic(loaded), **ours(loaded, specs)}
     rows = [row for chunk in points for row in measure(makes, text, chunk, repeats)]
     progress("")

@@ -4,7 +4,7 @@ WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUNS := $(VENV)/.runs
-PROMPT := src/kvant/sizes.py
+PROMPT := src/kvant/progress.py
 PYTEST := $(BIN)/python -m pytest
 INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 
@@ -29,8 +29,8 @@ $(RUNS): $(BUILT_FROM)
 	@touch $@
 
 demo: $(RUNS)
-	$(BIN)/kvant run --file $(PROMPT) --kv-cache affine4 --temperature 0.6 --top-p 0.9 --seed 7 \
-	  --max-new-tokens 128 --stats
+	$(BIN)/kvant run --file $(PROMPT) --kv-cache affine4 --temperature 0.7 --top-p 0.9 \
+	  --repetition-penalty 1.1 --seed 7 --max-new-tokens 128 --stats
 
 # The documentation as a site.
 site: env

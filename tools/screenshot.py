@@ -22,7 +22,9 @@ PICTURE = Path(__file__).resolve().parent.parent / "docs" / "terminal.svg"
 WIDTH = 92
 FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # a picture loads nothing from elsewhere
 COMMANDS = (
-    'kvant run --kv-cache affine4 --prompt "def read(self" --max-new-tokens 48 --stats',
+    'kvant run --kv-cache affine4 --prompt "class Pipe:" --repetition-penalty 1.15 '
+    "--temperature 0.5 --seed 1 --max-new-tokens 60",
+    "kvant formats affine4,window=4096,sinks=4",
     "kvant plan --context 2048 --budget 64MiB",
 )
 

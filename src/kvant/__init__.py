@@ -120,7 +120,15 @@ def load(
     device: str | Device | None = None,
     tiles: Tiles | None = None,
 ) -> Any:
-    """The cache in a file, in memory of its own; with a model, as `cache_for` gives it."""
+    """The cache in a file, in memory of its own; with a model, as `cache_for` gives it.
+
+    >>> rows = torch.randn(1, 2, 10, 64)
+    >>> cache = kvant.Cache(num_layers=1)
+    >>> view = cache[0].append(rows, rows)
+    >>> kvant.save(cache, "cache.kv")
+    >>> kvant.load("cache.kv").length
+    10
+    """
     if model is None:
         return files.load(path, device=device or "cpu", tiles=tiles)
     if tiles is not None:
@@ -135,6 +143,12 @@ def explain(what: Any) -> Any:
 
     A view says it of itself, a cache of transformers of its layers; of a model it is said how the
     cache that it is attached with would be read, or a raw one.
+
+    >>> view = kvant.Cache(1, backend="reference")[0].append(*torch.randn(2, 1, 2, 10, 64))
+    >>> print(kvant.explain(view))
+    reference: reads this view
+    >>> print(kvant.explain(model))
+    layers 0-5, full_attention: raw; not read yet
     """
     if isinstance(what, torch.nn.Module):
         from kvant.hf import explain_model

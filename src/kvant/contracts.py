@@ -142,7 +142,13 @@ class Retention(Protocol):
 
 @dataclass(frozen=True)
 class Mask:
-    """Which keys a query sees, as a rule over positions."""
+    """Which keys a query sees, as a rule over positions.
+
+    >>> rows = torch.randn(1, 2, 10, 64)
+    >>> view = kvant.Cache(1)[0].append(rows, rows)
+    >>> kvant.attend(rows, view, mask=kvant.Mask(window=4)).shape
+    torch.Size([1, 2, 10, 64])
+    """
 
     causal: bool = True
     window: int | None = None

@@ -6,39 +6,100 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 
 class CacheError(Exception):
-    """Anything kvant refuses to do. What it was asked of is left unchanged."""
+    """Anything kvant refuses to do. What it was asked of is left unchanged.
+
+    >>> try:
+    ...     kvant.Cache(num_layers=1, spec="affine9")
+    ... except kvant.CacheError as error:  # of whatever kind
+    ...     print(type(error).__name__)
+    SpecError
+    """
 
 
 class SpecError(CacheError, ValueError):
-    """A spec that cannot be read, or that contradicts itself."""
+    """A spec that cannot be read, or that contradicts itself.
+
+    >>> kvant.parse("affine9", num_layers=32)
+    Traceback (most recent call last):
+    ...
+    kvant.errors.SpecError: format 'affine9' is not known; allowed: ...; nearest: affine8
+    """
 
 
 class PromptError(CacheError, ValueError):
-    """A message that a model cannot be shown: by its template, or by the tokens it comes to."""
+    """A message that a model cannot be shown: by its template, or by the tokens it comes to.
+
+    >>> kvant.generate(model, tokenizer, [])
+    Traceback (most recent call last):
+    ...
+    kvant.errors.PromptError: the prompt has no tokens: give at least one
+    """
 
 
 class GrammarError(CacheError, ValueError):
-    """A grammar that cannot be read, or followed."""
+    """A grammar that cannot be read, or followed.
+
+    >>> kvant.generate(model, tokenizer, "size = ", grammar=kvant.Grammar.regex("[0-9"))
+    Traceback (most recent call last):
+    ...
+    kvant.errors.GrammarError: a grammar that cannot be followed: ...
+    """
 
 
 class CapacityError(CacheError):
-    """More tokens than a fixed capacity has room for."""
+    """More tokens than a fixed capacity has room for.
+
+    >>> kvant.Cache(1, "raw,capacity=8")[0].append(*torch.randn(2, 1, 2, 9, 64))
+    Traceback (most recent call last):
+    ...
+    kvant.errors.CapacityError: 9 tokens for a capacity of 8: ...
+    """
 
 
 class UnknownSequence(CacheError, LookupError):
-    """An id that no sequence has: it never was, was removed, or was evicted."""
+    """An id that no sequence has: it never was, was removed, or was evicted.
+
+    >>> kvant.Sequences(num_layers=1).get("chat-1", 0, 0, 10)
+    Traceback (most recent call last):
+    ...
+    kvant.errors.UnknownSequence: sequence 'chat-1' is not there: ...
+    """
 
 
 class RewindError(CacheError):
-    """A length that a layer cannot go back to."""
+    """A length that a layer cannot go back to.
+
+    >>> cache, rows = kvant.Cache(1, "raw,window=4,slack=0"), torch.zeros(1, 2, 99, 64)
+    >>> view = cache[0].append(rows, rows)
+    >>> cache.rewind(50)
+    Traceback (most recent call last):
+    ...
+    kvant.errors.RewindError: layer 0: length 50 cannot be reached from 99: ...
+    """
 
 
 class SnapshotMismatch(CacheError, ValueError):
-    """A snapshot of another cache, or one whose parts do not fit together."""
+    """A snapshot of another cache, or one whose parts do not fit together.
+
+    >>> cache = kvant.Cache(1, "raw")
+    >>> view = cache[0].append(*torch.randn(2, 1, 2, 10, 64))
+    >>> kvant.Cache(1, "affine8").restore(cache.snapshot())
+    Traceback (most recent call last):
+    ...
+    kvant.errors.SnapshotMismatch: layer 0: keys.codes is missing
+    """
 
 
 class CacheFileError(CacheError, ValueError):
-    """A file that is not a kvant cache, is damaged, or is of another version."""
+    """A file that is not a kvant cache, is damaged, or is of another version.
+
+    >>> from pathlib import Path
+    >>> size = Path("notes.txt").write_text("not a cache")
+    >>> kvant.load("notes.txt")
+    Traceback (most recent call last):
+    ...
+    kvant.errors.CacheFileError: notes.txt: not a kvant cache, or cut short in its header
+    """
 
 
 class StoreError(CacheError):
@@ -50,11 +111,26 @@ class BlobError(CacheError, ValueError):
 
 
 class UnsupportedView(CacheError):
-    """A view that the backend asked for by name does not read."""
+    """A view that the backend asked for by name does not read.
+
+    >>> view = kvant.Cache(1)[0].append(*torch.randn(2, 1, 2, 10, 64))
+    >>> kvant.attend(torch.randn(1, 8, 1, 64, dtype=torch.float64), view, backend="native")
+    Traceback (most recent call last):
+    ...
+    kvant.errors.UnsupportedView: backend 'native' does not read this view: ...
+    """
 
 
 class EngineError(CacheError):
-    """The engine that served a request ended by an error which is not of that request."""
+    """The engine that served a request ended by an error which is not of that request.
+
+    >>> import sys
+    >>> with kvant.Engine(model, tokenizer) as engine:  # sys.exit ends its thread
+    ...     engine.submit("import ", on_step=sys.exit).result()
+    Traceback (most recent call last):
+    ...
+    kvant.errors.EngineError: the engine ended: SystemExit(...)
+    """
 
 
 class Refusals:

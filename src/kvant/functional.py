@@ -8,6 +8,12 @@ The price: an update copies the rows of its layer, old and new, once into the ne
 more into what it returns; `cached_attention` only the former. States that are kept share the
 layers that did not change. Memory grows with the rows; `max_seq_len` is a limit. This module knows
 no format, no retention and no frame: `kvant.Cache` does, in place and for a token at a time.
+
+>>> from kvant import functional
+>>> state = functional.init(batch_size=1, num_layers=1, num_heads=2, head_dim=64)
+>>> after, keys, values = functional.update(state, 0, *torch.randn(2, 1, 2, 10, 64))
+>>> functional.seq_length(state), functional.seq_length(after)
+(0, 10)
 """
 
 from __future__ import annotations

@@ -41,7 +41,14 @@ FOREVER = 1 << 40  # tokens: a context that nothing but memory would end
 
 @dataclass(frozen=True)
 class Plan:
-    """What a cache of a model will take."""
+    """What a cache of a model will take.
+
+    >>> plan = kvant.plan(kvant.Shape(32, 8, 128, 128), "raw", context=8192)
+    >>> plan.nbytes, plan.nbytes_per_token
+    (1073741824, 131072.0)
+    >>> plan.largest_context("4GiB")
+    32768
+    """
 
     layers: tuple[LayerShape, ...] = field(repr=False)
     spec: CacheSpec = field(repr=False)
@@ -141,6 +148,11 @@ def plan(
     A string or a path is a `config.json`, a folder with one, or a name on the hub.
 
     The context is 8192 tokens, or the spec's capacity where that is less, unless given.
+
+    >>> config = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32}
+    >>> config |= {"num_attention_heads": 32, "num_key_value_heads": 8}
+    >>> kvant.plan(config, "raw", context=8192).nbytes
+    1073741824
     """
     layers, full = _layers(model, spec)
     most = _most(full)

@@ -22,7 +22,12 @@ Prefill = Literal["dense", "stored"]  # are a prompt chunk's own rows seen dense
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The recipe of one attention layer."""
+    """The recipe of one attention layer.
+
+    >>> layer = kvant.parse("affine4,window=1024", 1).layers[0]
+    >>> isinstance(layer, kvant.LayerSpec), layer.retention.window, layer.exact
+    (True, 1024, False)
+    """
 
     keys: Codec
     values: Codec
@@ -88,28 +93,53 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """The recipe of a layer that remembers fixed-shape tensors."""
+    """The recipe of a layer that remembers fixed-shape tensors.
+
+    >>> cache = kvant.Cache(spec=kvant.CacheSpec((kvant.RecurrentSpec(max_checkpoints=4),)))
+    >>> cache[0].append(5, {"state": torch.zeros(1, 8, 8)})  # the state behind 5 tokens
+    >>> cache.length
+    5
+    """
 
     max_checkpoints: int = 16
 
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """The recipe of a layer with several memories, by name (attention beside a recurrence)."""
+    """The recipe of a layer with several memories, by name (attention beside a recurrence).
+
+    >>> layer = kvant.parse("raw", 1).layers[0]
+    >>> group = kvant.GroupSpec((("attention", layer), ("state", kvant.RecurrentSpec())))
+    >>> cache = kvant.Cache(spec=kvant.CacheSpec((group,)))
+    >>> cache[0]["attention"].length
+    0
+    """
 
     parts: tuple[tuple[str, LayerSpec | RecurrentSpec], ...]
 
 
 @dataclass(frozen=True)
 class SharedSpec:
-    """A layer that reads the rows of an earlier one and has none of its own."""
+    """A layer that reads the rows of an earlier one and has none of its own.
+
+    >>> layer = kvant.parse("raw", 1).layers[0]
+    >>> cache = kvant.Cache(spec=kvant.CacheSpec((layer, kvant.SharedSpec(layer=0))))
+    >>> cache[1] is cache[0]
+    True
+    """
 
     layer: int
 
 
 @dataclass(frozen=True)
 class EmptySpec:
-    """A layer that remembers nothing here: it has no memory, or its host keeps it."""
+    """A layer that remembers nothing here: it has no memory, or its host keeps it.
+
+    >>> layer = kvant.parse("raw", 1).layers[0]
+    >>> cache = kvant.Cache(spec=kvant.CacheSpec((layer, kvant.EmptySpec())))
+    >>> len(cache), len(cache.layers)
+    (2, 1)
+    """
 
 
 Recipe = LayerSpec | RecurrentSpec | GroupSpec | SharedSpec | EmptySpec
@@ -117,7 +147,13 @@ Recipe = LayerSpec | RecurrentSpec | GroupSpec | SharedSpec | EmptySpec
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One recipe a layer."""
+    """One recipe a layer.
+
+    >>> exact, small = kvant.parse("raw", 1).layers[0], kvant.parse("affine4", 1).layers[0]
+    >>> spec = kvant.CacheSpec((exact, small, small))
+    >>> len(kvant.Cache(spec=spec))
+    3
+    """
 
     layers: tuple[Recipe, ...]
 

@@ -34,7 +34,12 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class Packing:
-    """What is packed of a model, and why other linear layers are left as they are."""
+    """What is packed of a model, and why other linear layers are left as they are.
+
+    >>> packing = kvant.pack(torch.nn.Sequential(torch.nn.Linear(128, 128)))  # of 32 bits
+    >>> print(packing)
+    0 linear layers packed, 0 B; left: 1 of float32
+    """
 
     layers: tuple[str, ...]
     nbytes: int
@@ -60,6 +65,12 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
     memory of the weights is given back, one layer after the other. Under autograd a packed layer
     computes with a dense copy.
     `tied` packs a layer, too, whose weight is an embedding's: that one stays, so it takes memory.
+
+    >>> small = torch.nn.Sequential(torch.nn.Linear(128, 128).bfloat16())
+    >>> x = torch.randn(1, 128).bfloat16()
+    >>> before, packing = small(x), kvant.pack(small)
+    >>> torch.equal(small(x), before)
+    True
     """
     _check_model(model)
     layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
@@ -96,7 +107,13 @@ def is_packed(model: nn.Module) -> bool:
 
 
 def unpack(model: nn.Module) -> int:
-    """Give a model its own parameters and norms back; how many parameters were packed."""
+    """Give a model its own parameters and norms back; how many parameters were packed.
+
+    >>> small = torch.nn.Sequential(torch.nn.Linear(128, 128).bfloat16())
+    >>> packing = kvant.pack(small)
+    >>> kvant.unpack(small) == len(packing.layers)
+    True
+    """
     _check_model(model)
     count = 0
     with torch.no_grad(), no_inference_mode():

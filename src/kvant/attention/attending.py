@@ -45,6 +45,11 @@ def attend(
     An explicit `mask` tensor (booleans, True = seen, or numbers to add) replaces the view's rule;
     its last dimension is aligned to the newest column; what lies before it, or was let go, is not
     seen. No gradients are recorded.
+
+    >>> keys, values = torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64)
+    >>> view = kvant.Cache(1, "affine8")[0].append(keys, values)
+    >>> kvant.attend(torch.randn(1, 8, 1, 64), view).shape
+    torch.Size([1, 8, 1, 64])
     """
     refuse_transforms("attend")
     _check(q, view, mask, sink_logits)

@@ -39,7 +39,13 @@ ALL = slice(None)
 
 
 class Cache(Refusals):
-    """Keys and values, or whatever its layers remember, of some sequences."""
+    """Keys and values, or whatever its layers remember, of some sequences.
+
+    >>> cache = kvant.Cache(num_layers=1, spec="affine8,window=4096")
+    >>> view = cache[0].append(torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64))  # [B, H, T, D]
+    >>> cache.length, cache.batch
+    (10, 1)
+    """
 
     def __init__(
         self,
@@ -706,6 +712,12 @@ def merge(caches: Sequence[Any]) -> Any:
 
     Caches that came of each other share pages with it; the pages of others are copied once. The
     caches stay as they are. They are of one kind: `kvant.Cache`, or what `cache_for` gives.
+
+    >>> short, long = kvant.Cache(1, "affine8"), kvant.Cache(1, "affine8")
+    >>> for cache, length in ((short, 3), (long, 10)):
+    ...     view = cache[0].append(*torch.randn(2, 1, 2, length, 64))
+    >>> kvant.merge([short, long]).lengths
+    [3, 10]
     """
     if not caches:
         raise ValueError("merge of no caches: one or more are needed")

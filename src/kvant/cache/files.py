@@ -90,6 +90,12 @@ def save(
     """Write a cache to a file; an older file of that name stays until the new one is whole.
 
     `about` is any JSON, for `read` to give back.
+
+    >>> cache = kvant.cache_for(model, "affine4")
+    >>> ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
+    >>> kvant.save(cache, "chat.kv")
+    >>> kvant.load("chat.kv", model).get_seq_length() == cache.get_seq_length()
+    True
     """
     target = Path(path)
     if not target.parent.is_dir():

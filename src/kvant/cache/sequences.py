@@ -25,7 +25,13 @@ from kvant.spec import as_spec, check_fitted, words
 
 
 class Sequences:
-    """Caches by any hashable id, all of one spec."""
+    """Caches by any hashable id, all of one spec.
+
+    >>> sequences = kvant.Sequences(num_layers=1, spec="affine8", max_bytes="64MiB")
+    >>> view = sequences.append("chat-1", 0, torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64))
+    >>> sequences.length("chat-1"), "chat-2" in sequences
+    (10, False)
+    """
 
     def __init__(
         self,

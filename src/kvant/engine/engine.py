@@ -63,7 +63,14 @@ SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a chunk may keep others from their 
 
 
 class Engine:
-    """Serves requests on one model, which is attached for as long; a context manager."""
+    """Serves requests on one model, which is attached for as long; a context manager.
+
+    >>> with kvant.Engine(model, tokenizer, max_bytes="64MiB") as engine:
+    ...     streams = [engine.submit(text, max_new_tokens=4) for text in ("import ", "def ")]
+    ...     results = [stream.result() for stream in streams]
+    >>> len(results)
+    2
+    """
 
     def __init__(
         self,

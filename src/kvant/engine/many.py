@@ -43,6 +43,11 @@ def generate_many(
     """The continuation of each prompt, in their order; `max_sequences` are served at a time.
 
     With a seed, prompt i is drawn with seed + i. A bar is shown on a terminal, unless `quiet`.
+
+    >>> prompts = ["import ", "def ", "class "]
+    >>> results = kvant.generate_many(model, tokenizer, prompts, max_new_tokens=4, quiet=True)
+    >>> len(results)
+    3
     """
     if isinstance(prompts, str):
         raise TypeError("prompts is one text: a list of prompts is needed")

@@ -20,7 +20,13 @@ log = logging.getLogger("kvant")
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens that a request took."""
+    """Tokens that a request took.
+
+    >>> with kvant.Engine(model, tokenizer) as engine:
+    ...     usage = engine.submit([5, 6, 7], max_new_tokens=4, ignore_end=True).result().usage
+    >>> usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+    (3, 4, 7)
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0  # of all continuations
@@ -35,7 +41,13 @@ class Usage:
 
 @dataclass(frozen=True)
 class Result:
-    """One continuation of a prompt."""
+    """One continuation of a prompt.
+
+    >>> asked = {"max_new_tokens": 4, "ignore_end": True, "quiet": True}
+    >>> [result] = kvant.generate_many(model, tokenizer, ["import "], **asked)
+    >>> len(result.tokens), result.finish_reason
+    (4, 'length')
+    """
 
     text: str
     tokens: tuple[int, ...]
@@ -45,7 +57,14 @@ class Result:
 
 
 class Stream(Iterator[Step], AsyncIterator[Step]):
-    """The reply to a request. Steps of several continuations come mixed; `choice` tells them."""
+    """The reply to a request. Steps of several continuations come mixed; `choice` tells them.
+
+    >>> with kvant.Engine(model, tokenizer) as engine:
+    ...     stream = engine.submit("import ", max_new_tokens=4, ignore_end=True)
+    ...     said = [step.text for step in stream]
+    >>> len(said), stream.done
+    (4, True)
+    """
 
     def __init__(
         self,

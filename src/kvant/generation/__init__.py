@@ -62,6 +62,10 @@ def generate(
     or a smaller model with the same tokenizer. `backend` reads every layer ("reference", "native",
     "triton"), else the first that can. With `prefixes`, which other calls may share, nothing is
     read twice. What is wrong with the arguments is said here, before the first step.
+
+    >>> steps = list(kvant.generate(model, tokenizer, "import ", max_new_tokens=4, ignore_end=True))
+    >>> len(steps), steps[-1].finish_reason
+    (4, 'length')
     """
     session = Session(
         model,

@@ -110,7 +110,14 @@ Message = Mapping[str, Any]  # role and content, and whatever else a template kn
 
 @dataclass(frozen=True)
 class Messages:
-    """Messages with roles, and what a chat template is told beside them."""
+    """Messages with roles, and what a chat template is told beside them.
+
+    >>> tokenizer.chat_template = "{{ messages[0].content }}"  # a chat model brings its own
+    >>> asked = kvant.Messages([{"role": "user", "content": "import "}])
+    >>> steps = kvant.generate(model, tokenizer, asked, max_new_tokens=4, ignore_end=True)
+    >>> len(list(steps))
+    4
+    """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()  # functions that the model may call, as JSON

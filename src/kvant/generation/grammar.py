@@ -27,7 +27,13 @@ SPACE = r"\n?[ \t]{0,16}"
 
 @dataclass(frozen=True)
 class Grammar:
-    """A set of texts, in the words of llguidance. `Grammar.json(schema)` is the usual one."""
+    """A set of texts, in the words of llguidance. `Grammar.json(schema)` is the usual one.
+
+    >>> grammar = kvant.Grammar.regex("[0-9]{3}")
+    >>> steps = kvant.generate(model, tokenizer, "size = ", grammar=grammar)
+    >>> "".join(step.text for step in steps).isdigit()
+    True
+    """
 
     text: str
 

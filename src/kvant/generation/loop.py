@@ -29,7 +29,12 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True)
 class Step:
-    """`text` is what the token adds to what was said before: it may be nothing, or a late part."""
+    """`text` is what the token adds to what was said before: it may be nothing, or a late part.
+
+    >>> step = next(kvant.generate(model, tokenizer, "import "))
+    >>> isinstance(step.text, str), step.logprob <= 0, step.finish_reason
+    (True, True, None)
+    """
 
     token: int
     text: str

@@ -32,7 +32,14 @@ from kvant.spec import words
 
 
 class Session:
-    """A conversation with a model; each `send` re-uses everything computed before."""
+    """A conversation with a model; each `send` re-uses everything computed before.
+
+    >>> session = kvant.Session(model, tokenizer, "affine8")
+    >>> for message in ("import ", "def "):
+    ...     reply = "".join(step.text for step in session.send(message, max_new_tokens=4))
+    >>> len(session.turns)
+    2
+    """
 
     def __init__(
         self,

@@ -59,7 +59,13 @@ def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = Non
 
 
 def detach(model: nn.Module) -> None:
-    """Undo `attach`."""
+    """Undo `attach`.
+
+    >>> attached = kvant.attach(model, "affine8")
+    >>> kvant.detach(model)
+    >>> attached
+    Attached(Qwen3ForCausalLM, not attached any more)
+    """
     found = attachments(model)
     if not found:
         raise ValueError(f"{type(host_model(model)).__name__} is not attached to kvant")

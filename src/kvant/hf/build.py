@@ -101,6 +101,11 @@ def cache_for(
 
     The mask of a left-padded batch is needed before the first rows only where the spec has sinks:
     each sequence keeps its own first positions.
+
+    >>> cache = kvant.cache_for(model, "affine8")
+    >>> ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
+    >>> cache.get_seq_length() == ids.shape[1] - 1  # the last token was not read
+    True
     """
     check_version()
     inside = host_model(model)

@@ -84,7 +84,12 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model whose layers all attend and are alike."""
+    """A model whose layers all attend and are alike.
+
+    >>> shape = kvant.Shape(num_layers=32, num_heads=8, key_dim=128, value_dim=128)
+    >>> kvant.plan(shape, "raw").nbytes_per_token
+    131072.0
+    """
 
     num_layers: int
     num_heads: int  # of keys and values

@@ -101,7 +101,12 @@ def silent(done: int, total: int) -> None:
 
 @dataclass(frozen=True)
 class Probe:
-    """The finding."""
+    """The finding.
+
+    >>> found = kvant.probe(model, tokenizer, "affine8")
+    >>> found.harmless, found.recommended
+    (True, 'affine8')
+    """
 
     spec: AnySpec
     divergence: Divergence
@@ -145,6 +150,10 @@ def probe(
     Tolerated are `max_kl` nats in the mean, and `max_lost` of the chance that the model gives back
     what was planted in the text. What a window lets go is not counted: a query sees less by it
     whatever the format.
+
+    >>> text = "def double(number): return 2 * number; " * 100
+    >>> kvant.probe(model, tokenizer, "affine8", text=text).harmless
+    True
     """
     model = continuing(host_model(model))
     tried = trial(model, tokenizer, text, Tolerance(max_kl, max_lost))

@@ -46,6 +46,11 @@ def attach(
     inside a wrapper (torch.compile, peft) is attached itself, and with it the parts that it hands
     over to; a copy is attached by itself, also a pickled one. `backend` is the one that is to read
     every layer, else the first that can.
+
+    >>> with kvant.attach(model, "affine8"):
+    ...     ids = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)
+    >>> ids.shape[1] - inputs["input_ids"].shape[1]
+    4
     """
     before = hf.attachments(model)
     told = attached(model, spec, tokenizer, guard=guard, backend=backend)[1]

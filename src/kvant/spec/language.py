@@ -70,7 +70,12 @@ def as_spec(spec: AnySpec, num_layers: int | None) -> CacheSpec:
 
 
 def parse(text: str, num_layers: int) -> CacheSpec:
-    """The recipe of each of `num_layers` layers, from a string such as "affine4,window=4096"."""
+    """The recipe of each of `num_layers` layers, from a string such as "affine4,window=4096".
+
+    >>> spec = kvant.parse("affine4,window=4096", num_layers=32)
+    >>> len(spec.layers), spec.layers[0].retention.window
+    (32, 4096)
+    """
     if not 1 <= num_layers <= MAX_LAYERS:
         raise SpecError(f"num_layers={num_layers}: allowed is 1 to {MAX_LAYERS}; nearest: 1")
     first, *rest = (word.strip() for word in text.split(","))

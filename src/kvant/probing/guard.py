@@ -34,11 +34,7 @@ def attach(
     guard: bool = True,
     backend: str | None = None,
 ) -> Attached:
-    """Let `model.generate(...)` use a cache with this spec, until `detach`.
-
-        kvant.attach(model, "affine8")
-        with kvant.attach(model, "affine4"):  # or as long as this block
-            model.generate(**inputs)
+    """Let `model.generate(...)` use a cache with this spec, until `detach`, or in a `with`.
 
     A format is tried on the model first, on a thousand tokens of a text if there is a tokenizer,
     and one that changes its predictions too much is said in a warning; `guard=False` leaves that

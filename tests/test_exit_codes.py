@@ -15,7 +15,7 @@ from kvant.exit_codes import ending
         (CapacityError("too long"), 2, "error: too long\n"),
         (ValueError(), 2, "error: ValueError\n"),
         (OSError(28, "No space left on device"), 1, "error: [Errno 28] No space left on device\n"),
-        (KeyboardInterrupt(), 130, "\n"),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
     ],
     ids=repr,
 )

@@ -379,7 +379,7 @@ def test_a_plan_takes_layer_shapes() -> None:
     assert plan(layers, "affine8").nbytes == plan(GPT_OSS_20B, "affine8").nbytes
 
 
-@pytest.mark.parametrize("nothing", [3, "llama", None, 1.5])
+@pytest.mark.parametrize("nothing", [3, None, 1.5])
 def test_what_is_no_model_is_refused(nothing: object) -> None:
     with pytest.raises(ValueError, match="is no Shape, no configuration and no model"):
         plan(nothing)

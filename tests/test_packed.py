@@ -159,6 +159,16 @@ def test_where_bits_would_be_others_onednn_computes(monkeypatch: pytest.MonkeyPa
 
 
 @torch.no_grad()
+def test_a_weight_of_zeros_decides_nothing_for_others(threads: None) -> None:
+    one = matrix()
+    zeros = PackedMatrix(torch.zeros(192, 640).bfloat16(), one.order)
+    assert not zeros.times(drawn(1, 640), None).any()
+    for seed in range(64):
+        x = drawn(1, 640, seed=seed)
+        assert torch.equal(one.times(x, None), one.by_onednn(x, None))
+
+
+@torch.no_grad()
 def test_a_trace_sees_an_operator() -> None:
     one, x = matrix(), drawn(1, 640)
     traced = make_fx(lambda x: one.times(x, None))(x)

@@ -25,8 +25,8 @@ _NBYTES = getattr(torch.ops.mkldnn, "_nbytes", None)
 
 FEW = 32  # rows: of more, both take about as long
 TRIED = 1024  # outputs that a trial compares
-SPLITS = range(1, 33)  # into how many parts the columns may fall
-UNITS = (64, 32, 16)  # columns, of which a part is a multiple
+BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # columns that may be a part, beside
+SPLITS = (1, 2, 3, 4)  # these shares of all
 
 
 def known() -> bool:
@@ -119,7 +119,8 @@ def _tried(rows: int, matrix: PackedMatrix) -> int:
     """The part whose sums give oneDNN's bits, or 0.
 
     Rounded to 16 bits, few outputs tell one order from another. With the outputs themselves taken
-    away as a bias, nearly all do: what is left is what rounding took.
+    away as a bias, nearly all do: what is left is what rounding took. A weight that tells no two
+    orders apart, of zeros say, decides nothing for others of its shape: that is 0, too.
     """
     outs, width = matrix.shape
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +129,8 @@ def _tried(rows: int, matrix: PackedMatrix) -> int:
         return torch.randn(count, width, generator=generator).to(matrix.dtype)
 
     first = min(outs, TRIED)
-    parts = sorted({-(-width // n // unit) * unit for n in SPLITS for unit in UNITS}, reverse=True)
+    shares = {-(-width // n // PACKED_WIDTH) * PACKED_WIDTH for n in SPLITS}
+    parts = sorted(shares | {block for block in BLOCKS if block < width})
     for _ in range(-(-TRIED // first)):
         x = drawn(1).expand(rows, width).contiguous()
         bias = -matrix.by_onednn(x, None)[0]
@@ -139,7 +141,7 @@ def _tried(rows: int, matrix: PackedMatrix) -> int:
             for part in parts
             if torch.equal(rest, matrix.by_kernel(x, bias, part=part, outs=first))
         ]
-    if not parts:
+    if len(parts) != 1:
         return 0
     x = drawn(rows)
     plain, own = matrix.by_onednn(x, None), matrix.by_kernel(x, None, part=parts[0])

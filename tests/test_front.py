@@ -85,6 +85,16 @@ def test_what_things_hold_is_in_their_repr() -> None:
     assert repr(cache) == "Cache(affine4,window=64: 2 layers, length 0, 0 B)"
 
 
+def test_a_text_that_was_read_can_be_gone_back_to() -> None:
+    model, tokenizer = checkpoints.load(None)
+    session = kvant.Session(model, tokenizer, template=False)
+    session.read("import os\nimport sys\n")
+    said = session.tokens
+    list(session.send("def ", max_new_tokens=4))
+    session.rewind(session.turns[0].end)
+    assert session.tokens == said and len(session.turns) == 1
+
+
 def test_sizes_may_be_words() -> None:
     planned = kvant.plan(demo.PATH, "affine4")
     assert planned.largest_context("1MiB") == planned.largest_context(2**20)

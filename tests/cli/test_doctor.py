@@ -21,6 +21,11 @@ def test_it_says_what_runs(call: Any) -> None:
     assert "self-test: " in out
 
 
+@pytest.mark.skipif(library().isa not in ("amx", "avx512"), reason="needs AVX-512 with BF16")
+def test_it_says_that_the_kernel_multiplies(call: Any) -> None:
+    assert "rows by our kernel" in json.loads(call("doctor", "--json")[1])["packed_weights"]
+
+
 def test_figures_for_programs(call: Any) -> None:
     told = json.loads(call("doctor", "--json")[1])
     assert told["healthy"] and told["backends"]["cpu"]["reference"] is None

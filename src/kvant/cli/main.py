@@ -80,7 +80,8 @@ def _tell_version(asked: bool) -> None:
 @app.callback()
 def about(
     told: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_tell_version, help="Say which.")
+        bool,
+        typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version."),
     ] = False,
 ) -> None:
     """kvant: language models on a compressed key-value cache."""

@@ -47,8 +47,8 @@ MinP = Annotated[float | None, Option(help="Draw what is this likely beside the 
 RepetitionPenalty = Annotated[
     float, Option(help="More than 1: what prompt or reply have said is said less.")
 ]
-PresencePenalty = Annotated[float, Option(help="Taken from the logits of what the reply said,")]
-FrequencyPenalty = Annotated[float, Option(help="and as often as it said it.")]
+PresencePenalty = Annotated[float, Option(help="Taken from the logits of what the reply said.")]
+FrequencyPenalty = Annotated[float, Option(help="Taken as often as the reply said it.")]
 Stop = Annotated[list[str] | None, Option(help="End before this text; again for more.")]
 Seed = Annotated[int | None, Option(help="The same seed says the same.")]
 MaxContext = Annotated[int | None, Option(min=2, help="Tokens of prompt and reply, at most.")]

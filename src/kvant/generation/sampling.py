@@ -169,7 +169,7 @@ def _among(logits: Tensor, sampling: Sampling, count: int) -> tuple[Distribution
 
 def _chosen_by_torch() -> int:
     """A seed of its own random numbers, so `torch.manual_seed` counts."""
-    return int(torch.randint(2**62, (), dtype=torch.int64))
+    return int(torch.randint(2**62, (), dtype=torch.int64, device="cpu"))
 
 
 class Sampler:

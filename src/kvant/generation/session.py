@@ -186,8 +186,7 @@ class Session:
         turn = Turn(message, "", len(self._tokens), tuple(prompt[len(self._tokens) :]), len(prompt))
         try:
             self.reader.prompt(prompt, progress, ())
-            self._turns.append(turn)
-            self._tokens = prompt
+            self._turns, self._tokens = [*self._turns, turn], prompt
         finally:
             self._after(self._tokens)
 
@@ -285,7 +284,7 @@ class Session:
             return []
         for index in reversed(range(len(self._turns))):
             turn, before = self._turns[index], self._turns[:index]
-            if turn.begin < to <= turn.end:
+            if to == turn.end or turn.begin < to < turn.end:
                 cut = replace(turn, tokens=turn.tokens[: to - turn.shared])
                 said = tokens_of([*before, cut])[turn.begin :]
                 text = turn.reply

@@ -61,6 +61,12 @@ def test_what_has_no_line_of_its_own_is_explained_too(spec: str, what: str, call
         parse(spec, 2)
 
 
+def test_a_capacity_ends_the_lengths(call: Any) -> None:
+    told = json.loads(call("formats", "affine8,capacity=2048", "--json")[1])
+    assert [one["tokens"] for one in told["lengths"]] == [1024, 2048]
+    assert call("formats", "affine8,capacity=100")[0] == 0
+
+
 def test_a_mistake_is_one_line(call: Any) -> None:
     code, out, error = call("formats", "afine4")
     assert (code, out, error.count("\n")) == (2, "", 1) and "nearest: affine4" in error

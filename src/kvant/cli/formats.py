@@ -14,6 +14,7 @@ from kvant.planner import Plan, plan
 from kvant.sizes import format_size
 from kvant.spec.formats import Side, parse_format
 from kvant.spec.guide import AUTO, FORMATS, OPTIONS, Word
+from kvant.spec.options import parse_options
 
 LAYER = LayerShape(num_heads=8, key_dim=128, value_dim=128)
 A_LAYER = "a layer of 8 heads of 128 in bfloat16"
@@ -70,7 +71,8 @@ def _explained(spec: str) -> dict[str, Any]:
     words = _sides(form.keys, form.values)
     words |= {word: _option(word) for word in rest}
     lengths = []
-    for length in LENGTHS:
+    most = parse_options(rest).get("capacity", LENGTHS[-1])
+    for length in sorted({min(length, most) for length in LENGTHS}):
         one, raw = _planned(spec, length), _planned("raw", length)
         lengths.append({"tokens": length, "nbytes": one.nbytes, "of_raw": one.nbytes / raw.nbytes})
     return {

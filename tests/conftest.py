@@ -1,6 +1,7 @@
 """What every test starts from: the same seed, one thread, reproducible hypothesis examples."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -41,3 +42,12 @@ def seed() -> None:
 def pages_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sealed pages lie as files have them, and not as the native kernels like it."""
     monkeypatch.setattr(storage, "arrangement", lambda device: None)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """Two of them, where one is the usual number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

@@ -6,7 +6,6 @@ import copy
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,14 +53,6 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 def bits(x: Tensor) -> list[int]:
     found: list[int] = x.detach().contiguous().view(torch.int16).flatten().tolist()
     return found
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, Qwen3RMSNorm])

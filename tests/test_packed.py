@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,14 +65,6 @@ def test_the_sums_of_parts_are_added(isa: Library, part: int, left: int) -> None
     ones = torch.ones(1, 16).bfloat16()
     found = product(ones, weight, bias, part)
     assert found.tolist() == [[left] * BLOCK]
-
-
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

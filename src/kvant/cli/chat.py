@@ -191,8 +191,8 @@ def _rewind(branches: Branches, rest: str) -> str:
     session, count = branches.now, _number(rest, "/rewind")
     turns = session.turns
     if not 0 < count <= len(turns):
-        there = "there is 1 turn" if len(turns) == 1 else f"there are {len(turns)} turns"
-        raise ValueError(f"/rewind {count}: {there}")
+        verb = "is" if len(turns) == 1 else "are"
+        raise ValueError(f"/rewind {count}: there {verb} {counted(len(turns), 'turn')}")
     left = turns[: len(turns) - count]
     session.rewind(left[-1].end if left else 0)
     return f"back after turn {len(left)}, at {len(session.tokens)} tokens"

@@ -188,7 +188,7 @@ class Session:
             self.reader.prompt(prompt, progress, ())
             self._turns, self._tokens = [*self._turns, turn], prompt
         finally:
-            self._after(self._tokens)
+            self._after()
 
     def rewind(self, to: int) -> None:
         """Go back to length `to`: a reply may be cut short, a message is taken back whole."""
@@ -324,12 +324,12 @@ class Session:
             tokens = tuple(run.tokens[shared:])
             self._turns.append(Turn(message, said + run.rest(), shared, tokens, len(prompt)))
             self._tokens = run.tokens
-        self._after(self._tokens)
+        self._after()
 
-    def _after(self, tokens: list[int]) -> None:
-        """Hold what these tokens share with what was read."""
+    def _after(self) -> None:
+        """Hold what the conversation shares with what was read."""
         self.reader.keep()  # of a prompt that was not read whole, what there is of it
-        self.reader.align(tokens)  # undoes a forward that died
+        self.reader.align(self._tokens)  # undoes a forward that died
         self.memory.checkpoint()
 
     def _settle(self) -> None:

@@ -76,7 +76,7 @@ def test_what_things_hold_is_in_their_repr() -> None:
     model, tokenizer = checkpoints.load(None)
     session = kvant.Session(model, tokenizer, "affine4", template=False)
     session.read("import os\n")
-    assert repr(session).startswith("Session(affine4: 1 turns, ")
+    assert repr(session).startswith("Session(affine4: 1 turn, ")
     assert repr(session).endswith(f" {kvant.sizes.format_size(session.memory.nbytes)})")
     with kvant.Engine(model, tokenizer, "affine8", max_bytes="1MiB") as engine:
         assert repr(engine).startswith("Engine(affine8: 0 running, 0 waiting, ")
@@ -93,6 +93,17 @@ def test_a_text_that_was_read_can_be_gone_back_to() -> None:
     list(session.send("def ", max_new_tokens=4))
     session.rewind(session.turns[0].end)
     assert session.tokens == said and len(session.turns) == 1
+
+
+def test_tokens_are_read_as_they_are() -> None:
+    model, tokenizer = checkpoints.load(None)
+    session, other = (kvant.Session(model, tokenizer, template=False) for _ in range(2))
+    session.read(tokenizer.encode("import os\n"))
+    other.read("import os\n")
+    assert session.tokens == other.tokens
+    with pytest.raises(kvant.PromptError, match="no tokens: there is nothing to read"):
+        session.read("")
+    assert len(session.turns) == 1 and session.tokens == other.tokens
 
 
 def test_sizes_may_be_words() -> None:

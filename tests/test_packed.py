@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from isas import ISAS, loaded_for
@@ -157,6 +158,30 @@ def test_a_weight_of_zeros_decides_nothing_for_others(threads: None) -> None:
     for seed in range(64):
         x = drawn(1, 640, seed=seed)
         assert torch.equal(one.times(x, None), one.by_onednn(x, None))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("value", [0.0, torch.nan])
+def test_a_weight_that_tells_nothing_leaves_others_the_kernel(
+    threads: None, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = matrix()
+    if not matrix().order.part(1, one):
+        pytest.skip("oneDNN adds in another order here")
+    same = PackedMatrix(torch.full((192, 640), value).bfloat16(), one.order)
+    tried = counted(monkeypatch, "_tried")
+    for _ in range(3):
+        assert same.order.part(1, same) == 0
+    assert len(tried) == 1
+    assert one.order.part(1, one) > 0
+    assert same.order.part(1, same) > 0
+
+
+@torch.no_grad()
+def test_fake_tensors_stay_fake() -> None:
+    one, x = matrix(), drawn(1, 640)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert type(one.times(x, None)) is FakeTensor
 
 
 @torch.no_grad()

@@ -249,7 +249,7 @@ def tied_twins() -> tuple[Tied, Tied]:
     plain = Tied()
     packed = copy.deepcopy(plain)
     told = kvant.pack(packed, tied=True)
-    assert str(told) == "1 linear layers packed, 24 KiB, 24 KiB of it beside an embedding"
+    assert str(told) == "1 linear layer packed, 24 KiB, 24 KiB of it beside an embedding"
     return plain, packed
 
 

@@ -9,6 +9,8 @@ from torch._C._functorch import peek_interpreter_stack
 
 from kvant.errors import CacheError
 
+WATCHING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE)
+
 
 def no_inference_mode() -> AbstractContextManager[None]:
     """Make tensors here that are kept: one born in inference mode can never be written outside."""
@@ -23,11 +25,11 @@ def transformed() -> bool:
 def passing() -> bool:
     """Does what is made here belong to a compiler, a transform or a trace, and end with it?
 
-    They see operators: what is computed beside them is lost.
+    They see operators: what is computed beside them is lost. Fake tensors have no memory at all.
     """
     if torch.compiler.is_compiling() or torch._C._is_tracing() or transformed():
         return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in WATCHING)
 
 
 def refuse_transforms(what: str) -> None:

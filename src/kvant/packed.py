@@ -28,6 +28,8 @@ TRIED = 1024  # outputs that a trial compares
 BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096)  # columns that may be a part, beside
 SPLITS = (1, 2, 3, 4)  # these shares of all
 
+Asked = tuple[int, int]  # rows and threads
+
 
 def known() -> bool:
     """Has this torch the operators?"""
@@ -38,14 +40,17 @@ class Order:
     """How oneDNN adds the products with weights of one shape: the columns of a part, or 0."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[int, int], int] = {}
+        self._parts: dict[Asked, int] = {}
 
     def part(self, rows: int, matrix: PackedMatrix) -> int:
         asked = rows, torch.get_num_threads()
-        found = self._parts.get(asked)
-        if found is None:
-            found = self._parts[asked] = _tried(rows, matrix)
-        return found
+        if asked not in self._parts and asked not in matrix.mute:
+            found = _tried(rows, matrix)
+            if found is None:
+                matrix.mute.add(asked)
+            else:
+                self._parts[asked] = found
+        return self._parts.get(asked, 0)
 
 
 class PackedMatrix:
@@ -54,6 +59,7 @@ class PackedMatrix:
     def __init__(self, weight: Tensor, order: Order) -> None:
         assert _PACK is not None
         self.order = order
+        self.mute: set[Asked] = set()  # tried with it, which told nothing of the order
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
         self.tensor: Tensor = _PACK(weight.detach().contiguous(), None)
         self.place = self._place()
@@ -115,12 +121,12 @@ class PackedMatrix:
         return self.order.part(rows, self)
 
 
-def _tried(rows: int, matrix: PackedMatrix) -> int:
-    """The part whose sums give oneDNN's bits, or 0.
+def _tried(rows: int, matrix: PackedMatrix) -> int | None:
+    """The part whose sums give oneDNN's bits, or 0; None of a weight that does not tell.
 
     Rounded to 16 bits, few outputs tell one order from another. With the outputs themselves taken
-    away as a bias, nearly all do: what is left is what rounding took. A weight that tells no two
-    orders apart, of zeros say, decides nothing for others of its shape: that is 0, too.
+    away as a bias, nearly all do: what is left is what rounding took. A weight of zeros tells no
+    two orders apart, and one with NaN is equal to nothing: neither says anything of its shape.
     """
     outs, width = matrix.shape
     generator = torch.Generator().manual_seed(0)
@@ -136,13 +142,15 @@ def _tried(rows: int, matrix: PackedMatrix) -> int:
         bias = -matrix.by_onednn(x, None)[0]
         rest = matrix.by_onednn(x, bias)[:, :first]
         bias = bias[:first]
+        if not rest.isfinite().all():
+            return None
         parts = [
             part
             for part in parts
             if torch.equal(rest, matrix.by_kernel(x, bias, part=part, outs=first))
         ]
     if len(parts) != 1:
-        return 0
+        return None if parts else 0
     x = drawn(rows)
     plain, own = matrix.by_onednn(x, None), matrix.by_kernel(x, None, part=parts[0])
     return parts[0] if torch.equal(plain, own) else 0

@@ -1,4 +1,4 @@
-"""Amounts of memory in words: KB, MB, GB, TB are powers of 1000, KiB to TiB powers of 1024."""
+"""Amounts in words. Of memory, KB, MB, GB, TB are powers of 1000, KiB to TiB powers of 1024."""
 
 from __future__ import annotations
 
@@ -48,3 +48,8 @@ def format_size(nbytes: int) -> str:
         if abs(nbytes) >= UNITS[unit]:
             return f"{nbytes / UNITS[unit]:.2f}".rstrip("0").rstrip(".") + f" {unit}"
     return f"{nbytes} B"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 turn, 2 turns"""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -23,7 +23,7 @@ from kvant import norms, packed
 from kvant.errors import CacheError
 from kvant.modes import no_inference_mode, transformed
 from kvant.packed import Order, PackedMatrix
-from kvant.sizes import format_size
+from kvant.sizes import counted, format_size
 
 DTYPES = (torch.bfloat16, torch.float16)
 # Layers whose weight other code multiplies with: it would have to be made dense for every token.
@@ -48,7 +48,7 @@ class Packing:
     norms: int = 0  # fused
 
     def __str__(self) -> str:
-        told = f"{len(self.layers)} linear layers packed, {format_size(self.nbytes)}"
+        told = f"{counted(len(self.layers), 'linear layer')} packed, {format_size(self.nbytes)}"
         if self.nbytes_added:
             told += f", {format_size(self.nbytes_added)} of it beside an embedding"
         if self.norms:

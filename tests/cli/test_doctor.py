@@ -54,3 +54,8 @@ def test_without_kernels_it_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(f"{place}.library", lambda: gone, raising=False)
     code, out, _ = call("doctor")
     assert code == 0 and gone.reason in out
+    assert call("doctor", "--kernels")[0] == 1
+
+
+def test_kernels_that_are_there_are_enough(call: Any) -> None:
+    assert call("doctor", "--kernels")[0] == (library().functions is None)

@@ -341,6 +341,23 @@ def test_a_prompt_is_read_now_and_continued_later(call: Any, tmp_path: Path) -> 
     assert told["cache"]["tokens_reused"] > 0
 
 
+def test_of_a_chat_no_message_is_read_alone(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = checkpoints.load(None)
+    monkeypatch.setattr(
+        tokenizer, "chat_template", "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    session = kvant.Session(model, tokenizer)
+    list(session.send("import os\n", max_new_tokens=2))
+    session.save(tmp_path / "chat.kv")
+    monkeypatch.setattr(checkpoints, "load", None)  # nothing is loaded for a mistake
+    words = ("--load", str(tmp_path / "chat.kv"), "--cache-prompt", str(tmp_path / "read.kv"))
+    code, out, error = call("run", *words, "--prompt", "def ")
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert "--cache-prompt beside --load" in error and not (tmp_path / "read.kv").exists()
+
+
 def test_one_file_is_written(call: Any, tmp_path: Path) -> None:
     words = ("--save", str(tmp_path / "a.kv"), "--cache-prompt", str(tmp_path / "b.kv"))
     code, out, error = call(*SHORT, *words)

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
-from kvant import checkpoints
+from kvant import checkpoints, heap
 from kvant.attention import check_backend
 from kvant.cli import options
 from kvant.cli.options import check_asked, check_readable, check_writable, read_text
@@ -98,6 +98,7 @@ def batch(
         stored = attached(served, spec, tokenizer, guard)
         from kvant.engine import Engine
 
+        heap.keep()
         options: dict[str, Any] = {
             "max_bytes": limit,
             "max_sequences": max_sequences,

@@ -20,7 +20,6 @@ from kvant.cli.session import (
     Named,
     Reply,
     Wanted,
-    counted,
     held,
     prefixes_in,
     present,
@@ -30,7 +29,7 @@ from kvant.cli.session import (
 from kvant.errors import CacheError
 from kvant.exit_codes import complain
 from kvant.progress import Bar
-from kvant.sizes import format_size
+from kvant.sizes import counted, format_size
 
 
 def chat(

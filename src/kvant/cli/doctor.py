@@ -7,10 +7,11 @@ import os
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from packaging.requirements import Requirement
+from typer import Option
 
 from kvant.attention import attend
 from kvant.attention.attending import BACKENDS
@@ -29,7 +30,12 @@ HEADS, TOKENS, DIM = 2, 300, 64
 FAR = 1e-3  # between backends: float32 in another order is closer by far
 
 
-def doctor(json: options.Json = False) -> None:
+def doctor(
+    kernels: Annotated[
+        bool, Option("--kernels", help="Fail where no kernel runs on the processor.")
+    ] = False,
+    json: options.Json = False,
+) -> None:
     """Say what runs on this machine and what does not, and test the kernels."""
     begin = time.perf_counter()
     tested = [row for device in _devices() for row in _tested(device)]
@@ -51,7 +57,7 @@ def doctor(json: options.Json = False) -> None:
         print(json_text.dumps(told))
     else:
         _show(told)
-    if not told["healthy"]:
+    if not told["healthy"] or (kernels and library().functions is None):
         raise SystemExit(1)
 
 

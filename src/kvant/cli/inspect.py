@@ -22,7 +22,7 @@ from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
-from kvant.sizes import format_size
+from kvant.sizes import counted, format_size
 from kvant.spec import spelled
 
 MOST_SAID = 100  # characters of what a writer said about a file
@@ -174,7 +174,7 @@ def _recipe(recipe: Recipe) -> str:
 
 
 def _heads(count: int, dims: str, dtype: str) -> str:
-    return f"{count} {'head' if count == 1 else 'heads'} of {dims}, {dtype}"
+    return f"{counted(count, 'head')} of {dims}, {dtype}"
 
 
 def _grouped(lines: Sequence[Line]) -> Iterable[tuple[list[int], Line]]:
@@ -220,8 +220,7 @@ def _show(told: Mapping[str, Any], lines: Sequence[Line]) -> None:
 def _about(value: Any) -> str:
     """What a writer said of a file: of a conversation its turns, else how it begins."""
     if isinstance(value, dict) and isinstance(value.get("turns"), list):
-        turns = len(value["turns"])
-        return f"{turns} {'turn' if turns == 1 else 'turns'}"
+        return counted(len(value["turns"]), "turn")
     return shorten(str(value), MOST_SAID, placeholder=" ...")
 
 

@@ -9,7 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,6 +21,9 @@ from kvant.cache.files import Header, header
 from kvant.checkpoints import config_file
 from kvant.errors import CacheError, CacheFileError
 from kvant.models import layer_shapes
+
+if TYPE_CHECKING:
+    from kvant.generation.conversation import Transcript
 
 
 def blank() -> tuple[Console, Table]:
@@ -136,7 +139,7 @@ def check_asked(asked: Mapping[str, Any], max_context: int | None) -> None:
     Limits(**ends, max_context=max_context)
 
 
-def check_saved(path: Path, model: str | None) -> None:
+def check_saved(path: Path, model: str | None) -> Transcript:
     """A whole file with a conversation in it, of a model of this shape where a folder tells it.
 
     The weights may still be others: that is found when they are there.
@@ -145,13 +148,14 @@ def check_saved(path: Path, model: str | None) -> None:
 
     check_readable(path, "--load")
     head = header(path)
-    Transcript.of(path, head.about)
+    said = Transcript.of(path, head.about)
     found, own = _rows(head), _model_rows(model)
     if own is not None and found != own:
         raise CacheFileError(
             f"--load {path}: a conversation with another model: it holds {_words(found)}, and "
             f"--model has {_words(own)}"
         )
+    return said
 
 
 def _rows(head: Header) -> list[Rows]:

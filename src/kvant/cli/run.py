@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from kvant.cli import options
-from kvant.cli.options import check_writable, checked_text, read_text
+from kvant.cli.options import check_saved, check_writable, checked_text, read_text
 from kvant.cli.session import Named, Reply, Wanted, prefixes_in, show, story
 from kvant.progress import Bar
 
@@ -71,6 +71,8 @@ def run(
     for flag, path in (("--save", save), ("--cache-prompt", cache_prompt)):
         if path is not None:
             check_writable(path, flag)
+    if cache_prompt is not None and load is not None:
+        _check_text(load, model)
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
     placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
     wanted = Wanted(model, *kept, draft, load, *placed, store=store)
@@ -96,6 +98,14 @@ def run(
         elif stats:
             for line in [*story(cache["recoded"]), reply.line(stored, session)]:
                 show(line)
+
+
+def _check_text(load: Path, model: str | None) -> None:
+    if check_saved(load, model).template:
+        raise ValueError(
+            f"--cache-prompt beside --load {load}: a template lays out its turns, so no message "
+            "of it can be read without a reply; --save writes the reply as well"
+        )
 
 
 def _read(session: Any, text: str, *, quiet: bool) -> None:

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvant import checkpoints
+from kvant import checkpoints, heap
 from kvant.attention import check_backend
 from kvant.cli.options import check_asked, check_saved, spec_of
 from kvant.devices import named_device, named_dtype
 from kvant.planner import plan
 from kvant.progress import Bar
-from kvant.sizes import format_size, parse_size
+from kvant.sizes import counted, format_size, parse_size
 from kvant.spec import words
 from kvant.weights import pack
 
@@ -97,6 +97,7 @@ class Wanted:
         self.check(asked)
         model, tokenizer = checkpoints.load(self.model, **self._placed)
         self._packed(model)
+        heap.keep()
         from kvant.generation import Session
 
         named = "raw" if self.load is not None else self.spec
@@ -269,11 +270,6 @@ def held(session: Any) -> str:
         return format_size(nbytes)
     saved = f", {format_size(raw - nbytes)} saved" if nbytes < raw else ""
     return f"{format_size(nbytes)}, {nbytes / raw:.2f} of raw{saved}"
-
-
-def counted(count: int, noun: str) -> str:
-    """1 turn, 2 turns"""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def story(recoded: Sequence[dict[str, Any]]) -> list[str]:

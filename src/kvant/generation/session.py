@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from kvant.cache import files
-from kvant.errors import RewindError
+from kvant.errors import PromptError, RewindError
 from kvant.generation.conversation import Transcript, Turn, dialogue_of, refusing, tokens_of
 from kvant.generation.decoder import Decoder, HostDecoder, Memory, decoder_of
 from kvant.generation.drafts import Drafter, drafter_of
@@ -27,7 +27,7 @@ from kvant.generation.strategy import strategy_of
 from kvant.hf import HostCache
 from kvant.prefixes import Prefixes, Shelf
 from kvant.recipes import AnySpec
-from kvant.sizes import format_size
+from kvant.sizes import counted, format_size
 from kvant.spec import words
 
 
@@ -162,28 +162,26 @@ class Session:
             frequency_penalty,
             rules=rules_of(grammar, self.tokenizer, limits.end_tokens),
         )
-        if isinstance(message, str):
-            prompt = self.dialogue.prompt(self._turns, self._tokens, message)
-            if self._prefixes is not None:
-                marks = marks or self.dialogue.marks(self._turns, message, prompt)
-        elif self.dialogue.template:
-            raise ValueError("tokens as a message: a chat template takes text (or template=False)")
-        else:
-            prompt, message = [*self._tokens, *(int(token) for token in message)], ""
+        prompt, text = self._prompt(message)
+        if self._prefixes is not None and isinstance(message, str):
+            marks = marks or self.dialogue.marks(self._turns, text, prompt)
         limits.check_prompt(prompt)
         run = Run(self.reader, sampling, limits, self.tokenizer, self.drafter)
-        self._unread = stream = Steps(self._reply(run, prompt, message, progress, marks))
+        self._unread = stream = Steps(self._reply(run, prompt, text, progress, marks))
         self._begun = weakref.ref(stream)
         return stream
 
-    def read(self, message: str, *, progress: Progress | None = None) -> None:
-        """Read a text that a later message continues; it has no reply yet."""
+    def read(self, message: str | Sequence[int], *, progress: Progress | None = None) -> None:
+        """Read a text, or tokens, that a later message continues; there is no reply yet."""
         self._settle()
         if self.dialogue.template:
             raise ValueError("a text without a reply, where a template lays out turns: use send")
-        prompt = self.dialogue.prompt(self._turns, self._tokens, message)
+        prompt, text = self._prompt(message)
+        held = len(self._tokens)
+        if len(prompt) == held:
+            raise PromptError("the text has no tokens: there is nothing to read")
         self.limits.check_prompt(prompt)
-        turn = Turn(message, "", len(self._tokens), tuple(prompt[len(self._tokens) :]), len(prompt))
+        turn = Turn(text, "", held, tuple(prompt[held:]), len(prompt))
         try:
             self.reader.prompt(prompt, progress, ())
             self._turns, self._tokens = [*self._turns, turn], prompt
@@ -245,9 +243,9 @@ class Session:
         self._become(path, files.read(path))
 
     def __repr__(self) -> str:
-        memory, turns = self.memory, len(self._turns)
-        held = f"{turns} turns, {len(self._tokens)} tokens, {format_size(memory.nbytes)}"
-        return f"Session({words(memory.spec)}: {held})"
+        turns, tokens = counted(len(self._turns), "turn"), counted(len(self._tokens), "token")
+        held = f"{turns}, {tokens}, {format_size(self.memory.nbytes)}"
+        return f"Session({words(self.memory.spec)}: {held})"
 
     def stats(self) -> dict[str, Any]:
         """What the memory holds, and how much of what was asked it held already."""
@@ -296,6 +294,14 @@ class Session:
             f"length {to}: replies can be cut short, but a message is taken back whole; the turns "
             f"end at {ends}"
         )
+
+    def _prompt(self, message: str | Sequence[int]) -> tuple[list[int], str]:
+        """All tokens before the reply to a message, and its text; tokens are told none."""
+        if isinstance(message, str):
+            return self.dialogue.prompt(self._turns, self._tokens, message), message
+        if self.dialogue.template:
+            raise ValueError("tokens as a message: a chat template takes text (or template=False)")
+        return [*self._tokens, *(int(token) for token in message)], ""
 
     def _reply(
         self,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from kvant import checkpoints
+from kvant import checkpoints, heap
 from kvant.attention import check_backend
 from kvant.devices import named_device, named_dtype
 from kvant.engine import Engine
@@ -96,6 +96,7 @@ class Settings(BaseModel):
         self, model: Any, tokenizer: Any, spec: Any, prefixes: Prefixes | None, keys: Keys
     ) -> Iterator[Service]:
         """The service, for as long as its engine is open."""
+        heap.keep()
         with Engine(
             model,
             tokenizer,

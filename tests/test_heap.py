@@ -1,0 +1,42 @@
+"""Memory that is freed and asked for again is the same memory, in any thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import resource, sys, threading
+import torch
+from kvant import heap
+
+faults = []
+
+def work():
+    for _ in range(20):
+        small = [torch.zeros(1 << 16) for _ in range(8)]
+        large = [torch.zeros(5 << 19) for _ in range(3)]  # as logits are, of 16 sequences
+        del small, large
+        faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+
+if "keep" in sys.argv:
+    heap.keep()
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(faults[-1] - faults[9])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is of glibc")
+def test_what_is_freed_is_kept() -> None:
+    def faults(*options: str) -> int:
+        ran = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *options], capture_output=True, text=True, check=True
+        )
+        return int(ran.stdout)
+
+    assert faults() > 10_000  # or this test shows nothing
+    assert faults("keep") < 100

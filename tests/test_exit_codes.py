@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
+import typer
 
 from kvant.errors import CapacityError
-from kvant.exit_codes import ending
+from kvant.exit_codes import command, ending
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,40 @@ def test_it_is_one_line_and_an_exit_code(
     with pytest.raises(SystemExit) as end, ending():
         raise error
     assert (end.value.code, *capsys.readouterr()) == (code, "", told)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [(KeyboardInterrupt(), 130, "\ninterrupted\n"), (ValueError("wrong"), 2, "error: wrong\n")],
+    ids=repr,
+)
+def test_a_command_ends_so_too(
+    error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+    @app.command()
+    def ask() -> None:
+        raise error
+
+    with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["ask"])
+        command(app)
+    assert (end.value.code, *capsys.readouterr()) == (code, "", told)
+
+
+def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
+    script = (
+        "import sys\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, *more):\n"
+        "        if name == 'kvant.cli.main': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Pressed())\n"
+        "from kvant_command import main\n"
+        "main()\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "\ninterrupted\n")
 
 
 def test_an_error_of_our_own_keeps_its_traceback() -> None:

@@ -374,6 +374,10 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def prompts(self) -> bool:
+        """Does it read the rows of a prompt sooner than PyTorch does?"""
+
     def supports(self, view: View, request: Request | None = None) -> str | None:
         """None, or the reason why this view (and this request) is not read here."""
 

@@ -17,11 +17,16 @@ from typer.exceptions import TyperException
 
 from kvant.errors import CacheError
 
+INTERRUPTED = 130
+
 
 def command(app: typer.Typer) -> NoReturn:
     """Run a command as it was typed, to its end."""
     with ending():
-        raise SystemExit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        if code == INTERRUPTED:  # what Typer makes of Ctrl-C, without a word
+            raise KeyboardInterrupt
+        raise SystemExit(code)
 
 
 @contextmanager
@@ -37,7 +42,7 @@ def ending() -> Iterator[None]:
         _end(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
 
 
 def complain(told: str) -> None:

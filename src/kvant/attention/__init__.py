@@ -1,6 +1,13 @@
 """Attention over pages, and rows on their way into them, by the first backend that can."""
 
-from kvant.attention.attending import BACKENDS, Explanation, attend, check_backend, explain
+from kvant.attention.attending import (
+    BACKENDS,
+    Explanation,
+    attend,
+    check_backend,
+    explain,
+    reads_prompts,
+)
 from kvant.attention.native import arrangement
 from kvant.attention.triton.step import Step
 
@@ -12,4 +19,5 @@ __all__ = [
     "attend",
     "check_backend",
     "explain",
+    "reads_prompts",
 ]

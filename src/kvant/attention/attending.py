@@ -139,6 +139,19 @@ def _(view: View) -> Explanation:
     return Explanation(chosen.name, refused)
 
 
+def reads_prompts(view: View, q: Tensor | None = None) -> bool:
+    """Are rows of a prompt, which it sees as they came, read sooner than by PyTorch's attention?"""
+    if not (view.keys.codec.frame.trivial and view.values.codec.frame.trivial):
+        return False
+    request = None
+    if q is not None:
+        request = Request(q, 1.0, view.mask, None, None, False, q.dtype)
+    return any(
+        one.prompts and view.backend in (None, one.name) and one.supports(view, request) is None
+        for one in BACKENDS
+    )
+
+
 def _survey(
     view: View, request: Request | None, name: str | None
 ) -> tuple[Backend, tuple[tuple[str, str], ...]]:

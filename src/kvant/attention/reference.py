@@ -205,6 +205,7 @@ class Reference:
 
     name: str = "reference"
     at_once: int = ROWS  # values of opened rows
+    prompts: bool = False
 
     def supports(self, pages: View, request: Request | None = None) -> str | None:
         return None

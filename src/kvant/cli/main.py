@@ -88,5 +88,5 @@ def about(
 
 
 def main() -> None:
-    """The entry point that the installation makes."""
+    """What `kvant_command` calls."""
     command(app)

@@ -22,6 +22,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from kvant.attention import reads_prompts
 from kvant.cache import Attention, Group
 from kvant.contracts import View
 from kvant.errors import CacheError
@@ -29,7 +30,7 @@ from kvant.hf.context import Context, Notes
 from kvant.hf.detect import HostLayer, narrows
 from kvant.hf.handles import Handle, pair
 from kvant.hf.latents import LatentReading
-from kvant.hf.reading import CrossReading, Reading, Source
+from kvant.hf.reading import CrossReading, PromptReading, Reading, Source
 from kvant.hf.recurrence import Recurrence
 from kvant.models.shapes import CROSS
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
@@ -138,7 +139,9 @@ class AttentionLayer(CacheLayerMixin):
             # A first chunk sees its own rows, as they came.
             self.notes.prompts += 1
             self._reading = None
-            return key_states, value_states
+            if self.kind is not Reading or context.padding is not None or not reads_prompts(view):
+                return key_states, value_states
+            return pair(self._prompt(view, key_states, value_states), self.dtype, self.device)
         return pair(self._read(view, count, stored), self.dtype, self.device)
 
     def arrive(self) -> None:
@@ -206,6 +209,13 @@ class AttentionLayer(CacheLayerMixin):
             shown = window - 1 + count
         stored = stored and not self._state.spec.exact  # raw rows are the same for every query
         reading = self.kind(view, count, shown, self.dtype, self.notes, self._narrow, stored)
+        reading.packs = self.described.packs
+        self._reading = weakref.ref(reading)
+        return reading
+
+    def _prompt(self, view: View, keys: Tensor, values: Tensor) -> Reading:
+        count = keys.shape[2]
+        reading = PromptReading(view, count, count, self.dtype, Notes(), keys=keys, values=values)
         reading.packs = self.described.packs
         self._reading = weakref.ref(reading)
         return reading

@@ -6,13 +6,13 @@ the dense rows, made once. It is current until the layer's next append.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from kvant.attention import attend
+from kvant.attention import attend, reads_prompts
 from kvant.cache.reading import columns
 from kvant.contracts import Mask, View
 from kvant.errors import CacheError, UnsupportedView
@@ -78,6 +78,7 @@ class Reading:
     grouped: bool = False  # and so has the one that these rows are of: it was seen
     current: bool = True
     unpacked: bool = False
+    masked: bool = True  # may masks be tensors, which not every kernel takes?
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         view = self.view
@@ -97,6 +98,8 @@ class Reading:
         if seen is None:
             return None
         view, rule = seen
+        if isinstance(rule, Tensor) and not self.masked:
+            return None
         self.notes.masks += isinstance(rule, Tensor)
         out = self.over(q, view, None if rule is view.mask else rule, question)
         self.notes.fused += 1
@@ -177,6 +180,25 @@ def as_heads(q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         mask = mask.expand(-1, *q.shape[1:3], -1).flatten(1, 2).unsqueeze(2)
     batch, heads, count, dim = q.shape
     return q.reshape(batch, heads * count, 1, dim), mask
+
+
+@dataclass(eq=False)
+class PromptReading(Reading):
+    """The rows of a first chunk, as they came: where no kernel reads them, the host does."""
+
+    keys: Tensor = field(kw_only=True)
+    values: Tensor = field(kw_only=True)
+    masked: bool = False
+
+    def attend(self, q: Tensor, question: Question) -> Tensor | None:
+        """None where gradients are wanted, too, and where no kernel is sooner done."""
+        if (torch.is_grad_enabled() and q.requires_grad) or not reads_prompts(self.view, q):
+            return None
+        return super().attend(q, question)
+
+    def rows(self, side: SideName, why: str) -> Tensor:
+        self.check_current()
+        return (self.keys if side == "keys" else self.values).contiguous()
 
 
 class CrossReading(Reading):

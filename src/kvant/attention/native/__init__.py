@@ -32,6 +32,10 @@ class Native:
 
     name = "native"
 
+    @property
+    def prompts(self) -> bool:
+        return library().isa not in ("", "plain")
+
     def supports(self, pages: View, request: Request | None = None) -> str | None:
         if library().functions is None:
             return library().reason

@@ -34,6 +34,7 @@ class Triton:
 
     name: str = "triton"
     device: str = "cuda"
+    prompts: bool = False
 
     def supports(self, pages: View, request: Request | None = None) -> str | None:
         if pages.keys.open.device.type != self.device:

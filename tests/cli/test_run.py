@@ -341,6 +341,14 @@ def test_a_prompt_is_read_now_and_continued_later(call: Any, tmp_path: Path) -> 
     assert told["cache"]["tokens_reused"] > 0
 
 
+def test_a_prompt_of_one_token_is_continued_too(call: Any, tmp_path: Path) -> None:
+    """Its row comes with the next token, so the file has none."""
+    file, few = str(tmp_path / "read.kv"), ("--max-new-tokens", "6", "--json")
+    assert call("run", "--prompt", "P", "--cache-prompt", file) == (0, "", "")
+    told = json.loads(call("run", "--load", file, "--prompt", "Q", *few)[1])
+    assert told["text"] == json.loads(call("run", "--prompt", "PQ", *few)[1])["text"]
+
+
 def test_of_a_chat_no_message_is_read_alone(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from kvant.bench.cache_race import SHAPES, Contestant, Task, build, filled, rand
 from kvant.bench.device import CPU, DYNAMIC
 from kvant.bench.report import Json, numbers, progress, run, show
 from kvant.cache import merge
-from kvant.hf import cache_for
+from kvant.hf import cache_for, cache_name
 from kvant.spec import split
 
 FIRST = 2  # tokens that each cache decodes before it is timed
@@ -43,11 +43,11 @@ def together(model: Any, name: str, rows: tuple[Tensor, Tensor], lengths: list[i
     keys, values = rows
     parts = [filled(model, name, keys[:, :, :n], values[:, :, :n]).cache for n in lengths]
     cache = merge(parts) if len(parts) > 1 else parts[0]
-    positions = torch.tensor(lengths).view(-1, 1)
+    positions, given = torch.tensor(lengths).view(-1, 1), cache_name(model)
 
     def forward(token: Tensor, cache: Any) -> Any:
         ids = token.expand(len(lengths), 1)
-        model(ids, position_ids=positions, past_key_values=cache)
+        model(ids, position_ids=positions, **{given: cache})
         positions.add_(1)
 
     return Contestant(name, cache, cache.states.nbytes, forward)
@@ -59,9 +59,10 @@ def alike(model: Any, rows: tuple[Tensor, Tensor], context: int, sequences: int)
     for layer in cache.layers:
         layer.update(*(x[:, :, :context].expand(sequences, -1, -1, -1) for x in rows))
     rest = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    given = cache_name(model)
 
     def forward(token: Tensor, cache: Any) -> Any:
-        model(token.expand(sequences, 1), past_key_values=cache)
+        model(token.expand(sequences, 1), **{given: cache})
 
     return Contestant(DYNAMIC, cache, rest, forward)
 
@@ -126,7 +127,7 @@ def beams(
                     cache = cache_for(model, name)
                 begin = time.perf_counter()
                 limits = {"max_new_tokens": new, "min_new_tokens": new}
-                model.generate(ids, past_key_values=cache, **given | limits)
+                model.generate(ids, **given | limits | {cache_name(model): cache})
                 laps.append(time.perf_counter() - begin)
             found.append(laps[1] - laps[0])
     best = {name: (tokens - 1) / statistics.median(found) for name, found in seconds.items()}

@@ -34,7 +34,7 @@ from kvant.bench.clock import Lap, alone
 from kvant.bench.device import CPU, DEVICES, DYNAMIC, STATIC, Device
 from kvant.bench.report import progress
 from kvant.generation import HostDecoder
-from kvant.hf import cache_for
+from kvant.hf import cache_for, cache_name
 from kvant.weights import pack
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -198,9 +198,10 @@ def filled(model: Any, name: str, keys: Tensor, values: Tensor, tokens: int = 0)
     device = DEVICES[model.device.type]
     if name in FIRST:
         cache, call = theirs(model, name, keys.shape[2] + tokens)
+        given = cache_name(model)
 
         def called(token: Tensor, cache: Any) -> Any:
-            return call(token, past_key_values=cache)
+            return call(token, **{given: cache})
 
         for layer in cache.layers:
             layer.update(keys, values)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvant.hf import cache_for
+from kvant.hf import cache_for, cache_name
 
 NONE = "none"  # no cache: everything is computed anew for every token
 
@@ -54,6 +54,7 @@ class Remembered:
     def __init__(self, model: PreTrainedModel, cache: Any, size: Callable[[Any], int]) -> None:
         self.model = model
         self.cache = cache
+        self._given = {cache_name(model): cache}
         self._size = size
 
     @property
@@ -61,7 +62,7 @@ class Remembered:
         return self._size(self.cache)
 
     def feed(self, tokens: Sequence[int]) -> int:
-        return likeliest(self.model, tokens, past_key_values=self.cache)
+        return likeliest(self.model, tokens, **self._given)
 
 
 @torch.no_grad()
@@ -79,7 +80,7 @@ def dynamic(model: PreTrainedModel) -> Make:
 def ours(model: PreTrainedModel, names: Sequence[str]) -> dict[str, Make]:
     """Formats of the spec language, and "none"; one that the model cannot have is refused now."""
     takes = inspect.signature(model.forward).parameters
-    for name in ("past_key_values", "logits_to_keep"):
+    for name in (cache_name(model), "logits_to_keep"):
         if name not in takes:
             raise ValueError(f"{type(model).__name__} takes no {name}: it cannot be measured so")
     return {name: _make(model, name) for name in names}

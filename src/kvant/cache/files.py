@@ -92,7 +92,7 @@ def save(
     `about` is any JSON, for `read` to give back.
 
     >>> cache = kvant.cache_for(model, "affine4")
-    >>> ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
+    >>> ids = model.generate(**inputs, cache=cache, max_new_tokens=4)
     >>> kvant.save(cache, "chat.kv")
     >>> kvant.load("chat.kv", model).get_seq_length() == cache.get_seq_length()
     True

@@ -25,6 +25,7 @@ from kvant.hf import (
     HostCache,
     Replayer,
     cache_for,
+    cache_name,
     captured,
     capturing,
     check_continues,
@@ -112,7 +113,7 @@ class HostDecoder:
         self._capture = capture or (captured if model.device.type == "cuda" else None)
         self._replayers: WeakKeyDictionary[HostCache, Replayer] = WeakKeyDictionary()
         takes = inspect.signature(model.forward).parameters
-        self._cache = "cache_params" if "cache_params" in takes else "past_key_values"
+        self._cache = cache_name(model)
         self._positions = "position_ids" in takes
         self._keeps = "logits_to_keep" in takes
 

@@ -5,7 +5,15 @@ from kvant.hf.attach import attach, attachments, detach, explain_model
 from kvant.hf.build import PairedCache, cache_for, loaded
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues, crosses
-from kvant.hf.inside import check_continues, continuing, host_model, identity, reader, unwrapped
+from kvant.hf.inside import (
+    cache_name,
+    check_continues,
+    continuing,
+    host_model,
+    identity,
+    reader,
+    unwrapped,
+)
 from kvant.hf.modules import held, named_modules, plain
 from kvant.hf.replaying import Capture, Replayer, captured, capturing
 
@@ -20,6 +28,7 @@ __all__ = [
     "attach",
     "attachments",
     "cache_for",
+    "cache_name",
     "captured",
     "capturing",
     "check_continues",

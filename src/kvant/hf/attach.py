@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache as TransformersCache
 from kvant.hf.attention import switch, switch_back, switchable
 from kvant.hf.build import cache_for
 from kvant.hf.detect import host_layers, unfolding
-from kvant.hf.inside import generating, host_model
+from kvant.hf.inside import cache_name, generating, host_model
 from kvant.hf.latents import fold, folds, unfold
 from kvant.recipes import AnySpec
 
@@ -98,8 +98,7 @@ def _prepare(
     **kwargs: Any,
 ) -> None:
     """In place of the host's method: what `generate` prepares is a cache of ours."""
-    # The same test as the host's own: some recurrent models call their cache so.
-    name = "cache_params" if "mamba" in type(self).__name__.lower() else "past_key_values"
+    name = cache_name(self)
     given: TransformersCache | None = model_kwargs.get(name)
     if given is None and generation_config.use_cache is not False:
         asked = generation_config.cache_implementation

@@ -94,7 +94,7 @@ def cache_for(
     attention_mask: Tensor | None = None,
     backend: str | None = None,
 ) -> HostCache | PairedCache:
-    """An empty cache for `model.generate(..., past_key_values=cache)`.
+    """An empty cache for `model.generate(..., cache=cache)`.
 
     `backend` is the one that is to read every layer ("reference", "native", "triton"), else the
     first that can.
@@ -103,7 +103,7 @@ def cache_for(
     each sequence keeps its own first positions.
 
     >>> cache = kvant.cache_for(model, "affine8")
-    >>> ids = model.generate(**inputs, past_key_values=cache, max_new_tokens=4)
+    >>> ids = model.generate(**inputs, cache=cache, max_new_tokens=4)
     >>> cache.get_seq_length() == ids.shape[1] - 1  # the last token was not read
     True
     """

@@ -69,6 +69,15 @@ def generating(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [model, *(part for part in parts if part.can_generate())]
 
 
+CACHES = ("cache", "past_key_values", "cache_params")  # from 5.24 on, before, and of Mamba before
+
+
+def cache_name(model: PreTrainedModel) -> str:
+    """The name by which the host's forward, and its `generate`, take a cache."""
+    taken = inspect.signature(model.forward).parameters
+    return next((name for name in CACHES if name in taken), CACHES[0])
+
+
 def beyond_tokens(model: PreTrainedModel) -> list[str]:
     """What every forward of a model needs beside tokens."""
     taken = inspect.signature(model.forward).parameters.values()

@@ -26,7 +26,7 @@ from kvant.errors import SpecError
 from kvant.hf.attention import switched
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import crosses, host_layers, recipes
-from kvant.hf.inside import continuing
+from kvant.hf.inside import cache_name, continuing
 from kvant.models import max_context
 from kvant.recipes import CacheSpec, LayerSpec, attention_in
 from kvant.retention import All
@@ -126,14 +126,15 @@ def _scales(model: PreTrainedModel) -> list[Scales]:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, count), generator=generator, device="cpu")
     modes = {module: module.training for module in model.modules()}
+    given = {cache_name(model): cache}
     try:
         model.eval()  # what is dropped at random is none of the model's
         ids = ids.to(model.device)
         with switched(model):  # queries are seen by ours
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **given)
             for keys, _ in watched:
                 keys.asked = None  # a first token sees itself alone, whatever it asks
-            model(ids[:, 1:], past_key_values=cache)  # behind it, attention asks the cache
+            model(ids[:, 1:], **given)  # behind it, attention asks the cache
     finally:
         for module, training in modes.items():
             module.training = training

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.hf import HostCache, cache_for, continues
+from kvant.hf import HostCache, cache_for, cache_name, continues
 from kvant.hf.detect import host_layers, recipes
 from kvant.recipes import AnySpec, CacheSpec
 from kvant.retention import All
@@ -152,7 +152,8 @@ def forward(model: PreTrainedModel, ids: Tensor, cache: Any) -> Tensor:
     if ids.shape[1] > 1 and cache.get_seq_length() and not continues(model):
         single = (forward(model, ids[:, at : at + 1], cache) for at in range(ids.shape[1]))
         return torch.cat([*single])
-    logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+    given = {cache_name(model): cache}
+    logits: Tensor = model(input_ids=ids, use_cache=True, **given).logits[0]
     return logits
 
 

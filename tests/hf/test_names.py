@@ -1,0 +1,46 @@
+"""The name by which a host's model takes its cache: it changed, and nobody is to see a warning."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+import kvant
+from hf.zoo import FAMILIES, build
+from kvant.generation.decoder import HostDecoder
+from kvant.hf import cache_name
+from kvant.probing.predictions import forward
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_deprecated() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "falcon_h1"])
+def test_a_cache_goes_in_by_the_name_that_the_host_has_now(family: str) -> None:
+    model, inputs = build(family), FAMILIES[family].inputs(tokens=6)
+    cache = kvant.cache_for(model, "raw")
+    plain = model.generate(**inputs, max_new_tokens=3, do_sample=False)
+    given = {cache_name(model): cache}
+    assert plain.equal(model.generate(**inputs, **given, max_new_tokens=3, do_sample=False))
+    assert cache.get_seq_length() > 0
+    with kvant.attach(model, "raw"):
+        assert plain.equal(model.generate(**inputs, max_new_tokens=3, do_sample=False))
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_our_own_loop_uses_that_name(family: str) -> None:
+    model, ids = build(family), FAMILIES[family].inputs(tokens=6)["input_ids"]
+    decoder = HostDecoder(model)
+    decoder.logits(ids[0].tolist(), decoder.memory("raw"))
+    cache = kvant.cache_for(model, "raw")
+    assert forward(model, ids, cache).shape[0] == 6
+
+
+def test_so_does_what_is_fitted_to_a_model() -> None:
+    kvant.cache_for(build("llama"), "affine8,smooth")

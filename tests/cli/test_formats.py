@@ -44,6 +44,20 @@ def test_a_spec_is_explained(call: Any) -> None:
         assert one["nbytes"] == plan(Shape(1, 8, 128, 128), spec, context=one["tokens"]).nbytes
 
 
+def test_a_prune_and_an_edge_are_in_the_figures(call: Any) -> None:
+    pruned = json.loads(call("formats", "affine8,prune=keydiff:25%", "--json")[1])["lengths"]
+    for one in pruned:
+        planned = plan(Shape(1, 8, 128, 128), "affine8,prune=keydiff:25%", context=one["tokens"])
+        assert one["nbytes_kept"] == planned.nbytes_kept < one["nbytes"]
+    assert "once a prompt is read" in call("formats", "affine8,prune=keydiff:25%")[1]
+    inner, plain = (
+        json.loads(call("formats", spec, "--json")[1])["lengths"]
+        for spec in ("affine4,edge=1:raw", "affine4")
+    )
+    assert inner == plain
+    assert "first and last layers are not in" in call("formats", "affine4,edge=1:raw")[1]
+
+
 @pytest.mark.parametrize(
     ("spec", "what"),
     [

@@ -125,6 +125,12 @@ def test_a_folder_without_weights_is_enough(
     assert (code, error) == (0, "") and ("not told" in out) == (name == "deepseek_v32")
 
 
+def test_a_bias_on_positions_is_read_by_the_reference(call: Any, tmp_path: Path) -> None:
+    FAMILIES["t5"].config().save_pretrained(tmp_path)
+    (line,) = json.loads(call("inspect", "--model", str(tmp_path), "--json")[1])["layers"]
+    assert line["read"] == "reference"
+
+
 def test_a_damaged_file_is_one_line_and_nothing_else(call: Any, file: Path) -> None:
     raw = bytearray(file.read_bytes())
     raw[-7] ^= 1

@@ -70,11 +70,15 @@ def _explained(spec: str) -> dict[str, Any]:
     form = parse_format(first)
     words = _sides(form.keys, form.values)
     words |= {word: _option(word) for word in rest}
+    options = parse_options(rest)
+    inner = ",".join(word for word in (first, *rest) if not word.startswith("edge="))
     lengths = []
-    most = parse_options(rest).get("capacity", LENGTHS[-1])
-    for length in sorted({min(length, most) for length in LENGTHS}):
-        one, raw = _planned(spec, length), _planned("raw", length)
-        lengths.append({"tokens": length, "nbytes": one.nbytes, "of_raw": one.nbytes / raw.nbytes})
+    for length in sorted({min(length, options.get("capacity", length)) for length in LENGTHS}):
+        one, raw = _planned(inner, length), _planned("raw", length).nbytes
+        line = {"tokens": length, "nbytes": one.nbytes, "of_raw": one.nbytes / raw}
+        if "prune" in options:
+            line |= {"nbytes_kept": one.nbytes_kept, "kept_of_raw": one.nbytes_kept / raw}
+        lengths.append(line)
     return {
         "spec": spec,
         "words": words,
@@ -141,9 +145,15 @@ def _show_spec(told: dict[str, Any]) -> None:
         return
     size = f"{told['nbytes_per_token']:.0f}"
     console.print(f"{size} bytes a sealed token in {told['layer']}", soft_wrap=True)
+    if any(word.startswith("edge=") for word in told["words"]):
+        console.print("the first and last layers are not in this table", soft_wrap=True)
     _, table = blank()
-    for head in ("tokens", "memory a layer", "of raw"):
+    pruned = ("once a prompt is read", "of raw") if "nbytes_kept" in told["lengths"][0] else ()
+    for head in ("tokens", "memory a layer", "of raw", *pruned):
         table.add_column(head, justify="right")
     for one in told["lengths"]:
-        table.add_row(str(one["tokens"]), format_size(one["nbytes"]), f"{one['of_raw']:.3g}")
+        cells = [format_size(one["nbytes"]), f"{one['of_raw']:.3g}"]
+        if pruned:
+            cells += [format_size(one["nbytes_kept"]), f"{one['kept_of_raw']:.3g}"]
+        table.add_row(str(one["tokens"]), *cells)
     console.print(table)

@@ -25,6 +25,7 @@ from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec
 from kvant.sizes import counted, format_size
 from kvant.spec import spelled
 
+BIAS = "relative_attention_num_buckets"  # T5, and what was made from it
 MOST_SAID = 100  # characters of what a writer said about a file
 
 
@@ -120,10 +121,11 @@ def _of_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[Line]]:
         "nbytes_per_token": planned.nbytes_per_token,
         "explanation": str(cache.explain()).splitlines(),
     }
-    return told, [_to_be(planned, index) for index in range(len(planned.layers))]
+    biased = hasattr(config, BIAS)
+    return told, [_to_be(planned, index, biased) for index in range(len(planned.layers))]
 
 
-def _to_be(planned: Plan, index: int) -> Line:
+def _to_be(planned: Plan, index: int, biased: bool) -> Line:
     layer, recipe = planned.layers[index], planned.spec.layers[index]
     nbytes = None if layer.state_nbytes is None else planned.layer_nbytes[index]
     rows = ""
@@ -133,14 +135,19 @@ def _to_be(planned: Plan, index: int) -> Line:
     stored = _recipe(recipe) if layer.attends or layer.recurs else "kept by transformers"
     if not layer.attends and layer.state_nbytes == 0:
         stored = "reads the rows of another layer, or remembers nothing"
-    return Line(layer.kind, rows, stored, nbytes, _reader(recipe, layer))
+    return Line(layer.kind, rows, stored, nbytes, _reader(recipe, layer, biased))
 
 
-def _reader(recipe: Recipe, layer: LayerShape) -> str:
-    """The backend that attention on this machine would take, asked with one row."""
+def _reader(recipe: Recipe, layer: LayerShape, biased: bool) -> str:
+    """The backend that attention on this machine would take, asked with one row.
+
+    A bias on positions is a mask of numbers, which no kernel takes.
+    """
     part = dict(recipe.parts).get("attention") if isinstance(recipe, GroupSpec) else recipe
     if not isinstance(part, LayerSpec):
         return ""
+    if biased:
+        return "reference"
     state = Cache(None, CacheSpec((part,)))[0]
     sides = [layer.key_dim] if part.value_dim is not None else [layer.key_dim, layer.value_dim]
     rows = [torch.zeros(1, layer.num_heads, 1, dim, dtype=layer.dtype) for dim in sides]

@@ -46,7 +46,12 @@ OPTIONS = (
     Word("window=N", "the last N tokens stay", "a bound on memory, whatever comes", "all stay"),
     Word("sinks=N", "the first N stay too, dense", "beside a window: models lean on them", "0"),
     Word("select=N", "a token reads N pages, or P%, of those that are sealed", "speed", "all"),
-    Word("prune=SCORE:KEEP", "behind a prompt a head keeps the rows of weight", "memory", "all"),
+    Word(
+        "prune=SCORE:KEEP",
+        "behind a prompt a head keeps its best rows",
+        "memory",
+        "all",
+    ),
     Word("tail=N", "the last N rows are seen dense", "less loss in few bits", "as the format asks"),
     Word("start=N", "all is dense until there are N tokens", "short prompts without loss", "0"),
     Word("edge=N:FORMAT", "first and last N layers in another format", "hard layers", "0:affine8"),

@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import Literal
 
 from hf.parity import PROMPT, TOKENS, Cell, Reads, Result
-from hf.zoo import FAMILIES, NO_ROWS
+from hf.zoo import FAMILIES, NO_ROWS, OWN_ATTENTION
 
 Reading = Literal["fused", "materialized", "nothing"]
 
-# These compute attention by themselves, with operations on keys and values.
-OWN_ATTENTION = ("xglm", "bloom", "mpt", "gptj", "codegen", "gpt_neo")
 # These take rows apart after the cache: values in halves, a repeat for each expert, a mask that
 # depends on values.
 CHANGED_ROWS = ("diffllama", "jetmoe", "doge")

@@ -104,7 +104,7 @@ SPECULATION: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SPECULATION)
 def test_speculation(name: str) -> None:
     options, text, family = SPECULATION[name](), repetitive(prompt()), FAMILIES[NAME]
-    with pytest.raises(IndexError):
+    with pytest.raises((IndexError, ValueError)):  # an error in words from 5.24 on
         generated(model_of(NAME), family, text, theirs(), **options)
     plain = generated(model_of(NAME), family, text, ours())
     assert torch.equal(generated(model_of(NAME), family, text, ours(), **options), plain)

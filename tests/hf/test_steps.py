@@ -16,7 +16,7 @@ from transformers import CompileConfig
 import kvant
 from attention.kernels import GPU, needed
 from hf.graphs import traced
-from hf.zoo import FAMILIES, build, names, worded
+from hf.zoo import FAMILIES, OWN_ATTENTION, build, names, worded
 from kvant.generation.decoder import HostDecoder
 
 pytestmark = [

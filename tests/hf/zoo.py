@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -20,6 +21,11 @@ Kind = Literal["decoder", "recurrent", "hybrid", "encoder-decoder"]
 
 VOCABULARY = 128
 WINDOW = 8  # also the size of a chunk, and how many tokens an indexed query picks
+
+# These compute attention by themselves, with operations on keys and values: two until 5.24.
+OWN_ATTENTION: tuple[str, ...] = ("xglm", "bloom", "mpt", "gpt_neo")
+if Version(transformers.__version__) < Version("5.24"):
+    OWN_ATTENTION += ("gptj", "codegen")
 
 HEAD_DIM = 16
 # Queries of t5 and gpt_neo, which leave the scaling of scores to their weights.

@@ -8,6 +8,7 @@
 #include "decode.hpp"
 #include "kernels.hpp"
 #include "many.hpp"
+#include "map.hpp"
 #include "multiply.hpp"
 #include "norm.hpp"
 #include "rotate.hpp"
@@ -150,6 +151,6 @@ void attend(const kvant_request &request) {
 }  // namespace
 
 extern const Kernels KERNELS;
-const Kernels KERNELS = {KVANT_NAME, attend, seal_page, rotate, norm, choose, multiply};
+const Kernels KERNELS = {KVANT_NAME, attend, seal_page, rotate, norm, choose, multiply, map};
 
 }  // namespace kvant::KVANT_TARGET

@@ -61,6 +61,15 @@ bool there(const kvant_rows &rows, const Shape &shape) {
                          holds(rows.data, rows.nbytes, need, size));
 }
 
+// Are numbers of this shape there?
+bool there(const kvant_numbers &x, const kvant_four &n, int64_t size) {
+    const kvant_four &by = x.stride;
+    const int64_t need = reach({{n.first, by.first}, {n.second, by.second}, {n.third, by.third},
+                                {n.last, by.last}}, size);
+    return need == 0 || (are_strides({by.first, by.second, by.third, by.last}, size) &&
+                         holds(x.data, x.nbytes, need, size));
+}
+
 // Is one struct there?
 template <class Struct> bool there(const Struct *data, int64_t nbytes) {
     return holds(data, nbytes, sizeof(Struct), alignof(Struct));
@@ -456,6 +465,32 @@ const char *refused(const kvant_multiply_request &r) {
     return nullptr;
 }
 
+const char *refused(const kvant_map_request &r) {
+    const kvant_four &n = r.shape;
+    const int64_t size = size_of(r.dtype);
+    if (!none_negative({n.first, n.second, n.third, n.last})) return "shape: below zero";
+    if (product({n.first, n.second, n.third, n.last}) > MOST)
+        return "shape: more than there can be";
+    if (r.operation < KVANT_COPY || r.operation > KVANT_LOOK_UP)
+        return "operation: none that is known";
+    if (!is_dtype(r.dtype)) return "dtype: numbers of no type that is known";
+    if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
+    if (!there(r.a, n, size)) return "a: more than there are";
+    if (r.operation == KVANT_LOOK_UP) {
+        if (size != 2) return "dtype: numbers of 16 bits are looked up";
+        if (!holds(r.b.data, r.b.nbytes, TABLE * size, size)) return "b: fewer than results";
+    }
+    const bool two = r.operation == KVANT_ADD || r.operation == KVANT_MULTIPLY;
+    if (two && !there(r.b, n, size)) return "b: more than there are";
+    return there(r.out, n, size) ? nullptr : "out: less room than there are numbers";
+}
+
+const char *refused(const kvant_run_request &r) {
+    if (r.num_steps < 0) return "num_steps: below zero";
+    const int64_t need = times(r.num_steps, sizeof(kvant_step));
+    return holds(r.steps, r.steps_nbytes, need, 8) ? nullptr : "steps: fewer than there are";
+}
+
 bool is_empty(const kvant_request &r) { return !r.extent->batch || !r.heads || !r.queries; }
 bool is_empty(const kvant_store_request &r) { return !r.sides || !r.batch || !r.heads; }
 bool is_empty(const kvant_rotate_request &r) { return !r.batch || !r.heads || !r.count; }
@@ -464,5 +499,8 @@ bool is_empty(const kvant_choose_request &r) {
     return !r.extent->batch || !r.heads || !r.queries || !r.num_chosen;
 }
 bool is_empty(const kvant_multiply_request &r) { return !r.count || !r.outs; }
+bool is_empty(const kvant_map_request &r) {
+    return !r.shape.first || !r.shape.second || !r.shape.third || !r.shape.last;
+}
 
 }  // namespace kvant

@@ -13,6 +13,8 @@ const char *refused(const kvant_rotate_request &request);
 const char *refused(const kvant_norm_request &request);
 const char *refused(const kvant_choose_request &request);
 const char *refused(const kvant_multiply_request &request);
+const char *refused(const kvant_map_request &request);
+const char *refused(const kvant_run_request &request);
 
 // Is there nothing to do? Counts beside one that is zero may be anything, so no kernel sees them.
 bool is_empty(const kvant_request &request);
@@ -21,5 +23,6 @@ bool is_empty(const kvant_rotate_request &request);
 bool is_empty(const kvant_norm_request &request);
 bool is_empty(const kvant_choose_request &request);
 bool is_empty(const kvant_multiply_request &request);
+bool is_empty(const kvant_map_request &request);
 
 }  // namespace kvant

@@ -22,6 +22,7 @@ struct Kernels {
     void (*norm)(const kvant_norm_request &);
     void (*choose)(const kvant_choose_request &);
     void (*multiply)(const kvant_multiply_request &);
+    void (*map)(const kvant_map_request &);
 };
 
 namespace amx {

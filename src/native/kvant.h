@@ -1,7 +1,8 @@
 /* The C interface of kvant's CPU kernels: plain structs of pointers and numbers, no Python.
  *
  * Each call takes one request: attention over pages, rows to store, rows to rotate or to
- * norm, pages to choose, rows to multiply with a weight.
+ * norm, pages to choose, rows to multiply with a weight, numbers to compute one by one; or a list of
+ * such requests.
  * What many calls share (a side of the storage of a layer, how far sequences are and where their
  * pages lie) is made once and pointed to. The caller keeps all memory alive and as it is during the
  * call. Nothing is kept between calls but the threads. Calls from several threads at a time are
@@ -21,7 +22,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 14
+#define KVANT_ABI 15
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -224,6 +225,46 @@ typedef struct {
     int64_t threads;
 } kvant_multiply_request;
 
+/* Of each of four dimensions. */
+typedef struct {
+    int64_t first, second, third, last;
+} kvant_four;
+
+/* Numbers of four dimensions; a stride of zero repeats what is there. */
+typedef struct {
+    void *data;
+    int64_t nbytes;
+    kvant_four stride;
+} kvant_numbers;
+
+enum kvant_operation { KVANT_COPY, KVANT_NEGATE, KVANT_ADD, KVANT_MULTIPLY, KVANT_LOOK_UP };
+
+/* Numbers one by one, in single precision, rounded once. */
+typedef struct {
+    int64_t operation, dtype;
+    kvant_four shape;
+    kvant_numbers a, b; /* b: of two; to look up, of 16 bits: 65,536 results in the order of their bits */
+    kvant_numbers out;
+    int64_t threads;
+} kvant_map_request;
+
+enum kvant_function {
+    KVANT_ATTEND, KVANT_STORE, KVANT_ROTATE, KVANT_NORM, KVANT_CHOOSE, KVANT_DO_MULTIPLY, KVANT_MAP
+};
+
+/* One of the requests above, by the function that takes it. */
+typedef struct {
+    int64_t function;
+    const void *request;
+    int64_t request_nbytes;
+} kvant_step;
+
+/* Steps, one after the other. Where one is refused, those before it were done. */
+typedef struct {
+    const kvant_step *steps;
+    int64_t steps_nbytes, num_steps;
+} kvant_run_request;
+
 KVANT_EXPORT int kvant_abi(void);
 
 /* "amx", "avx512", "avx2" or "plain": the best that this processor has, or what KVANT_ISA names
@@ -240,6 +281,8 @@ KVANT_EXPORT const char *kvant_rotate(const kvant_rotate_request *request);
 KVANT_EXPORT const char *kvant_norm(const kvant_norm_request *request);
 KVANT_EXPORT const char *kvant_choose(const kvant_choose_request *request);
 KVANT_EXPORT const char *kvant_multiply(const kvant_multiply_request *request);
+KVANT_EXPORT const char *kvant_map(const kvant_map_request *request);
+KVANT_EXPORT const char *kvant_run(const kvant_run_request *request);
 
 #ifdef __cplusplus
 }

@@ -37,7 +37,8 @@ const Kernels *best() {
 #if KVANT_HAS_amx
     static const Kernels tiles = {"amx", kvant::amx::attend, kvant::avx512::KERNELS.seal_page,
                                   kvant::avx512::KERNELS.rotate, kvant::avx512::KERNELS.norm,
-                                  kvant::avx512::KERNELS.choose, kvant::avx512::KERNELS.multiply};
+                                  kvant::avx512::KERNELS.choose, kvant::avx512::KERNELS.multiply,
+                                  kvant::avx512::KERNELS.map};
     if (wide && fits("amx") && has_tiles()) return &tiles;
 #endif
     if (wide && fits("avx512")) return &kvant::avx512::KERNELS;
@@ -100,4 +101,39 @@ extern "C" const char *kvant_choose(const kvant_choose_request *request) {
 
 extern "C" const char *kvant_multiply(const kvant_multiply_request *request) {
     return run(request, &Kernels::multiply);
+}
+
+extern "C" const char *kvant_map(const kvant_map_request *request) {
+    return run(request, &Kernels::map);
+}
+
+namespace {
+
+template <class Request>
+const char *take(const kvant_step &step, const char *(*function)(const Request *)) {
+    const int64_t nbytes = sizeof(Request);
+    if (!step.request || (uintptr_t)step.request % 8 || step.request_nbytes < nbytes)
+        return "request: less than the function takes";
+    return function((const Request *)step.request);
+}
+
+const char *take(const kvant_step &step) {
+    switch (step.function) {
+        case KVANT_ATTEND: return take(step, kvant_attend);
+        case KVANT_STORE: return take(step, kvant_store);
+        case KVANT_ROTATE: return take(step, kvant_rotate);
+        case KVANT_NORM: return take(step, kvant_norm);
+        case KVANT_CHOOSE: return take(step, kvant_choose);
+        case KVANT_DO_MULTIPLY: return take(step, kvant_multiply);
+        case KVANT_MAP: return take(step, kvant_map);
+    }
+    return "function: none that is known";
+}
+
+}  // namespace
+
+extern "C" const char *kvant_run(const kvant_run_request *request) {
+    const char *refusal = kvant::refused(*request);
+    for (int64_t i = 0; !refusal && i < request->num_steps; i++) refusal = take(request->steps[i]);
+    return refusal;
 }

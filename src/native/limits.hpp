@@ -14,6 +14,7 @@ constexpr int NORM_UNIT = 32;         // channels of a row to norm: multiples, a
 constexpr int MAX_NORM = 32768;       // of one row that is longer PyTorch may share the sum
 constexpr int PACKED_OUTS = 64;       // outputs of a block of a packed weight
 constexpr int PACKED_WIDTH = 16;      // its columns: multiples
+constexpr int64_t TABLE = 1 << 16;    // results of a function of 16 bits
 
 inline int64_t size_of(int64_t dtype) { return dtype == KVANT_F32 ? 4 : 2; }
 

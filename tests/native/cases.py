@@ -12,6 +12,8 @@ from native.memory import Allocated, Guarded
 
 SIZES = (4, 2, 2)  # by kvant_dtype
 RAW, AFFINE, CODEBOOK, FP8 = range(4)
+COPY, NEGATE, ADD, MULTIPLY, LOOK_UP = range(5)
+FOUR = ("first", "second", "third", "last")
 EMPTY = b"\x5a"  # what memory holds that is to be written
 
 
@@ -326,6 +328,28 @@ def multiply(case: Case) -> None:
     case.hold("out", r.count * r.outs * 2, written=True)
 
 
+def map_numbers(case: Case) -> None:
+    rng, r = case.rng, case.request
+    set_all(case, operation=rng.randrange(5), dtype=rng.randrange(3), threads=rng.randint(1, 2))
+    if r.operation == LOOK_UP:
+        r.dtype = rng.choice((1, 2))
+    size, shape = SIZES[r.dtype], [rng.choice((0, 1, 2, 3, 17, 32)) for _ in range(4)]
+    for name, count in zip(FOUR, shape, strict=True):
+        setattr(r.shape, name, count)
+    for side in ("a", "b", "out"):
+        if side == "b" and r.operation not in (ADD, MULTIPLY):
+            continue
+        stride, reach = size, size if all(shape) else 0
+        for name, count in reversed(list(zip(FOUR, shape, strict=True))):
+            step = 0 if side != "out" and rng.random() < 0.2 else stride
+            setattr(getattr(r, side).stride, name, step)
+            reach += max(count - 1, 0) * step if reach else 0
+            stride *= max(count, 1)
+        case.hold(f"{side}.data", reach, written=side == "out")
+    if r.operation == LOOK_UP:
+        case.hold("b.data", 2 * 2**16)
+
+
 BUILDERS = {
     "attend": attend,
     "store": store,
@@ -333,4 +357,5 @@ BUILDERS = {
     "norm": norm,
     "choose": choose,
     "multiply": multiply,
+    "map": map_numbers,
 }

@@ -17,6 +17,7 @@ ENTRIES = {
     "norm": "kvant_norm_request",
     "choose": "kvant_choose_request",
     "multiply": "kvant_multiply_request",
+    "map": "kvant_map_request",
 }
 POINTED = {  # of a request: the structs that it points to
     "attend": {"keys": "kvant_side", "values": "kvant_side", "extent": "kvant_extent"},

@@ -19,8 +19,8 @@ import torch
 from kvant import Cache, attend
 from kvant.attention.native import records
 from kvant.extent import BEGINS, FIRST_OPEN, FIRST_SEALED, LENGTH, STOP_SEALED
-from kvant.native import NORM, PRODUCT, ROTATION, library, rotated
-from native.cases import AFFINE, FP8, Case, nbytes_of
+from kvant.native import MAP, NORM, PRODUCT, ROTATION, STEP, library, rotated
+from native.cases import AFFINE, FOUR, FP8, Case, nbytes_of
 from native.interface import ENTRIES, STRUCTS, Pointer, all_places, loaded, places
 from native.memory import memory
 
@@ -36,6 +36,8 @@ RECORDS = {
     "kvant_norm_request": NORM,
     "kvant_choose_request": records.CHOOSE,
     "kvant_multiply_request": PRODUCT,
+    "kvant_map_request": MAP,
+    "kvant_step": STEP,
 }
 
 
@@ -65,6 +67,10 @@ def rich(case: Case) -> bool:
         return r.count > 1
     if case.entry == "multiply":
         return min(r.count, r.outs) > 1
+    if case.entry == "map":
+        strides = (r.a.stride, r.b.stride, r.out.stride)
+        every = [getattr(one, name) for one in strides for name in FOUR]
+        return min(getattr(r.shape, name) for name in FOUR) > 1 and min(every) > 0
     if case.entry == "choose":
         e = case.structs["extent"]
         many = min(e.batch, r.heads, r.queries, e.sealed.width, r.num_chosen) > 1
@@ -185,6 +191,13 @@ BEYOND = {
     "multiply": {
         "count width outs": lambda was: 3 * was,
         "part": lambda was: was + 1,
+        "threads": lambda was: 0,
+    },
+    "map": {
+        "shape.first shape.third shape.last a.stride.first b.stride.second": lambda was: 3 * was,
+        "out.stride.third out.stride.last": lambda was: 3 * was,
+        "operation": lambda was: 5,
+        "dtype": lambda was: 3,
         "threads": lambda was: 0,
     },
     "choose": {

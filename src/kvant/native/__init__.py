@@ -1,4 +1,4 @@
-"""The compiled library, as Python sees it: found, loaded, checked once; and three of its functions.
+"""The compiled library, as Python sees it: found, loaded, checked once; and some of its functions.
 
 It is built by the package build where there is a C++ compiler, and lies on this package's path:
 beside this file, or where an editable install puts what it has compiled. What it runs on is chosen
@@ -11,17 +11,22 @@ import ctypes
 import logging
 import os
 import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from threading import get_ident
 
 import torch
 from torch import Tensor
 
 from kvant.modes import passing
 
-ABI = 14
+ABI = 15
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
+# Those that take a request, by kvant_function.
+FUNCTIONS = ("attend", "store", "rotate", "norm", "choose", "multiply", "map")
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # kvant_dtype
 logger = logging.getLogger(__name__)
 
@@ -59,7 +64,7 @@ def load(path: Path) -> Library:
         return Library(None, reason=f"{path} cannot be loaded: {error}")
     if functions.kvant_abi() != ABI:
         return Library(None, reason=f"{path} is of another version: reinstall kvant")
-    for name in ("isa", "attend", "store", "rotate", "norm", "choose", "multiply"):
+    for name in ("isa", "run", *FUNCTIONS):
         getattr(functions, f"kvant_{name}").restype = ctypes.c_char_p
     isa = functions.kvant_isa()
     if isa is None:
@@ -81,10 +86,58 @@ def rows_record(x: Tensor) -> tuple[int, ...]:
     return (x.data_ptr(), there, batch * size, head * size, row * size)
 
 
-def done(refusal: bytes | None) -> None:
-    """Nothing where a function did what it was asked for; else what it refused as an error."""
+Hearing = Callable[[str, bytes], None]
+_hearing: dict[int, Hearing] = {}  # by the thread whose calls are heard
+
+
+def perform(name: str, request: bytes) -> None:
+    """Let a function do what a request asks; what it refuses is an error."""
+    functions = library().functions
+    assert functions is not None
+    _done(getattr(functions, f"kvant_{name}")(request))
+    if _hearing and (hear := _hearing.get(get_ident())) is not None:
+        hear(name, request)
+
+
+@contextmanager
+def heard(hear: Hearing) -> Iterator[None]:
+    """Tell of every request that this thread makes within, and nobody else."""
+    thread = get_ident()
+    before = _hearing.get(thread)
+    _hearing[thread] = hear
+    try:
+        yield
+    finally:
+        if before is None:
+            del _hearing[thread]
+        else:
+            _hearing[thread] = before
+
+
+def _done(refusal: bytes | None) -> None:
     if refusal is not None:
         raise RuntimeError(f"the native library refuses what it was asked: {refusal.decode()}")
+
+
+STEP = struct.Struct("@3q")  # kvant_step
+
+
+class Program:
+    """Requests that are done one after the other in one call, as often as it is called."""
+
+    def __init__(self, requests: Sequence[tuple[str, bytes]]) -> None:
+        self._requests = [ctypes.create_string_buffer(asked, len(asked)) for _, asked in requests]
+        steps = b"".join(
+            STEP.pack(FUNCTIONS.index(name), ctypes.addressof(held), len(asked))
+            for (name, asked), held in zip(requests, self._requests, strict=True)
+        )
+        self._steps = ctypes.create_string_buffer(steps, len(steps))
+        self._all = STEP.pack(ctypes.addressof(self._steps), len(steps), len(requests))
+
+    def __call__(self) -> None:
+        functions = library().functions
+        assert functions is not None
+        _done(functions.kvant_run(self._all))
 
 
 def part_teams() -> None:
@@ -131,16 +184,14 @@ def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
     The rotation of codecs/frames/hadamard.py in one call: the same rows, to the bit. A token's rows
     take less time than a few torch operators, so what a call asks is kept cheap.
     """
-    functions = library().functions
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    assert functions is not None
     assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
     given = ROTATION.pack(
         *rows_record(x),
         *(DTYPES[x.dtype], *x.shape, ctypes.addressof(signs), ctypes.sizeof(signs), last),
         *(out.data_ptr(), out.nbytes, torch.get_num_threads()),
     )
-    done(functions.kvant_rotate(given))
+    perform("rotate", given)
     return out
 
 
@@ -154,16 +205,14 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Computed in single precision, and rounded before the weight and after it. Rows and weights lie
     in memory without gaps, in one dtype.
     """
-    functions = library().functions
     out = torch.empty_like(x)
-    assert functions is not None
     dim = weight.shape[0]
     given = NORM.pack(
         *(x.data_ptr(), x.nbytes, weight.data_ptr(), weight.nbytes),
         *(DTYPES[x.dtype], x.numel() // dim, dim, eps, out.data_ptr(), out.nbytes),
         torch.get_num_threads(),
     )
-    done(functions.kvant_norm(given))
+    perform("norm", given)
     return out
 
 
@@ -179,8 +228,6 @@ def multiplied(
     The sums of `part` columns are added to those of the parts before. Rows and bias are bfloat16
     and lie in memory without gaps.
     """
-    functions = library().functions
-    assert functions is not None
     width = x.shape[-1]
     out = x.new_empty((*x.shape[:-1], outs))
     given = PRODUCT.pack(
@@ -189,5 +236,34 @@ def multiplied(
         *(x.numel() // width, width, outs, part, out.data_ptr(), out.nbytes),
         torch.get_num_threads(),
     )
-    done(functions.kvant_multiply(given))
+    perform("multiply", given)
     return out
+
+
+MAP = struct.Struct("@25q")  # kvant_map_request
+OPERATIONS = ("copy", "negate", "add", "multiply", "look_up")
+ALL = 1 << 16  # numbers of 16 bits
+
+
+def mapped(operation: str, out: Tensor, a: Tensor, b: Tensor | None = None) -> None:
+    """Write to `out`, of up to four dimensions, what follows from the numbers of `a` and `b`.
+
+    They have its shape and its dtype; to look up, `b` has what follows from each number of 16 bits.
+    """
+    shape = (1,) * (4 - out.ndim) + tuple(out.shape)
+    perform(
+        "map",
+        MAP.pack(
+            *(OPERATIONS.index(operation), DTYPES[out.dtype], *shape),
+            *_numbers_record(a),
+            *((0,) * 6 if b is None else _numbers_record(b)),
+            *_numbers_record(out),
+            torch.get_num_threads(),
+        ),
+    )
+
+
+def _numbers_record(x: Tensor) -> tuple[int, ...]:
+    size = x.itemsize
+    strides = (0,) * (4 - x.ndim) + tuple(n * size for n in x.stride())
+    return (x.data_ptr(), behind(x, size), *strides)

@@ -17,7 +17,7 @@ from kvant.attention.native.records import CHOOSE, LANES, NO_MEMORY, NO_ROWS, RE
 from kvant.attention.selecting import ranges, summarized, widest
 from kvant.contracts import Fields, Mask, Request, Stored, Tiles, View
 from kvant.extent import Change
-from kvant.native import DTYPES, done, library, rows_record
+from kvant.native import DTYPES, library, perform, rows_record
 
 MAX_GROUP = 16  # of the kernels
 PROCESSOR = torch.device("cpu")
@@ -58,8 +58,7 @@ class Native:
         found = ranges(pages, mask, queries)
         if found is None:
             return None
-        functions, bounds = library().functions, summarized(pages).bounds
-        assert functions is not None
+        bounds = summarized(pages).bounds
         width, (slot, head, _, _) = widest(found), bounds.stride()
         chosen = torch.empty(batch, keys.heads, queries, width, dtype=torch.int64)
         record = CHOOSE.pack(
@@ -70,13 +69,10 @@ class Native:
             *(DTYPES[bounds.dtype], *records.memory(found)),
             *(chosen.data_ptr(), chosen.nbytes, width, torch.get_num_threads()),
         )
-        if (refusal := functions.kvant_choose(record)) is not None:
-            done(refusal)
+        perform("choose", record)
         return chosen
 
     def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
-        functions = library().functions
-        assert functions is not None
         keys = pages.keys.memo.get(KEYS) or records.side(pages.keys, "keys")
         values = pages.values.memo.get(VALUES) or records.side(pages.values, "values")
         own, q, mask, logits = pages.own, request.q, request.mask, request.sink_logits
@@ -109,8 +105,7 @@ class Native:
             *(NO_PAGES if chosen is None else (chosen.data_ptr(), chosen.nbytes, chosen.shape[3])),
             torch.get_num_threads(),
         )
-        if (refusal := functions.kvant_attend(record)) is not None:
-            done(refusal)
+        perform("attend", record)
         return out, lse
 
     def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
@@ -118,8 +113,7 @@ class Native:
 
         Then nothing was written. Pages that are to be opened again are not opened here.
         """
-        functions = library().functions
-        if functions is None or len(change.opens) or torch.compiler.is_compiling():
+        if library().functions is None or len(change.opens) or torch.compiler.is_compiling():
             return False
         batch, count = len(change.after.numbers), change.count
         heads = page = 0
@@ -144,8 +138,7 @@ class Native:
             torch.get_num_threads(),
             *places,
         )
-        if (refusal := functions.kvant_store(record)) is not None:
-            done(refusal)
+        perform("store", record)
         return True
 
 

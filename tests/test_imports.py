@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 RANKS = (
     "contracts devices errors exit_codes extent heap launches modes openmp progress recipes "
     "retention sizes native/",
-    "codecs/ scores/ norms packed weights",
+    "codecs/ scores/ norms packed recording weights",
     "attention/ spec/ functional",
     "cache/ models/ demo/ stores/",
     "hf/ planner checkpoints",

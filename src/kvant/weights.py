@@ -137,6 +137,18 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, one
 
 
+def memory(tensor: Tensor) -> Any:
+    """What to hold so that the memory stays which computing with a tensor reads."""
+    return tensor.packed if isinstance(tensor, PackedWeight) else tensor.detach()
+
+
+def place(tensor: Tensor) -> object:
+    """Where that memory is: another value where it is another."""
+    if isinstance(tensor, PackedWeight):
+        return id(tensor.packed), tensor.current
+    return tensor.data_ptr()
+
+
 Version = tuple[int, int]
 NEVER: Version = (-1, 0)
 

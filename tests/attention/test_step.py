@@ -61,9 +61,9 @@ def on(step: Step, cache: Cache) -> Step:
     """To the next token."""
     (change,) = cache.expect()
     if change.calm:
-        step.place.lengths.add_(1)
+        step.place.advance()
     else:
-        assert step.follows(cache[0].expected(change))
+        assert step.follow(cache[0].expected(change))
         assert step.place.follow(change.during)
     return step
 
@@ -196,10 +196,10 @@ def test_a_step_does_not_follow_where_memory_moved() -> None:
     cache = filled("affine8,tail=3")
     step = begun(cache)
     other = filled("affine8,tail=3")
-    assert not step.follows(other[0].expected(*other.expect()))
+    assert not step.follow(other[0].expected(*other.expect()))
     cache.clear()
     cache[0].append(*rows(150))
-    assert not step.follows(cache[0].expected(*cache.expect()))
+    assert not step.follow(cache[0].expected(*cache.expect()))
 
 
 def test_a_place_does_not_follow_where_it_has_no_room() -> None:

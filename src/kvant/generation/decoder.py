@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from reprlib import repr as short
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -21,6 +22,7 @@ from kvant.cache import Cache
 from kvant.contracts import Snapshot
 from kvant.errors import CacheError
 from kvant.hf import (
+    NATIVELY,
     Capture,
     HostCache,
     Replayer,
@@ -33,8 +35,11 @@ from kvant.hf import (
     identity,
     unwrapped,
 )
+from kvant.native import library
 from kvant.probing import is_auto, resolved, trial
 from kvant.recipes import AnySpec, CacheSpec
+from kvant.recording import recorded
+from kvant.weights import is_packed
 
 Call = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
 
@@ -105,7 +110,11 @@ class Decoder(Protocol):
 
 
 class HostDecoder:
-    """A model of transformers; on a GPU its single tokens are replayed from a graph, if it can."""
+    """A model of transformers.
+
+    Single tokens are replayed, where that can be: on a GPU from a graph, on a CPU from a recording
+    of a packed model (`kvant.pack`), whose other computations are short.
+    """
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
         check_continues(model)
@@ -183,7 +192,7 @@ class HostDecoder:
     ) -> Tensor:
         """[sequences, vocabulary] in float32 behind one token of each, at its position.
 
-        It comes from a graph where there is a replayer, and where that can.
+        It is replayed where there is a replayer, and where that can.
         """
         if replayer is not None and (out := replayer.logits(memory, tokens)) is not None:
             return out[:, -1].to(torch.float32, copy=True)
@@ -193,15 +202,20 @@ class HostDecoder:
 
     @property
     def captures(self) -> bool:
-        """Is there a device that replays forwards?"""
+        """Are forwards captured as graphs, each of which is there for one number of sequences?"""
         return self._capture is not None
+
+    @cached_property
+    def _records(self) -> bool:
+        on_cpu = self.model.device.type == "cpu" and library().functions is not None
+        return on_cpu and is_packed(self.model)
 
     def replayer(self) -> Replayer | None:
         """A new one, for so many sequences as it sees first."""
-        if self._capture is None:
-            return None
-        capture = capturing(self._capture, self.model.generation_config.compile_config)
-        return Replayer(self.model, self._forward, capture)
+        if self._capture is not None:
+            capture = capturing(self._capture, self.model.generation_config.compile_config)
+            return Replayer(self.model, self._forward, capture)
+        return Replayer(self.model, self._forward, recorded, NATIVELY) if self._records else None
 
     def _replayer_of(self, cache: HostCache) -> Replayer | None:
         if cache not in self._replayers and (new := self.replayer()) is not None:

@@ -15,12 +15,13 @@ from kvant.hf.inside import (
     unwrapped,
 )
 from kvant.hf.modules import held, named_modules, plain
-from kvant.hf.replaying import Capture, Replayer, captured, capturing
+from kvant.hf.replaying import NATIVELY, Capture, Replayer, captured, capturing
 
 explain.register(HostCache, HostCache.explain)
 explain.register(PairedCache, PairedCache.explain)
 
 __all__ = [
+    "NATIVELY",
     "Capture",
     "HostCache",
     "PairedCache",

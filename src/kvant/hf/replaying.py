@@ -1,5 +1,7 @@
 """Tokens one after the other through a forward that is captured once and then replayed.
 
+On a GPU it is captured as a graph, on a CPU it is recorded (recording.py).
+
 The cache expects a token before, which makes room and seals what falls due, and is told after: it
 is at every token what ordinary forwards would have made it. A graph lasts while memory stays where
 it is, which a capacity sees to. What cannot be captured is told by `refusal`, and ordinary forwards
@@ -13,10 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NoReturn
+from operator import is_
+from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -26,6 +30,8 @@ from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from kvant.attention import Step
+from kvant.attention.native.step import Place as StandingPlace
+from kvant.attention.native.step import Step as NativeStep
 from kvant.attention.triton.forms import MovingPlace
 from kvant.contracts import Mask, View
 from kvant.errors import CacheError, CapacityError, UnsupportedView
@@ -39,13 +45,14 @@ from kvant.hf.layers import AttentionLayer
 from kvant.hf.modules import held, plain
 from kvant.hf.reading import Question, Reading, SideName
 from kvant.modes import no_inference_mode
+from kvant.weights import memory, place
 
 
 @dataclass(eq=False, kw_only=True)
 class StepReading(Reading):
     """The rows of one layer, behind which those of a token are put when attention asks."""
 
-    step: Step
+    step: Step | NativeStep
     new: tuple[Tensor, Tensor]
 
     def over(self, q: Tensor, view: View, rule: Mask | Tensor | None, question: Question) -> Tensor:
@@ -67,7 +74,7 @@ class StepReading(Reading):
 class StepLayer(CacheLayerMixin):
     """One attention layer; `step` is where its rows go."""
 
-    def __init__(self, layer: AttentionLayer, step: Step) -> None:
+    def __init__(self, layer: AttentionLayer, step: Step | NativeStep) -> None:
         self.step = step
         self.is_sliding = layer.is_sliding
         self.narrow = narrows(layer.described, layer.recipe)
@@ -114,7 +121,7 @@ class StepLayer(CacheLayerMixin):
 class StepCache(TransformersCache):
     """All layers of a cache; those that remember nothing stay what they are."""
 
-    def __init__(self, layers: Sequence[Any], steps: Sequence[Step]) -> None:
+    def __init__(self, layers: Sequence[Any], steps: Sequence[Step | NativeStep]) -> None:
         given = iter(steps)
         made = [StepLayer(x, next(given)) if isinstance(x, AttentionLayer) else x for x in layers]
         super().__init__(layers=made)
@@ -124,6 +131,15 @@ class StepCache(TransformersCache):
         return first.get_seq_length()
 
 
+class Steps(NamedTuple):
+    """How a device takes one token after the other."""
+
+    place: type[MovingPlace] | type[StandingPlace]
+    step: type[Step] | type[NativeStep]
+
+
+BY_TRITON = Steps(MovingPlace, Step)
+NATIVELY = Steps(StandingPlace, NativeStep)
 Forward = Callable[[Tensor, Tensor], Tensor]  # of tensors that keep their addresses
 Capture = Callable[[Forward, Tensor, Tensor], Forward]
 
@@ -196,8 +212,9 @@ def unfit(model: PreTrainedModel) -> str | None:
 
 def baked(model: PreTrainedModel) -> list[object]:
     """Where its tensors lie, and the plain values that its modules hold, as of adapters."""
-    found: list[object] = [x.data_ptr() for x in chain(model.parameters(), model.buffers())]
-    return [*found, *((name, plain(value)) for name, value in held(model))]
+    found = [place(x) for x in chain(model.parameters(), model.buffers())]
+    values = ((name, plain(value)) for name, value in held(model))
+    return [torch.get_num_threads(), *found, *values]
 
 
 log = logging.getLogger("kvant")
@@ -216,20 +233,24 @@ class Replayer:
     their pages lie in the same memory.
     """
 
-    def __init__(self, model: PreTrainedModel, call: Call, capture: Capture) -> None:
+    def __init__(
+        self, model: PreTrainedModel, call: Call, capture: Capture, steps: Steps = BY_TRITON
+    ) -> None:
         self.model = model
         self.call = call
         self.capture = capture
+        self.steps = steps
         self.refusal: str | None = None
         self._ids = torch.zeros(0, 1, dtype=torch.int64)
         self._baked: list[object] = []  # of the model,
-        self._held: list[Tensor] = []  # and its tensors, which the graph reads
-        self._places: list[MovingPlace] = []  # of the kinds
-        self._steps: list[Step] = []
+        self._held: list[Any] = []  # and the memory of its tensors, which the graph reads
+        self._places: list[MovingPlace | StandingPlace] = []  # of the kinds
+        self._steps: list[Step | NativeStep] = []
         self._forward: Forward | None = None  # for these steps; the second time it is a replay
         self._ran = self._captured = False
         self._left: ref[HostCache] | None = None  # the newest cache,
-        self._changes = (-1, -1)  # and its changes when it was left
+        self._changes = (-1, -1)  # its changes when it was left,
+        self._lie: list[Any] = []  # and where its pages lay
 
     def logits(self, cache: HostCache, tokens: list[int]) -> Tensor | None:
         """After one more token of each sequence, until the next one.
@@ -248,18 +269,20 @@ class Replayer:
                 refusal = self.refusal = str(error)
             except Exception as error:  # a model may do anything that a graph cannot hold
                 refusal = self.refusal = _told(error)
-            log.info("tokens are not replayed from a graph: %s", refusal)
+            log.info("tokens are not replayed: %s", refusal)
         cache.context.replays.refusal = refusal
         return None
 
     def _logits(self, cache: HostCache, tokens: list[int]) -> Tensor:
         layers, states = _attending(cache), cache.states
         same = self._left is not None and self._left() is cache
+        lie = [layer.state.storage and layer.state.storage.sides for layer in layers]
         alike = same and cache.context.changes == self._changes
+        alike = alike and all(map(is_, lie, self._lie))  # whoever shares the pages may need more
         changes = states.expect()
         if alike and all(change.calm for change in changes):
             for place in self._places:
-                place.lengths.add_(1)
+                place.advance()
         else:
             self._follow(cache, layers, changes)
         self._ids.copy_(torch.tensor(tokens)[:, None])
@@ -267,7 +290,7 @@ class Replayer:
         states.arrive(self._steps[0].backend)
         for layer in layers:
             layer.arrive()
-        self._left, self._changes = ref(cache), cache.context.changes
+        self._left, self._changes, self._lie = ref(cache), cache.context.changes, lie
         cache.context.replays.tokens += self._captured
         cache.context.replays.refusal = None
         return out
@@ -280,11 +303,11 @@ class Replayer:
             raise Passing(reason)
         if (now := baked(self.model)) != self._baked:
             self._baked, self._steps = now, []
-            self._held = [x.detach() for x in (*self.model.parameters(), *self.model.buffers())]
+            self._held = [memory(x) for x in chain(self.model.parameters(), self.model.buffers())]
         pages = [layer.state.expected(changes[layer.state.kind]) for layer in layers]
         moved = len(self._steps) != len(pages) or len(self._places) != len(changes)
         moved = moved or any(
-            not step.follows(one) for step, one in zip(self._steps, pages, strict=True)
+            not step.follow(one) for step, one in zip(self._steps, pages, strict=True)
         )
         moved = moved or any(  # one of them ends the graph of all
             not place.follow(change.during)
@@ -295,16 +318,17 @@ class Replayer:
         self._steps, self._forward = [], None
         self._ran = self._captured = False
         device = self.model.device
-        self._places = [MovingPlace(change.during, device) for change in changes]
+        self._places = [self.steps.place(change.during, device) for change in changes]
         with no_inference_mode():
             self._ids = torch.zeros(changes[0].before.batch, 1, dtype=torch.int64, device=device)
         places = [self._places[layer.state.kind] for layer in layers]
-        self._steps = [Step.of(*given) for given in zip(pages, places, strict=True)]
+        both = zip(pages, places, strict=True)
+        self._steps = [self.steps.step.of(*given) for given in both]  # type: ignore[arg-type]
         self._forward = self._stepping(StepCache(cache.layers, self._steps))
 
     def _stepping(self, cache: StepCache) -> Forward:
         def forward(ids: Tensor, lengths: Tensor) -> Tensor:
-            with switched(self.model):
+            with switched(self.model) if self.steps is BY_TRITON else nullcontext():
                 return self.call(ids, lengths[:, None] - 1, cache)
 
         return forward

@@ -46,9 +46,9 @@ class Explanation:
 def _replayed(context: Context) -> list[str]:
     replays, lines = context.replays, []
     if replays.tokens:
-        lines.append(f"{replays.tokens} tokens were replayed from a graph")
+        lines.append(f"{replays.tokens} tokens were replayed")
     if replays.refusal is not None:
-        lines.append(f"tokens are not replayed from a graph: {replays.refusal}")
+        lines.append(f"tokens are not replayed: {replays.refusal}")
     return lines
 
 

@@ -210,7 +210,14 @@ def extent(given: Extent) -> Numbers:
     return found[0]
 
 
-def _extent(given: Extent) -> tuple[Numbers, object]:
+def extent_memory(given: Extent) -> Ints:
+    """The record of an extent."""
+    extent(given)
+    record: Ints = given.memo[KEY][1][0]
+    return record
+
+
+def _extent(given: Extent) -> tuple[Numbers, tuple[Ints, Ints]]:
     numbers, record = given.numbers, given.shared.get(KEY)
     if record is None:
         kind, paging = given.kind, given.kind.paging

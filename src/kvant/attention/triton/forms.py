@@ -233,13 +233,17 @@ class MovingPlace(Place):
 
     @property
     def lengths(self) -> Tensor:
-        """Tokens of each sequence, [B]: whoever steps counts them up."""
+        """Tokens of each sequence, [B]."""
         return self.rows[:, LENGTH]
 
     @property
     def columns(self) -> Tensor:
         """Tokens of the longest sequence, its padding included."""
         return (self.rows[:, LENGTH] + self.rows[:, PADDING]).amax()
+
+    def advance(self) -> None:
+        """One more token of each, which changes nothing else."""
+        self.lengths.add_(1)
 
     def follow(self, extent: Extent) -> bool:
         """Be where these sequences are; False where they are others, or there is no room."""

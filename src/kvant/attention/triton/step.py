@@ -154,8 +154,8 @@ class Step:
             raise UnsupportedView("no steps behind this view: each token selects pages")
         return cls(pages, place, pages.mask, backend.name)
 
-    def follows(self, pages: View) -> bool:
-        """May it go on from a later view of the same layer? Not where its memory is another."""
+    def follow(self, pages: View) -> bool:
+        """Go on from a later view of the same layer; False where its memory is another."""
         return _memory(pages) == _memory(self.pages)
 
     def __call__(

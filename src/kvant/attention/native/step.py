@@ -1,0 +1,151 @@
+"""One token after the other in memory that stays where it is, so that requests stay what they are.
+
+Where sequences are, and where their pages lie, are records that are written to between two tokens.
+So what a layer asked for one token is asked for the next one by the same bytes. As of the steps
+that a CUDA graph holds (triton/step.py), a cache is asked to `expect` a token, and told when it has
+arrived.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvant.attention.native import Native, records
+from kvant.contracts import Mask, Request, Stored, View
+from kvant.errors import UnsupportedView
+from kvant.extent import LENGTH, PADDING, Change, Extent, Ints
+
+NUMBERS_AT = 5  # where a record of an extent says where its numbers are
+ROW, ROWS = 2, 3  # of a write
+NATIVE = Native()
+
+
+class Place:
+    """The integers of a kind, and where the row of the next token goes."""
+
+    def __init__(self, extent: Extent, device: torch.device) -> None:
+        kind = extent.kind
+        self.tokens = kind.capacity or 2 * int(extent.rows.max(initial=0)) + kind.page
+        numbers, writes = np.zeros_like(extent.numbers), np.zeros((extent.tables, 5), np.int64)
+        self._record = np.zeros(records.EXTENT.size // 8, np.int64)
+        self.extent = Extent(kind, numbers, extent.sealed, extent.open, extent.heads)
+        self.extent.memo[records.KEY] = records.memory(self._record), self._record
+        self.change = Change(self.extent, self.extent, self.extent, 1, writes=writes)
+        self.lengths: Tensor = torch.from_numpy(numbers)[:, LENGTH]
+        self._padding = torch.from_numpy(numbers)[:, PADDING]
+        self._tables: tuple[Ints, Ints] | None = None
+        assert self.follow(extent)
+
+    @property
+    def columns(self) -> Tensor:
+        """Tokens of the longest sequence, its padding included."""
+        return (self.lengths + self._padding).amax()
+
+    def advance(self) -> None:
+        """One more token of each, which changes nothing else."""
+        self.extent.numbers[:, LENGTH] += 1
+        self.change.writes[:, ROW] += 1
+
+    def follow(self, extent: Extent) -> bool:
+        """Be where these sequences are, their next row included; False: they are others."""
+        numbers, writes = self.extent.numbers, self.change.writes
+        if extent.tables != len(numbers) or extent.kind != self.extent.kind:
+            return False
+        self._tables = extent.sealed, extent.open
+        numbers[:] = extent.numbers
+        self._record[:] = records.extent_memory(extent)
+        self._record[NUMBERS_AT : NUMBERS_AT + 2] = records.memory(numbers)
+        which, newest = np.arange(len(numbers)), extent.rows - 1
+        there = newest >= 0  # others are padding still
+        writes[:, 0] = which
+        writes[there, 1] = extent.open[which[there], newest[there] // extent.kind.page]
+        writes[:, ROW] = np.maximum(newest, 0) % extent.kind.page
+        writes[:, ROWS] = there
+        return True
+
+
+@dataclass(eq=False)
+class Step:
+    """Appends the rows of a token of every sequence to a layer and attends over all of them."""
+
+    pages: View  # over records that stay where they are
+    place: Place
+    mask: Mask
+    memory: View  # which those lead to
+    backend: str = NATIVE.name
+
+    @classmethod
+    def of(cls, pages: View, place: Place) -> Step:
+        """From what a layer shows of a token that is expected."""
+        if (reason := NATIVE.supports(pages)) is not None:
+            raise UnsupportedView(f"no steps behind this view: {reason}")
+        if pages.selecting is not None:
+            raise UnsupportedView("no steps behind this view: each token selects pages")
+        sides = _standing(pages.keys, "keys"), _standing(pages.values, "values")
+        standing = pages._replace(keys=sides[0], values=sides[1], extent=place.extent)
+        return cls(standing, place, pages.mask, pages)
+
+    def follow(self, pages: View) -> bool:
+        """Go on from a later view of the same layer; False where its rows are of another kind."""
+        here, there = self.pages, pages
+        if (here.mask, here.extent.kind) != (there.mask, there.extent.kind):
+            return False
+        sides = (here.keys, there.keys, "keys"), (here.values, there.values, "values")
+        if not all(_moved(*side) for side in sides):
+            return False
+        self.memory = pages
+        return True
+
+    def __call__(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Outputs [B, heads, 1, Dv], as `append` and then `attend` give them."""
+        pages = self.pages
+        of_keys, of_values = pages.keys.codec.frame, pages.values.codec.frame
+        rows = {"keys": of_keys.rows(keys), "values": of_values.rows(values)}
+        sides = {"keys": pages.keys, "values": pages.values}
+        if not NATIVE.store(self.place.change, rows, sides):
+            raise UnsupportedView(
+                f"rows {list(keys.shape)} of {keys.dtype} are not stored natively"
+            )
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        dtype = q.dtype if of_values.trivial else torch.float32
+        asked = Request(
+            of_keys.queries(q), scale, self.mask, softcap, sink_logits, lse=False, dtype=dtype
+        )
+        if (reason := NATIVE.supports(pages, asked)) is not None:
+            raise UnsupportedView(reason)
+        out = NATIVE.attend(asked, pages)[0]
+        return of_values.outputs(out).to(q.dtype)
+
+
+def _standing(stored: Stored, name: str) -> Stored:
+    """The same side behind a record that may be written to."""
+    side = records.side(stored, name)
+    assert side.memory is not None
+    record = side.memory.copy()
+    held = side._replace(place=records.memory(record), memory=record)
+    return replace(stored, memo={(records.KEY, name): held})
+
+
+def _moved(here: Stored, there: Stored, name: str) -> bool:
+    """Let the record of a side say where it is now, if nothing else changed."""
+    own, now = (records.side(side, name) for side in (here, there))
+    if own.memory is None or now.memory is None:
+        return False
+    told = "unread", "unstored", "heads", "page", "dim", "dtype"
+    if here.codec != there.codec or any(getattr(own, x) != getattr(now, x) for x in told):
+        return False
+    own.memory[:] = now.memory
+    return True

@@ -1,0 +1,120 @@
+"""Steps of decoding by requests that stay what they are, against append and attend: to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cache.tagged import same
+from kvant import Cache, UnsupportedView, attend
+from kvant.attention.native.step import Place, Step
+from kvant.cache import merge
+from kvant.native import heard, library
+
+pytestmark = pytest.mark.skipif(
+    library().functions is None, reason="the native library is not here"
+)
+SPECS = (
+    "raw",
+    "affine8,tail=3",
+    "affine4/turbo4,tail=3",
+    "fp8,tail=1",
+    "raw,window=70,sinks=3",
+    "affine8,tail=2,window=70,sinks=3",
+)
+
+
+def rows(count: int, batch: int = 2) -> tuple[Tensor, Tensor]:
+    return torch.randn(batch, 2, count, 32), torch.randn(batch, 2, count, 48)
+
+
+def queries(batch: int = 2) -> Tensor:
+    return torch.randn(batch, 4, 1, 32)
+
+
+def filled(text: str, count: int, start: list[int] | None = None) -> Cache:
+    torch.manual_seed(1)
+    cache = Cache(1, f"{text},prefill=stored")
+    cache[0].append(*rows(count), start=start)
+    return cache
+
+
+class Stepping:
+    """A cache that steps, beside one to which rows are appended."""
+
+    def __init__(self, cache: Cache, other: Cache) -> None:
+        self.cache, self.other = cache, other
+        self.step: Step | None = None
+
+    def token(self) -> None:
+        batch = self.cache.batch
+        new, q = rows(1, batch), queries(batch)
+        expected = attend(q, self.other[0].append(*new), backend="native")
+        (change,) = self.cache.expect()
+        pages = self.cache[0].expected(change)
+        if self.step is None:
+            self.step = Step.of(pages, Place(change.during, torch.device("cpu")))
+        elif change.calm:
+            self.step.place.advance()
+        else:
+            assert self.step.follow(pages) and self.step.place.follow(change.during)
+        assert torch.equal(self.step(q, *new), expected)
+        self.cache.arrive(self.step.backend)
+
+    def check(self) -> None:
+        same(self.cache.snapshot(), self.other.snapshot())
+        self.cache.check()
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_steps_are_appends_and_attention(text: str) -> None:
+    """Pages fall due and begin, and memory grows: the requests are those of the first token."""
+    both = Stepping(filled(text, 60), filled(text, 60))
+    asked: list[list[tuple[str, bytes]]] = []
+    for _ in range(200):
+        asked.append([])
+        with heard(lambda name, request: asked[-1].append((name, request))):
+            both.token()
+    stored = [[r for name, r in one if name == "store"][-1] for one in asked]
+    assert len(set(stored)) > 1, "rows that came lie elsewhere each time"
+    both.check()
+
+
+@pytest.mark.parametrize("text", SPECS)
+def test_sequences_of_any_lengths_step_together(text: str) -> None:
+    """Some of which share pages that a step may not write to."""
+    merged = []
+    for _ in range(2):
+        one, two = filled(text, 130), filled(text, 63)
+        merged.append(merge([one.extract(0), two.extract(0), one.extract(1)]))
+    both = Stepping(*merged)
+    for _ in range(70):
+        both.token()
+    both.check()
+
+
+def test_padding_that_is_still_to_come_writes_nothing() -> None:
+    both = Stepping(filled("raw", 2, start=[0, 6]), filled("raw", 2, start=[0, 6]))
+    for _ in range(9):
+        both.token()
+    both.check()
+
+
+def test_other_sequences_or_rows_are_not_followed() -> None:
+    both = Stepping(filled("affine8", 30), filled("affine8", 30))
+    both.token()
+    assert both.step is not None
+    alone = filled("affine8", 30).extract(0)
+    (change,) = alone.expect()
+    assert not both.step.place.follow(change.during)
+    other = filled("affine4,tail=0", 30)
+    (change,) = other.expect()
+    assert not both.step.follow(other[0].expected(change))
+
+
+def test_what_cannot_be_read_so_says_why() -> None:
+    cache = filled("affine8,select=1:0,tail=1", 200)
+    (change,) = cache.expect()
+    with pytest.raises(UnsupportedView, match="selects pages"):
+        Step.of(cache[0].expected(change), Place(change.during, torch.device("cpu")))

@@ -1,0 +1,70 @@
+"""Batches whose forwards are recorded on a CPU: each gets what it would get alone, to the token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.test_engine import alone, engine_for, finished, nothing_is_left, prompts
+from hf.zoo import build
+from kvant.generation import HostDecoder
+from kvant.hf import HostCache
+from kvant.native import library
+
+pytestmark = [
+    pytest.mark.skipif(library().functions is None, reason="the native library is not here"),
+    pytest.mark.usefixtures(nothing_is_left.__name__),
+]
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """Of every forward of a token of each: how many sequences, and was it replayed?"""
+    found, rows = [], HostDecoder.rows
+
+    def counted(decoder: Any, tokens: Any, places: Any, cache: HostCache, *given: Any) -> Any:
+        before = cache.context.replays.tokens
+        out = rows(decoder, tokens, places, cache, *given)
+        found.append((len(tokens), cache.context.replays.tokens > before))
+        return out
+
+    monkeypatch.setattr(HostDecoder, "rows", counted)
+    monkeypatch.setattr(HostDecoder, "_records", True)  # as if models were packed
+    return found
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "raw",
+        "affine8,window=40,sinks=4",
+        *(pytest.param(s, marks=pytest.mark.laws) for s in ("affine4,tail=3", "turbo4v4", "fp8")),
+    ],
+)
+def test_sequences_come_and_go(replayed: list[tuple[int, bool]], spec: str) -> None:
+    model, asked = build("llama"), prompts(9, longest=90)
+    counts = [5, 30, 1, 12, 70, 8, 8, 3, 20]
+    with engine_for(model, spec, max_sequences=4) as engine:
+        streams = [
+            engine.submit(prompt, max_new_tokens=n, ignore_end=True)
+            for prompt, n in zip(asked, counts, strict=True)
+        ]
+        found = [list(stream.result().tokens) for stream in streams]
+        finished(engine)
+    assert {size for size, _ in replayed} == {1, 2, 3, 4}, "nobody is beside them who asked nothing"
+    assert {size for size, again in replayed if again} == {1, 2, 3, 4}
+    assert sum(again for _, again in replayed) > len(replayed) // 2
+    HostDecoder._records = False  # type: ignore[method-assign, assignment]
+    for prompt, n, tokens in zip(asked, counts, found, strict=True):
+        assert tokens == alone(model, prompt, spec, max_new_tokens=n)
+
+
+def test_a_model_that_is_not_replayed_is_served(replayed: list[tuple[int, bool]]) -> None:
+    model, asked = build("falcon_h1"), prompts(3, seed=4, longest=9)
+    with engine_for(model, "raw", max_sequences=3) as engine:
+        streams = [engine.submit(p, max_new_tokens=6, ignore_end=True) for p in asked]
+        found = [list(stream.result().tokens) for stream in streams]
+        finished(engine)
+    assert not any(again for _, again in replayed)
+    assert found == [alone(model, prompt, max_new_tokens=6) for prompt in asked]

@@ -1,0 +1,169 @@
+"""Forwards that are recorded and done again: they give the same bits, in memory used again."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import kvant
+from kvant.errors import UnsupportedView
+from kvant.native import DTYPES, Program, heard, library, mapped, normed
+from kvant.recording import Recording, recorded
+
+pytestmark = pytest.mark.skipif(
+    library().functions is None, reason="the native library is not here"
+)
+SHAPES = ((3,), (2, 5), (1, 16), (2, 3, 4, 48), (4, 1, 3, 65))
+
+
+def odd(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Numbers of every size, with some that end a range."""
+    x = torch.randn(shape) * torch.tensor(10.0) ** torch.randint(-42, 38, shape)
+    flat = x.reshape(-1)
+    for at, value in enumerate((0.0, -0.0, float("inf"), 1e-40, -65504.0)):
+        flat[at % flat.numel()] = value
+    return x.to(dtype)
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """To the bit, but for which NaN it is."""
+    nan = one.isnan() & other.isnan()
+    ints = {2: torch.int16, 4: torch.int32}[one.itemsize]
+    return bool((nan | (one.contiguous().view(ints) == other.contiguous().view(ints))).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numbers_one_by_one_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    a, b = odd(shape, dtype), odd(shape, dtype)
+    narrow = odd((*shape[:-1], 1), dtype).expand(shape)
+    cases: list[tuple[str, Tensor, Tensor | None, Tensor]] = [
+        ("copy", a, None, a),
+        ("negate", a, None, -a),
+        ("add", a, b, a + b),
+        ("multiply", a, b, a * b),
+        ("multiply", narrow, b, narrow * b),
+        ("add", a.flip(-1), narrow, a.flip(-1) + narrow),
+    ]
+    if len(shape) > 1:
+        turned = b.transpose(0, -1).contiguous().transpose(0, -1)
+        cases.append(("add", a, turned, a + turned))
+    for operation, x, y, expected in cases:
+        wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
+        for out in (torch.zeros(shape, dtype=dtype), wide[..., ::2]):
+            mapped(operation, out, x, y)
+            assert equal(out, expected), operation
+
+
+def test_a_function_of_16_bits_is_looked_up() -> None:
+    every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
+    table, out = functional.silu(every), torch.zeros(2**16, dtype=torch.bfloat16)
+    mapped("look_up", out, every, table)
+    assert equal(out, table)
+
+
+def test_a_program_is_done_as_often_as_it_is_called() -> None:
+    x, weight, asked = torch.randn(1, 64), torch.ones(64), list[tuple[str, bytes]]()
+    with heard(lambda name, request: asked.append((name, request))):
+        out = normed(x, weight, 1e-6)
+        mapped("add", x, x, out)
+    program, other = Program(asked), torch.randn(1, 64)
+    x.copy_(other)
+    program()
+    assert torch.equal(x, other + normed(other, weight, 1e-6))
+
+
+def test_what_a_step_refuses_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="shape: below zero"):
+        Program([("map", b"\xff" * 200)])()
+    with pytest.raises(RuntimeError, match="request: less than"):
+        Program([("map", b"")])()
+
+
+class Layer(nn.Module):
+    """What a layer of a model does with a token, but for attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.gate = nn.Linear(96, 160, bias=False), nn.Linear(96, 160)
+        self.down = nn.Linear(160, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        half = torch.cat((-x[..., 48:], x[..., :48]), -1)
+        x = x * 2 + half.sigmoid() * x.softmax(-1)
+        out = self.down(functional.silu(self.gate(x)) * self.up(x))
+        out = out.view(*out.shape[:-1], 4, 24).transpose(1, 2).reshape(*out.shape)
+        out += x
+        return out.to(torch.float32).to(x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_forward_that_is_done_again_gives_what_it_gives(dtype: torch.dtype, packed: bool) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(Layer() for _ in range(4))).to(dtype)
+    if packed:
+        kvant.pack(layers)
+    x = torch.randn(2, 3, 96).to(dtype)
+    with torch.no_grad():
+        layers(x)  # what is tried once, is
+        again = recorded(layers, x)
+        for _ in range(3):
+            x.copy_(torch.randn(2, 3, 96))
+            expected = layers(x.clone())
+            gc.collect()
+            assert equal(again(x), expected)
+
+
+def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
+    layers = nn.Sequential(*(Layer() for _ in range(20))).bfloat16()
+    x = torch.randn(1, 1, 96).bfloat16()
+    recording = Recording((x,))
+    with torch.no_grad(), recording, heard(recording.hear):
+        layers(x)
+    assert len(recording._memory._blocks) < 30 < len(recording._steps)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x if x.sum() > 0 else -x,
+    ],
+)
+def test_a_forward_that_asks_for_a_value_is_refused(asks: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(UnsupportedView, match="asks for the value"):
+        recorded(asks, torch.randn(4))
+
+
+def test_a_result_that_an_operator_gives_otherwise_is_not_mapped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a table says is held against what came: else the operator is called."""
+    wrong = torch.zeros(2**16, dtype=torch.bfloat16)
+    monkeypatch.setattr("kvant.recording._results", lambda *given: wrong)
+    x = torch.randn(5).bfloat16()
+    again = recorded(functional.silu, x)
+    x.copy_(torch.randn(5))
+    assert torch.equal(again(x), functional.silu(x))
+
+
+def test_calls_of_another_thread_are_not_heard() -> None:
+    from threading import Thread
+
+    asked = list[str]()
+    with heard(lambda name, request: asked.append(name)):
+        other = Thread(target=normed, args=(torch.randn(1, 64), torch.ones(64), 1e-6))
+        other.start()
+        other.join()
+        normed(torch.randn(1, 64), torch.ones(64), 1e-6)
+    assert asked == ["norm"]

@@ -11,14 +11,14 @@ what it was, and a forward that asks for the value of a tensor is refused.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from kvant.errors import UnsupportedView
 from kvant.modes import no_inference_mode
@@ -30,7 +30,7 @@ Step = Callable[[], object]
 
 ALLOCATING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 ALLOCATING |= {aten.new_empty_strided}
-COPYING = {aten.clone, aten._to_copy, aten.copy_}
+COPYING = {aten.clone, aten._to_copy}
 OF_TWO = {aten.add: "add", aten.mul: "multiply"}
 OF_ONE = {aten.silu, aten.gelu, aten.sigmoid, aten.tanh, aten.relu, aten.exp, aten.rsqrt}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
@@ -88,49 +88,64 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        given = [x for x in tree_leaves((args, named)) if isinstance(x, Tensor)]
+        given = _tensors((*args, *named.values()))
         _check(func, given)
         out = func(*args, **named)
-        made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
+        made = _tensors((out,))
         if not made and given and func._schema.returns:
             raise UnsupportedView(f"{func} asks for the value of a tensor")
-        old = {_storage(x) for x in given}
-        for x in given:
-            self._keep(x)
-        if all(_storage(x) in old for x in made):
+        old = {self._keep(x) for x in given}
+        new = [x for x in made if _storage(x) not in old]
+        if not new:
             if func._schema.is_mutable:
-                self._note(func, args, named, args[0])
-            return self._memory.follow(out)
-        if any(_storage(x) in old for x in made):
+                self._changed(func, args, named)
+        elif len(new) < len(made):
             raise UnsupportedView(f"{func} gives both new and old memory")
-        placed = tree_map_only(Tensor, self._placed, out)
-        if func.overloadpacket not in ALLOCATING:
-            self._note(func, args, named, placed)
-        return self._memory.follow(placed)
-
-    def _placed(self, x: Tensor) -> Tensor:
-        """A result, in memory of ours."""
-        if x.layout is not torch.strided or type(x) is not Tensor:
-            raise UnsupportedView(f"a {type(x).__name__} of {x.layout} is not recorded")
-        return self._memory.like(x).copy_(x)
-
-    def _keep(self, x: Tensor) -> None:
-        """What lies elsewhere is to stay."""
-        if x.layout is torch.strided and _storage(x) not in self._memory:
-            self._kept.setdefault(_storage(x), _alias(x))
-
-    def _note(self, func: Any, args: Any, named: dict[str, Any], out: Any) -> None:
-        """A step that gives this result again."""
-        if type(out) is Tensor and (requests := _requests(func, args, named, out)):
-            self._steps += requests
-            return
-        args, named, out = tree_map_only(Tensor, _alias, (args, named, out))
-        if func._schema.is_mutable:
-            self._steps.append(partial(func, *args, **named))
-        elif func.overloadpacket in INTO:
-            self._steps.append(partial(func.overloadpacket.out, *args, **named, out=out))
+        elif type(out) is Tensor:
+            made = [self._placed(func, args, named, out)]
+            out = made[0]
         else:
-            self._steps.append(partial(_again, func, args, named, out))
+            out = tree_map_only(Tensor, self._copied, out)
+            made = _tensors((out,))
+            self._steps.append(_called(_again, func, args, named, out))
+        for x in made:
+            self._memory.follow(x)
+        return out
+
+    def _keep(self, x: Tensor) -> int:
+        """What lies elsewhere is to stay; where it lies."""
+        storage = _storage(x)
+        if x.layout is torch.strided and storage not in self._memory:
+            self._kept.setdefault(storage, _alias(x))
+        return storage
+
+    def _changed(self, func: Any, args: Any, named: dict[str, Any]) -> None:
+        """Note an operator that writes to what it was given."""
+        if func.overloadpacket is aten.copy_ and _fits(args[0]):
+            requests = _requests(aten.clone, (args[1].expand(args[0].shape),), {}, args[0])
+            if requests:
+                self._steps += requests
+                return
+        self._steps.append(_called(func, *args, **named))
+
+    def _placed(self, func: Any, args: Any, named: dict[str, Any], found: Tensor) -> Tensor:
+        """A result in memory of ours, and what gives it again: requests, to the bit, or a call."""
+        packet, out = func.overloadpacket, self._memory.like(found)
+        if packet in ALLOCATING:
+            return out
+        requests = _requests(packet, args, named, out) if _fits(out) else []
+        if requests and torch.equal(_bits(out), _bits(found)):
+            self._steps += requests
+            return out
+        out.copy_(found)
+        if packet in INTO:
+            self._steps.append(_called(packet.out, *args, **named, out=out))
+        else:
+            self._steps.append(_called(_again, func, args, named, out))
+        return out
+
+    def _copied(self, x: Tensor) -> Tensor:
+        return self._memory.like(x).copy_(x)
 
 
 class Memory:
@@ -146,6 +161,8 @@ class Memory:
 
     def like(self, x: Tensor) -> Tensor:
         """A tensor with the shape and the strides of another one."""
+        if x.layout is not torch.strided or type(x) is not Tensor:
+            raise UnsupportedView(f"a {type(x).__name__} of {x.layout} is not recorded")
         reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
         nbytes = -(-max(reach, 1) * x.itemsize // UNIT) * UNIT
         free = self._free.setdefault(nbytes, [])
@@ -158,18 +175,13 @@ class Memory:
         with no_inference_mode():
             return block.view(x.dtype).as_strided(x.shape, x.stride())
 
-    def follow(self, out: Any) -> Any:
-        """Note who looks at our memory, until they are gone."""
-        for x in tree_leaves(out):
-            if not isinstance(x, Tensor) or x.layout is not torch.strided:
-                continue
-            if (storage := _storage(x)) not in self._blocks:
-                continue
-            lookers = self._lookers.setdefault(storage, set())
-            if id(x) not in lookers:
-                lookers.add(id(x))
-                weakref.finalize(x, self._gone, storage, id(x)).atexit = False
-        return out
+    def follow(self, x: Tensor) -> None:
+        """Note who looks at our memory, until it is gone."""
+        storage = _storage(x)
+        lookers = self._lookers.setdefault(storage, set())
+        if storage in self._blocks and id(x) not in lookers:
+            lookers.add(id(x))
+            weakref.finalize(x, self._gone, storage, id(x)).atexit = False
 
     def _gone(self, storage: int, looker: int) -> None:
         lookers = self._lookers[storage]
@@ -178,11 +190,16 @@ class Memory:
             self._free[self._blocks[storage].nbytes].append(storage)
 
 
+def _called(func: Any, *args: Any, **named: Any) -> Step:
+    """A call, of tensors that nobody counts."""
+    args, named = tree_map_only(Tensor, _alias, (args, named))
+    return partial(func, *args, **named)
+
+
 def _again(func: Any, args: Any, named: dict[str, Any], out: Any) -> None:
     made = func(*args, **named)
-    for old, new in zip(tree_leaves(out), tree_leaves(made), strict=True):
-        if isinstance(old, Tensor):
-            old.copy_(new)
+    for old, new in zip(_tensors((out,)), _tensors((made,)), strict=True):
+        old.copy_(new)
 
 
 def _check(func: Any, given: Sequence[Tensor]) -> None:
@@ -194,6 +211,17 @@ def _check(func: Any, given: Sequence[Tensor]) -> None:
         raise UnsupportedView(f"{func} asks for the value of a tensor")
 
 
+def _tensors(every: Iterable[Any]) -> list[Tensor]:
+    """Those of arguments, or of a result, also in lists."""
+    found = list[Tensor]()
+    for one in every:
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, list | tuple):
+            found += _tensors(one)
+    return found
+
+
 def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr() if x.layout is torch.strided else id(x)
 
@@ -203,18 +231,17 @@ def _alias(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride()) if x.layout is torch.strided else x
 
 
-def _requests(func: Any, args: Any, named: dict[str, Any], out: Tensor) -> list[Asked]:
-    """Requests that give this result, to the bit; none where nobody knows any."""
-    if out.dtype not in DTYPES or out.ndim > MAX_NDIM or not out.is_cpu:
-        return []
-    wanted, requests = out.clone(), list[Asked]()
+def _fits(out: Tensor) -> bool:
+    return out.dtype in DTYPES and out.ndim <= MAX_NDIM and out.is_cpu
+
+
+def _requests(packet: Any, args: Any, named: dict[str, Any], out: Tensor) -> list[Asked]:
+    """Requests that may give a result, and were done; none where nobody knows any."""
+    requests = list[Asked]()
     with heard(lambda name, request: requests.append((name, request))):
-        for mapping in _mappings(func.overloadpacket, args, named, out):
+        for mapping in _mappings(packet, args, named, out):
             mapped(*mapping)
-    if requests and torch.equal(_bits(out), _bits(wanted)):
-        return requests
-    out.copy_(wanted)
-    return []
+    return requests
 
 
 def _mappings(
@@ -222,9 +249,8 @@ def _mappings(
 ) -> Iterator[tuple[str, Tensor, Tensor, Tensor | None]]:
     """How numbers follow one by one, where they do."""
     if packet in COPYING:
-        source = args[1] if packet is aten.copy_ else args[0]
-        if source.dtype == out.dtype:
-            yield "copy", out, source.expand(out.shape), None
+        if args[0].dtype == out.dtype:
+            yield "copy", out, args[0], None
     elif packet is aten.neg:
         yield "negate", out, args[0], None
     elif packet in OF_TWO and not named:

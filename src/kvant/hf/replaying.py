@@ -136,10 +136,12 @@ class Steps(NamedTuple):
 
     place: type[MovingPlace] | type[StandingPlace]
     step: type[Step] | type[NativeStep]
+    before: int  # ordinary forwards, as capturing takes as long as some
+    tried: bool  # is the first forward one of steps that is not captured?
 
 
-BY_TRITON = Steps(MovingPlace, Step)
-NATIVELY = Steps(StandingPlace, NativeStep)
+BY_TRITON = Steps(MovingPlace, Step, before=0, tried=True)
+NATIVELY = Steps(StandingPlace, NativeStep, before=4, tried=False)
 Forward = Callable[[Tensor, Tensor], Tensor]  # of tensors that keep their addresses
 Capture = Callable[[Forward, Tensor, Tensor], Forward]
 
@@ -248,6 +250,7 @@ class Replayer:
         self._steps: list[Step | NativeStep] = []
         self._forward: Forward | None = None  # for these steps; the second time it is a replay
         self._ran = self._captured = False
+        self._waited = 0  # ordinary forwards before the first of steps
         self._left: ref[HostCache] | None = None  # the newest cache,
         self._changes = (-1, -1)  # its changes when it was left,
         self._lie: list[Any] = []  # and where its pages lay
@@ -258,6 +261,9 @@ class Replayer:
         None where an ordinary forward has to do it.
         """
         refusal = self.refusal or FAILED.get(self.model)
+        if refusal is None and self._waited < self.steps.before:
+            self._waited += 1
+            return None
         if refusal is None:
             try:
                 return self._logits(cache, tokens)
@@ -334,13 +340,13 @@ class Replayer:
         return forward
 
     def _run(self) -> Tensor:
-        """The first time as it is: kernels are compiled, and what is made once is made."""
+        """On a GPU the first time as it is: kernels are compiled, what is made once is made."""
         assert self._forward is not None
         given = self._ids, self._places[0].lengths
-        if self._ran and not self._captured:
+        if not self._captured and (self._ran or not self.steps.tried):
             try:
                 self._forward = self.capture(self._forward, *given)
-            except torch.OutOfMemoryError:
+            except (torch.OutOfMemoryError, UnsupportedView):
                 raise
             except Exception as error:  # the next cache need not try again
                 FAILED[self.model] = _told(error)

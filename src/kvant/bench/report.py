@@ -22,6 +22,10 @@ from kvant.bench.device import CPU, Device
 from kvant.exit_codes import command
 
 PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
+COLOURS = 10  # that matplotlib draws curves in, before it begins again
+LINES = ("-", "--", ":")
+# Where a legend hides nothing of a picture.
+BESIDE: Mapping[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "fontsize": "small"}
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON line and nothing else.")]
 
 
@@ -125,8 +129,9 @@ def draw(curves: Mapping[str, Mapping[int, float]], title: str, file: Path, labe
     """Both axes in powers: a candidate that doubles with the length is a straight line upward."""
     figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    for name, curve in curves.items():
-        axes.plot(list(curve), list(curve.values()), marker="o", markersize=4, label=name)
+    for number, (name, curve) in enumerate(curves.items()):
+        dashes = LINES[number // COLOURS % len(LINES)]  # the same colour again, but another line
+        axes.plot(*zip(*curve.items(), strict=True), dashes, marker="o", markersize=4, label=name)
     axes.set(xscale="log", yscale="log", title=title)
     axes.set(xlabel="tokens there", ylabel=label)
     lengths = sorted({length for curve in curves.values() for length in curve})
@@ -136,5 +141,5 @@ def draw(curves: Mapping[str, Mapping[int, float]], title: str, file: Path, labe
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    axes.legend(**BESIDE)
     figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})

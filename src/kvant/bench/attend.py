@@ -207,17 +207,18 @@ def main(
         print(f"skipped: {line}", file=sys.stderr)
     facts = asdict(task) | {"dtype": "bfloat16", "isa": library().isa, "skipped": skipped}
     if plot is not None:
-        draw(_curves(rows), f"attention of {queries} over N rows", plot, "milliseconds (median)")
+        draw(curves(rows), f"attention of {queries} over N rows", plot, "milliseconds (median)")
     show("attend", rows, facts, quiet=json, device=where)
 
 
-def _curves(rows: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
-    curves: dict[str, dict[int, float]] = {}
+def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+    """Way to rows to median milliseconds."""
+    found: dict[str, dict[int, float]] = {}
     first = next(row["backend"] for row in rows if row["way"] == "raw")
     for row in rows:
         way = row["way"] if row["backend"] in ("", first) else f"{row['way']}, {row['backend']}"
-        curves.setdefault(way, {})[row["rows"]] = row["median_ms"]
-    return curves
+        found.setdefault(way, {})[row["rows"]] = row["median_ms"]
+    return found
 
 
 if __name__ == "__main__":

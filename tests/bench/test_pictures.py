@@ -1,0 +1,44 @@
+"""The pictures of docs/ are drawn from what is there: one command, all of them."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DOCS = ROOT / "docs"
+ELSEWHERE = {"quality.png"}  # tools/quality_page.py
+TOOL = runpy.run_path(str(ROOT / "tools" / "pictures.py"))
+
+
+def test_what_pages_show_is_what_is_drawn() -> None:
+    shown = {
+        (page.parent / name).relative_to(DOCS).as_posix()
+        for page in DOCS.rglob("*.md")
+        for name in re.findall(r"!\[[^]]*\]\((.+?\.png)\)", page.read_text(encoding="utf-8"))
+    }
+    assert shown - ELSEWHERE == set(TOOL["PICTURES"])
+    assert all((DOCS / name).exists() for name in shown)
+
+
+def test_a_series_has_a_figure_for_each_number_of_clients() -> None:
+    rows = [
+        {"way": way, "clients": clients, "tokens_s": clients * each}
+        for clients in (1, 4)
+        for way, each in (("engine", 10.0), ("server", 9.0))
+    ]
+    assert TOOL["by_clients"](rows, "way") == {
+        "engine": {"1 client": 10.0, "4 clients": 40.0},
+        "server": {"1 client": 9.0, "4 clients": 36.0},
+    }
+
+
+@pytest.mark.parametrize("name", TOOL["PICTURES"])
+def test_it_is_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="only pictures need it")
+    file = tmp_path / "a.png"
+    TOOL["PICTURES"][name](file)
+    assert file.read_bytes()[:4] == b"\x89PNG"

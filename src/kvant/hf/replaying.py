@@ -8,7 +8,7 @@ it is, which a capacity sees to. What cannot be captured is told by `refusal`, a
 go on.
 
 Holds the memory that a graph reads, but not the cache. What is changed of the model during a reply
-is noticed when a page falls due or something else is read.
+is noticed within so many tokens (CHECKED), or when something else is read.
 """
 
 from __future__ import annotations
@@ -220,6 +220,7 @@ def baked(model: PreTrainedModel) -> list[object]:
 
 
 log = logging.getLogger("kvant")
+CHECKED = 64  # looking at all modules takes as long as some layers
 FAILED: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # to be captured, and why
 Call = Callable[[Tensor, Tensor, Any], Tensor]  # (ids [B, 1], positions [B, 1], cache) -> logits
 
@@ -250,6 +251,7 @@ class Replayer:
         self._steps: list[Step | NativeStep] = []
         self._forward: Forward | None = None  # for these steps; the second time it is a replay
         self._ran = self._captured = False
+        self._tokens = 0  # since the model was looked at first
         self._waited = 0  # ordinary forwards before the first of steps
         self._left: ref[HostCache] | None = None  # the newest cache,
         self._changes = (-1, -1)  # its changes when it was left,
@@ -286,7 +288,10 @@ class Replayer:
         alike = same and cache.context.changes == self._changes
         alike = alike and all(map(is_, lie, self._lie))  # whoever shares the pages may need more
         changes = states.expect()
-        if alike and all(change.calm for change in changes):
+        self._tokens += 1
+        if not alike or self._tokens % CHECKED == 0:
+            self._check()
+        if alike and self._steps and all(change.calm for change in changes):
             for place in self._places:
                 place.advance()
         else:
@@ -301,15 +306,18 @@ class Replayer:
         cache.context.replays.refusal = None
         return out
 
-    def _follow(
-        self, cache: HostCache, layers: list[AttentionLayer], changes: list[Change]
-    ) -> None:
-        """Go on where pages lie now; where memory is another, or the model's, begin anew."""
+    def _check(self) -> None:
+        """Is the model what it was? Else begin anew."""
         if (reason := unfit(self.model)) is not None:
             raise Passing(reason)
         if (now := baked(self.model)) != self._baked:
             self._baked, self._steps = now, []
             self._held = [memory(x) for x in chain(self.model.parameters(), self.model.buffers())]
+
+    def _follow(
+        self, cache: HostCache, layers: list[AttentionLayer], changes: list[Change]
+    ) -> None:
+        """Go on where pages lie now; where memory is another, begin anew."""
         pages = [layer.state.expected(changes[layer.state.kind]) for layer in layers]
         moved = len(self._steps) != len(pages) or len(self._places) != len(changes)
         moved = moved or any(

@@ -9,7 +9,7 @@ import pytest
 from engine.test_engine import alone, engine_for, finished, nothing_is_left, prompts
 from hf.zoo import build
 from kvant.generation import HostDecoder
-from kvant.hf import HostCache
+from kvant.hf import NATIVELY, HostCache
 from kvant.native import library
 
 pytestmark = [
@@ -30,7 +30,8 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         return out
 
     monkeypatch.setattr(HostDecoder, "rows", counted)
-    monkeypatch.setattr(HostDecoder, "_records", True)  # as if models were packed
+    at_once = NATIVELY._replace(before=0)
+    monkeypatch.setattr("kvant.generation.decoder.NATIVELY", at_once)
     return found
 
 
@@ -42,7 +43,9 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
         *(pytest.param(s, marks=pytest.mark.laws) for s in ("affine4,tail=3", "turbo4v4", "fp8")),
     ],
 )
-def test_sequences_come_and_go(replayed: list[tuple[int, bool]], spec: str) -> None:
+def test_sequences_come_and_go(
+    replayed: list[tuple[int, bool]], spec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, asked = build("llama"), prompts(9, longest=90)
     counts = [5, 30, 1, 12, 70, 8, 8, 3, 20]
     with engine_for(model, spec, max_sequences=4) as engine:
@@ -55,7 +58,7 @@ def test_sequences_come_and_go(replayed: list[tuple[int, bool]], spec: str) -> N
     assert {size for size, _ in replayed} == {1, 2, 3, 4}, "nobody is beside them who asked nothing"
     assert {size for size, again in replayed if again} == {1, 2, 3, 4}
     assert sum(again for _, again in replayed) > len(replayed) // 2
-    HostDecoder._records = False  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(HostDecoder, "_records", False)
     for prompt, n, tokens in zip(asked, counts, found, strict=True):
         assert tokens == alone(model, prompt, spec, max_new_tokens=n)
 

@@ -212,12 +212,30 @@ def test_a_layer_that_was_away_is_found_where_it_came_back_to() -> None:
     pair.read(text[84])
 
 
+class Adapted(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner, self.strength = inner, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.strength + self.strength
+
+
+def test_a_forward_that_somebody_put_before_a_module_is_called_each_time() -> None:
+    model, called = build("llama", **SMALL), list[int]()
+    head, plain = model.lm_head, model.lm_head.forward
+    head.forward = lambda x: (called.append(len(x)), plain(x))[1]
+    pair, text = Pair(model, "raw"), tokens("llama", 40)
+    for count in range(1, 6):
+        pair.read(text[count])
+        assert len(called) == 2 * count
+    assert "lm_head has a forward of its own" in pair.stepped.context.replays.refusal
+
+
 def test_an_adapter_that_is_switched_between_two_turns_is_seen() -> None:
     """Its weights lie where they lay: a plain value says whether they count."""
     model = build("llama", **SMALL)
-    head = model.lm_head
-    head.strength, plain = 1.0, head.forward
-    head.forward = lambda x: plain(x) * head.strength + head.strength
+    model.lm_head = head = Adapted(model.lm_head)
     pair, text = Pair(model, "raw"), tokens("llama", 40)
     for begin, head.strength in ((0, 1.0), (10, 3.0), (20, 1.0)):
         pair.read(*text[begin : begin + 5])

@@ -39,7 +39,6 @@ from kvant.native import library
 from kvant.probing import is_auto, resolved, trial
 from kvant.recipes import AnySpec, CacheSpec
 from kvant.recording import recorded
-from kvant.weights import is_packed
 
 Call = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
 
@@ -112,8 +111,7 @@ class Decoder(Protocol):
 class HostDecoder:
     """A model of transformers.
 
-    Single tokens are replayed, where that can be: on a GPU from a graph, on a CPU from a recording
-    of a packed model (`kvant.pack`), whose other computations are short.
+    Single tokens are replayed, where that can be: on a GPU from a graph, on a CPU from a recording.
     """
 
     def __init__(self, model: PreTrainedModel, capture: Capture | None = None) -> None:
@@ -207,8 +205,7 @@ class HostDecoder:
 
     @cached_property
     def _records(self) -> bool:
-        on_cpu = self.model.device.type == "cpu" and library().functions is not None
-        return on_cpu and is_packed(self.model)
+        return self.model.device.type == "cpu" and library().functions is not None
 
     def replayer(self) -> Replayer | None:
         """A new one, for so many sequences as it sees first."""

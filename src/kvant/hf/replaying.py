@@ -45,6 +45,7 @@ from kvant.hf.layers import AttentionLayer
 from kvant.hf.modules import held, plain
 from kvant.hf.reading import Question, Reading, SideName
 from kvant.modes import no_inference_mode
+from kvant.norms import is_fused
 from kvant.weights import memory, place
 
 
@@ -209,6 +210,8 @@ def unfit(model: PreTrainedModel) -> str | None:
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
             return f"{name or 'the model'} has hooks, which a replay does not call"
+        if "forward" in vars(module) and not is_fused(module):
+            return f"{name or 'the model'} has a forward of its own, which a replay does not call"
     return None
 
 

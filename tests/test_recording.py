@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import kvant
 from kvant.errors import UnsupportedView
-from kvant.native import DTYPES, Program, heard, library, mapped, normed
+from kvant.native import DTYPES, done, heard, library, mapped, normed, program
 from kvant.recording import Recording, recorded
 
 pytestmark = pytest.mark.skipif(
@@ -74,17 +74,17 @@ def test_a_program_is_done_as_often_as_it_is_called() -> None:
     with heard(lambda name, request: asked.append((name, request))):
         out = normed(x, weight, 1e-6)
         mapped("add", x, x, out)
-    program, other = Program(asked), torch.randn(1, 64)
+    again, other = program(asked), torch.randn(1, 64)
     x.copy_(other)
-    program()
+    done(again())
     assert torch.equal(x, other + normed(other, weight, 1e-6))
 
 
 def test_what_a_step_refuses_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="shape: below zero"):
-        Program([("map", b"\xff" * 200)])()
+        done(program([("map", b"\xff" * 200)])())
     with pytest.raises(RuntimeError, match="request: less than"):
-        Program([("map", b"")])()
+        done(program([("map", b"")])())
 
 
 class Layer(nn.Module):

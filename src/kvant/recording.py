@@ -13,7 +13,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from kvant.errors import UnsupportedView
 from kvant.modes import no_inference_mode
-from kvant.native import ALL, DTYPES, Program, heard, mapped
+from kvant.native import ALL, DTYPES, done, heard, mapped, program
 
 aten = torch.ops.aten
 Forward = Callable[..., Tensor]
@@ -34,7 +35,6 @@ COPYING = {aten.clone, aten._to_copy}
 OF_TWO = {aten.add: "add", aten.mul: "multiply"}
 OF_ONE = {aten.silu, aten.gelu, aten.sigmoid, aten.tanh, aten.relu, aten.exp, aten.rsqrt}
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
-INTO = {aten.mm, aten.addmm, aten.bmm}  # those that write where they are told, at no other cost
 UNIT = 64  # bytes
 MAX_NDIM = 4  # of a request
 Asked = tuple[str, bytes]  # a native function, and a request
@@ -63,24 +63,19 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def replay(self, out: Tensor) -> Forward:
         """All steps, with as many of them as can be in one call."""
-        runs: list[Step] = []
-        requests: list[Asked] = []
-        for step in self._steps:
-            if isinstance(step, tuple):
-                requests.append(step)
-                continue
-            if requests:
-                runs.append(Program(requests))
-                requests = []
-            runs.append(step)
-        if requests:
-            runs.append(Program(requests))
+        runs = list[Step]()
+        for asked, steps in groupby(self._steps, lambda step: isinstance(step, tuple)):
+            if asked:
+                runs.append(program(cast(list[Asked], list(steps))))
+            else:
+                runs += cast(list[Step], list(steps))
         held = self._memory, self._kept, out
 
         def replay(*same: Tensor) -> Tensor:
             for run in runs:
-                run()
-            return held[2]
+                if type(said := run()) is bytes:
+                    done(said)
+            return held[-1]
 
         return replay
 
@@ -137,11 +132,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if requests and torch.equal(_bits(out), _bits(found)):
             self._steps += requests
             return out
-        out.copy_(found)
-        if packet in INTO:
-            self._steps.append(_called(packet.out, *args, **named, out=out))
+        if packet is aten._to_copy:
+            step: Step | None = _called(Tensor.copy_, out.copy_(found), args[0])
         else:
-            self._steps.append(_called(_again, func, args, named, out))
+            step = _into(func, args, named, out)
+        if step is None or not torch.equal(_bits(out), _bits(found)):
+            step = _called(_again, func, args, named, out.copy_(found))
+        self._steps.append(step)
         return out
 
     def _copied(self, x: Tensor) -> Tensor:
@@ -194,6 +191,19 @@ def _called(func: Any, *args: Any, **named: Any) -> Step:
     """A call, of tensors that nobody counts."""
     args, named = tree_map_only(Tensor, _alias, (args, named))
     return partial(func, *args, **named)
+
+
+def _into(func: Any, args: Any, named: dict[str, Any], out: Tensor) -> Step | None:
+    """A call of an operator that writes where it is told, once done; None: there is none."""
+    for name in (f"{func._overloadname}_out", "out"):
+        if (other := getattr(func.overloadpacket, name, None)) is not None:
+            step = _called(other, *args, **named, out=out)
+            try:
+                step()
+            except (RuntimeError, TypeError):  # it takes something else
+                continue
+            return step
+    return None
 
 
 def _again(func: Any, args: Any, named: dict[str, Any], out: Any) -> None:
@@ -283,4 +293,4 @@ def _results(
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view(torch.int16 if x.itemsize == 2 else torch.int32)
+    return x.reshape(-1).contiguous().view(torch.uint8)

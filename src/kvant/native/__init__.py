@@ -14,9 +14,10 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import get_ident
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +95,7 @@ def perform(name: str, request: bytes) -> None:
     """Let a function do what a request asks; what it refuses is an error."""
     functions = library().functions
     assert functions is not None
-    _done(getattr(functions, f"kvant_{name}")(request))
+    done(getattr(functions, f"kvant_{name}")(request))
     if _hearing and (hear := _hearing.get(get_ident())) is not None:
         hear(name, request)
 
@@ -114,7 +115,8 @@ def heard(hear: Hearing) -> Iterator[None]:
             _hearing[thread] = before
 
 
-def _done(refusal: bytes | None) -> None:
+def done(refusal: bytes | None) -> None:
+    """Nothing where a function did what it was asked for; else what it refused as an error."""
     if refusal is not None:
         raise RuntimeError(f"the native library refuses what it was asked: {refusal.decode()}")
 
@@ -122,22 +124,20 @@ def _done(refusal: bytes | None) -> None:
 STEP = struct.Struct("@3q")  # kvant_step
 
 
-class Program:
-    """Requests that are done one after the other in one call, as often as it is called."""
-
-    def __init__(self, requests: Sequence[tuple[str, bytes]]) -> None:
-        self._requests = [ctypes.create_string_buffer(asked, len(asked)) for _, asked in requests]
-        steps = b"".join(
-            STEP.pack(FUNCTIONS.index(name), ctypes.addressof(held), len(asked))
-            for (name, asked), held in zip(requests, self._requests, strict=True)
-        )
-        self._steps = ctypes.create_string_buffer(steps, len(steps))
-        self._all = STEP.pack(ctypes.addressof(self._steps), len(steps), len(requests))
-
-    def __call__(self) -> None:
-        functions = library().functions
-        assert functions is not None
-        _done(functions.kvant_run(self._all))
+def program(requests: Sequence[tuple[str, bytes]]) -> Callable[[], bytes | None]:
+    """What does requests one after the other, in one call; it gives what is refused, for `done`."""
+    held = [ctypes.create_string_buffer(asked, len(asked)) for _, asked in requests]
+    steps = b"".join(
+        STEP.pack(FUNCTIONS.index(name), ctypes.addressof(one), len(asked))
+        for (name, asked), one in zip(requests, held, strict=True)
+    )
+    held.append(ctypes.create_string_buffer(steps, len(steps)))
+    functions = library().functions
+    assert functions is not None
+    every = STEP.pack(ctypes.addressof(held[-1]), len(steps), len(requests))
+    run: Any = partial(functions.kvant_run, every)
+    run.held = held  # what it points to lives as long
+    return cast(Callable[[], "bytes | None"], run)
 
 
 def part_teams() -> None:

@@ -6,15 +6,17 @@ import gc
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import kvant
+from kvant.codecs.frames import Rotation, hadamard
 from kvant.errors import UnsupportedView
-from kvant.native import DTYPES, done, heard, library, mapped, normed, program
-from kvant.recording import Recording, recorded
+from kvant.native import DTYPES, Asked, done, heard, library, mapped, normed, program
+from kvant.recording import Blocks, Recording, recorded
 
 pytestmark = pytest.mark.skipif(
     library().functions is None, reason="the native library is not here"
@@ -70,8 +72,8 @@ def test_a_function_of_16_bits_is_looked_up() -> None:
 
 
 def test_a_program_is_done_as_often_as_it_is_called() -> None:
-    x, weight, asked = torch.randn(1, 64), torch.ones(64), list[tuple[str, bytes]]()
-    with heard(lambda name, request: asked.append((name, request))):
+    x, weight, asked = torch.randn(1, 64), torch.ones(64), list[Asked]()
+    with heard(asked.append):
         out = normed(x, weight, 1e-6)
         mapped("add", x, x, out)
     again, other = program(asked), torch.randn(1, 64)
@@ -82,9 +84,9 @@ def test_a_program_is_done_as_often_as_it_is_called() -> None:
 
 def test_what_a_step_refuses_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="shape: below zero"):
-        done(program([("map", b"\xff" * 200)])())
+        done(program([("map", b"\xff" * 200, ())])())
     with pytest.raises(RuntimeError, match="request: less than"):
-        done(program([("map", b"")])())
+        done(program([("map", b"", ())])())
 
 
 class Layer(nn.Module):
@@ -125,10 +127,10 @@ def test_a_forward_that_is_done_again_gives_what_it_gives(dtype: torch.dtype, pa
 def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
     layers = nn.Sequential(*(Layer() for _ in range(20))).bfloat16()
     x = torch.randn(1, 1, 96).bfloat16()
-    recording = Recording((x,))
+    recording = Recording((x,), Blocks())
     with torch.no_grad(), recording, heard(recording.hear):
         layers(x)
-    assert len(recording._memory._blocks) < 30 < len(recording._steps)
+    assert len(recording._blocks._blocks) < 30 < len(recording._steps)
 
 
 @pytest.mark.parametrize(
@@ -138,6 +140,9 @@ def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
         lambda x: x if x.sum() > 0 else -x,
+        lambda x: x * x.tolist()[0],
+        lambda x: x * float(x.numpy()[0]),
+        lambda x: x * float(np.asarray(x)[0]),
     ],
 )
 def test_a_forward_that_asks_for_a_value_is_refused(asks: Callable[[Tensor], Any]) -> None:
@@ -157,11 +162,40 @@ def test_a_result_that_an_operator_gives_otherwise_is_not_mapped(
     assert torch.equal(again(x), functional.silu(x))
 
 
+def test_a_constant_that_is_written_to_is_made_anew() -> None:
+    def forward(x: Tensor) -> Tensor:
+        total = torch.tensor([1.0, 2.0])
+        total += x
+        return total * 2
+
+    x = torch.tensor([3.0, 4.0])
+    again = recorded(forward, x)
+    for _ in range(3):
+        assert torch.equal(again(x), torch.tensor([8.0, 12.0]))
+
+
+def test_parts_of_two_dtypes_are_put_together_by_the_operator() -> None:
+    one, other = torch.ones(4).bfloat16(), torch.ones(4)
+    again = recorded(lambda x, y: torch.cat((x, y.half(), x)), one, other)
+    other.fill_(3)
+    assert torch.equal(again(one, other)[4:8], torch.full((4,), 3.0).to(again.out.dtype))
+
+
+def test_what_a_request_points_to_is_kept() -> None:
+    """The signs of a rotation are in a cache of some size only."""
+    x = torch.randn(1, 1, 1, 32)
+    again = recorded(lambda x: Rotation(5).rows(x), x)
+    expected = Rotation(5).rows(x)
+    hadamard._native_signs.cache_clear()
+    gc.collect()
+    assert torch.equal(again(x), expected)
+
+
 def test_calls_of_another_thread_are_not_heard() -> None:
     from threading import Thread
 
     asked = list[str]()
-    with heard(lambda name, request: asked.append(name)):
+    with heard(lambda one: asked.append(one[0])):
         other = Thread(target=normed, args=(torch.randn(1, 64), torch.ones(64), 1e-6))
         other.start()
         other.join()

@@ -18,12 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from kvant.errors import UnsupportedView
 from kvant.modes import no_inference_mode
-from kvant.native import ALL, DTYPES, done, heard, mapped, program
+from kvant.native import ALL, DTYPES, Asked, done, heard, mapped, program
 
 aten = torch.ops.aten
 Forward = Callable[..., Tensor]
@@ -33,35 +34,65 @@ ALLOCATING = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty}
 ALLOCATING |= {aten.new_empty_strided}
 COPYING = {aten.clone, aten._to_copy}
 OF_TWO = {aten.add: "add", aten.mul: "multiply"}
-OF_ONE = {aten.silu, aten.gelu, aten.sigmoid, aten.tanh, aten.relu, aten.exp, aten.rsqrt}
+# Those whose bits do not depend on how numbers lie: those of gelu and rsqrt do.
+OF_ONE = {aten.silu, aten.sigmoid, aten.tanh, aten.relu, aten.exp}
+CONSTANT = {aten.lift_fresh, aten.lift_fresh_copy}
+VALUES = {Tensor.tolist, Tensor.numpy, Tensor.__array__}  # which no operator gives
 INDEXING = {aten.index, aten.index_put, aten.index_put_}
-UNIT = 64  # bytes
+LEAST = 6  # of the power of two that the bytes of a block are
 MAX_NDIM = 4  # of a request
-Asked = tuple[str, bytes]  # a native function, and a request
 
 
-def recorded(forward: Forward, *given: Tensor) -> Forward:
-    """Do a forward, and give what does it again: it reads the same tensors, and writes over its
-    output, whatever it is called with."""
-    recording = Recording(given)
-    with torch.no_grad(), recording, heard(recording.hear):
+def recorded(forward: Forward, *given: Tensor, blocks: Blocks | None = None) -> Replay:
+    """Do a forward, and give what does it again.
+
+    Recordings that are never done at one time may share their memory.
+    """
+    recording = Recording(given, Blocks() if blocks is None else blocks)
+    with torch.no_grad(), recording, Refusing(), heard(recording.hear):
         out = forward(*given)
     return recording.replay(out)
+
+
+class Replay:
+    """Reads the same tensors again, and writes over its output, whatever it is called with."""
+
+    def __init__(self, runs: Sequence[Step], out: Tensor, held: object) -> None:
+        self.out = out  # of the recording itself, until it is done again
+        self._runs = runs
+        self._held = held
+
+    def __call__(self, *same: Tensor) -> Tensor:
+        for run in self._runs:
+            if type(said := run()) is bytes:
+                done(said)
+        return self.out
+
+
+class Refusing(TorchFunctionMode):
+    """Refuses what asks for values beside all operators."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in VALUES:
+            raise UnsupportedView(f"{func.__name__} asks for the value of a tensor")
+        return func(*args, **(kwargs or {}))
 
 
 class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operator, and gives its results memory that is used again once they are gone."""
 
-    def __init__(self, given: Sequence[Tensor]) -> None:
+    def __init__(self, given: Sequence[Tensor], blocks: Blocks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._steps: list[Asked | Step] = []
-        self._memory = Memory()
+        self._blocks = blocks
         self._kept: dict[int, Tensor] = {_storage(x): _alias(x) for x in given}
 
-    def hear(self, name: str, request: bytes) -> None:
-        self._steps.append((name, request))
+    def hear(self, asked: Asked) -> None:
+        self._steps.append(asked)
 
-    def replay(self, out: Tensor) -> Forward:
+    def replay(self, out: Tensor) -> Replay:
         """All steps, with as many of them as can be in one call."""
         runs = list[Step]()
         for asked, steps in groupby(self._steps, lambda step: isinstance(step, tuple)):
@@ -69,15 +100,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 runs.append(program(cast(list[Asked], list(steps))))
             else:
                 runs += cast(list[Step], list(steps))
-        held = self._memory, self._kept, out
-
-        def replay(*same: Tensor) -> Tensor:
-            for run in runs:
-                if type(said := run()) is bytes:
-                    done(said)
-            return held[-1]
-
-        return replay
+        return Replay(runs, _alias(out), (self._blocks, self._kept))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -91,7 +114,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UnsupportedView(f"{func} asks for the value of a tensor")
         old = {self._keep(x) for x in given}
         new = [x for x in made if _storage(x) not in old]
-        if not new:
+        if func.overloadpacket in CONSTANT:  # who made it may write to it
+            made = [self._copied(out)]
+            self._steps.append(_called(Tensor.copy_, made[0], out.clone()))
+            out = made[0]
+        elif not new:
             if func._schema.is_mutable:
                 self._changed(func, args, named)
         elif len(new) < len(made):
@@ -104,13 +131,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = _tensors((out,))
             self._steps.append(_called(_again, func, args, named, out))
         for x in made:
-            self._memory.follow(x)
+            self._blocks.follow(x)
         return out
 
     def _keep(self, x: Tensor) -> int:
         """What lies elsewhere is to stay; where it lies."""
         storage = _storage(x)
-        if x.layout is torch.strided and storage not in self._memory:
+        if x.layout is torch.strided and storage not in self._blocks:
             self._kept.setdefault(storage, _alias(x))
         return storage
 
@@ -125,7 +152,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _placed(self, func: Any, args: Any, named: dict[str, Any], found: Tensor) -> Tensor:
         """A result in memory of ours, and what gives it again: requests, to the bit, or a call."""
-        packet, out = func.overloadpacket, self._memory.like(found)
+        packet, out = func.overloadpacket, self._blocks.like(found)
         if packet in ALLOCATING:
             return out
         requests = _requests(packet, args, named, out) if _fits(out) else []
@@ -142,10 +169,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _copied(self, x: Tensor) -> Tensor:
-        return self._memory.like(x).copy_(x)
+        return self._blocks.like(x).copy_(x)
 
 
-class Memory:
+class Blocks:
     """Blocks of memory, each of which is free again once nobody looks at it."""
 
     def __init__(self) -> None:
@@ -161,7 +188,7 @@ class Memory:
         if x.layout is not torch.strided or type(x) is not Tensor:
             raise UnsupportedView(f"a {type(x).__name__} of {x.layout} is not recorded")
         reach = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-        nbytes = -(-max(reach, 1) * x.itemsize // UNIT) * UNIT
+        nbytes = 1 << max(LEAST, (reach * x.itemsize - 1).bit_length())
         free = self._free.setdefault(nbytes, [])
         if not free:
             with no_inference_mode():
@@ -174,9 +201,10 @@ class Memory:
 
     def follow(self, x: Tensor) -> None:
         """Note who looks at our memory, until it is gone."""
-        storage = _storage(x)
+        if (storage := _storage(x)) not in self._blocks:
+            return
         lookers = self._lookers.setdefault(storage, set())
-        if storage in self._blocks and id(x) not in lookers:
+        if id(x) not in lookers:
             lookers.add(id(x))
             weakref.finalize(x, self._gone, storage, id(x)).atexit = False
 
@@ -248,7 +276,7 @@ def _fits(out: Tensor) -> bool:
 def _requests(packet: Any, args: Any, named: dict[str, Any], out: Tensor) -> list[Asked]:
     """Requests that may give a result, and were done; none where nobody knows any."""
     requests = list[Asked]()
-    with heard(lambda name, request: requests.append((name, request))):
+    with heard(requests.append):
         for mapping in _mappings(packet, args, named, out):
             mapped(*mapping)
     return requests
@@ -272,11 +300,9 @@ def _mappings(
             how = tuple(sorted(named.items()))
             yield "look_up", out, args[0], _results(packet, tuple(args[1:]), how, out.dtype)
     elif packet is aten.cat:
-        parts, dim = args[0], (args[1] if len(args) > 1 else 0)
-        at = 0
-        for part in parts:
-            if part.dtype != out.dtype or part.ndim != out.ndim:
-                return
+        parts, dim, at = args[0], (args[1] if len(args) > 1 else 0), 0
+        alike = all(part.dtype == out.dtype and part.ndim == out.ndim for part in parts)
+        for part in parts if alike else ():
             yield "copy", out.narrow(dim, at, part.shape[dim]), part, None
             at += part.shape[dim]
 

@@ -471,17 +471,21 @@ const char *refused(const kvant_map_request &r) {
     if (!none_negative({n.first, n.second, n.third, n.last})) return "shape: below zero";
     if (product({n.first, n.second, n.third, n.last}) > MOST)
         return "shape: more than there can be";
-    if (r.operation < KVANT_COPY || r.operation > KVANT_LOOK_UP)
+    if (r.operation < KVANT_MAP_COPY || r.operation > KVANT_MAP_LOOK_UP)
         return "operation: none that is known";
     if (!is_dtype(r.dtype)) return "dtype: numbers of no type that is known";
     if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
     if (!there(r.a, n, size)) return "a: more than there are";
-    if (r.operation == KVANT_LOOK_UP) {
+    if (r.operation == KVANT_MAP_LOOK_UP) {
         if (size != 2) return "dtype: numbers of 16 bits are looked up";
         if (!holds(r.b.data, r.b.nbytes, TABLE * size, size)) return "b: fewer than results";
     }
-    const bool two = r.operation == KVANT_ADD || r.operation == KVANT_MULTIPLY;
+    const bool two = r.operation == KVANT_MAP_ADD || r.operation == KVANT_MAP_MULTIPLY;
     if (two && !there(r.b, n, size)) return "b: more than there are";
+    const kvant_four &by = r.out.stride;
+    if ((n.first > 1 && !by.first) || (n.second > 1 && !by.second) ||
+        (n.third > 1 && !by.third) || (n.last > 1 && !by.last))
+        return "out: numbers at one place";
     return there(r.out, n, size) ? nullptr : "out: less room than there are numbers";
 }
 

@@ -237,9 +237,11 @@ typedef struct {
     kvant_four stride;
 } kvant_numbers;
 
-enum kvant_operation { KVANT_COPY, KVANT_NEGATE, KVANT_ADD, KVANT_MULTIPLY, KVANT_LOOK_UP };
+enum kvant_operation {
+    KVANT_MAP_COPY, KVANT_MAP_NEGATE, KVANT_MAP_ADD, KVANT_MAP_MULTIPLY, KVANT_MAP_LOOK_UP
+};
 
-/* Numbers one by one, in single precision, rounded once. */
+/* Numbers one by one, in single precision, rounded once. No two of `out` lie at one place. */
 typedef struct {
     int64_t operation, dtype;
     kvant_four shape;
@@ -249,7 +251,7 @@ typedef struct {
 } kvant_map_request;
 
 enum kvant_function {
-    KVANT_ATTEND, KVANT_STORE, KVANT_ROTATE, KVANT_NORM, KVANT_CHOOSE, KVANT_DO_MULTIPLY, KVANT_MAP
+    KVANT_ATTEND, KVANT_STORE, KVANT_ROTATE, KVANT_NORM, KVANT_CHOOSE, KVANT_MULTIPLY, KVANT_MAP
 };
 
 /* One of the requests above, by the function that takes it. */

@@ -124,7 +124,7 @@ const char *take(const kvant_step &step) {
         case KVANT_ROTATE: return take(step, kvant_rotate);
         case KVANT_NORM: return take(step, kvant_norm);
         case KVANT_CHOOSE: return take(step, kvant_choose);
-        case KVANT_DO_MULTIPLY: return take(step, kvant_multiply);
+        case KVANT_MULTIPLY: return take(step, kvant_multiply);
         case KVANT_MAP: return take(step, kvant_map);
     }
     return "function: none that is known";

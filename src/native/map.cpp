@@ -76,18 +76,18 @@ private:
         T *out = (T *)at(r.out, i, j, k);
         const int64_t sa = r.a.stride.last / size, so = r.out.stride.last / size;
         switch (r.operation) {
-            case KVANT_COPY:
+            case KVANT_MAP_COPY:
                 if (sa == 1 && so == 1) return (void)std::memcpy(out, a, count * size);
                 for (int64_t x = 0; x < count; x++) out[x * so] = a[x * sa];
                 return;
-            case KVANT_NEGATE:
+            case KVANT_MAP_NEGATE:
                 for (int64_t x = 0; x < count; x++) out[x * so] = opposite(a[x * sa]);
                 return;
-            case KVANT_LOOK_UP: return look_up(a, sa, out, so, count);
+            case KVANT_MAP_LOOK_UP: return look_up(a, sa, out, so, count);
         }
         const T *b = (const T *)at(r.b, i, j, k);
         const int64_t sb = r.b.stride.last / size;
-        if (r.operation == KVANT_ADD) return each<Add>(a, sa, b, sb, out, so, count);
+        if (r.operation == KVANT_MAP_ADD) return each<Add>(a, sa, b, sb, out, so, count);
         each<Multiply>(a, sa, b, sb, out, so, count);
     }
 

@@ -74,7 +74,7 @@ def test_steps_are_appends_and_attention(text: str) -> None:
     asked: list[list[tuple[str, bytes]]] = []
     for _ in range(200):
         asked.append([])
-        with heard(lambda name, request: asked[-1].append((name, request))):
+        with heard(lambda one: asked[-1].append(one[:2])):
             both.token()
     stored = [[r for name, r in one if name == "store"][-1] for one in asked]
     assert len(set(stored)) > 1, "rows that came lie elsewhere each time"

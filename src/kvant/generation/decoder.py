@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cached_property
+from functools import cached_property, partial
 from reprlib import repr as short
 from typing import Any, Protocol, cast, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -38,7 +38,7 @@ from kvant.hf import (
 from kvant.native import library
 from kvant.probing import is_auto, resolved, trial
 from kvant.recipes import AnySpec, CacheSpec
-from kvant.recording import recorded
+from kvant.recording import Blocks, recorded
 
 Call = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
 
@@ -118,6 +118,7 @@ class HostDecoder:
         check_continues(model)
         self.model = model
         self._capture = capture or (captured if model.device.type == "cuda" else None)
+        self._blocks = Blocks()  # of recordings
         self._replayers: WeakKeyDictionary[HostCache, Replayer] = WeakKeyDictionary()
         takes = inspect.signature(model.forward).parameters
         self._cache = cache_name(model)
@@ -212,7 +213,9 @@ class HostDecoder:
         if self._capture is not None:
             capture = capturing(self._capture, self.model.generation_config.compile_config)
             return Replayer(self.model, self._forward, capture)
-        return Replayer(self.model, self._forward, recorded, NATIVELY) if self._records else None
+        if not self._records:
+            return None
+        return Replayer(self.model, self._forward, partial(recorded, blocks=self._blocks), NATIVELY)
 
     def _replayer_of(self, cache: HostCache) -> Replayer | None:
         if cache not in self._replayers and (new := self.replayer()) is not None:

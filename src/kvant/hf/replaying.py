@@ -46,6 +46,7 @@ from kvant.hf.modules import held, plain
 from kvant.hf.reading import Question, Reading, SideName
 from kvant.modes import no_inference_mode
 from kvant.norms import is_fused
+from kvant.recording import Replay
 from kvant.weights import memory, place
 
 
@@ -219,7 +220,12 @@ def baked(model: PreTrainedModel) -> list[object]:
     """Where its tensors lie, and the plain values that its modules hold, as of adapters."""
     found = [place(x) for x in chain(model.parameters(), model.buffers())]
     values = ((name, plain(value)) for name, value in held(model))
-    return [torch.get_num_threads(), *found, *values]
+    return [modes(), *found, *values]
+
+
+def modes() -> tuple[object, ...]:
+    """What else decides what is computed, and by how many threads."""
+    return torch.get_num_threads(), torch.is_autocast_enabled("cpu")
 
 
 log = logging.getLogger("kvant")
@@ -258,7 +264,8 @@ class Replayer:
         self._waited = 0  # ordinary forwards before the first of steps
         self._left: ref[HostCache] | None = None  # the newest cache,
         self._changes = (-1, -1)  # its changes when it was left,
-        self._lie: list[Any] = []  # and where its pages lay
+        self._lie: list[Any] = []  # where its pages lay,
+        self._modes = modes()  # and how PyTorch computed
 
     def logits(self, cache: HostCache, tokens: list[int]) -> Tensor | None:
         """After one more token of each sequence, until the next one.
@@ -280,6 +287,9 @@ class Replayer:
                 refusal = self.refusal = str(error)
             except Exception as error:  # a model may do anything that a graph cannot hold
                 refusal = self.refusal = _told(error)
+            if self.refusal is not None:
+                self._steps, self._places, self._lie, self._held = [], [], [], []
+                self._forward = None
             log.info("tokens are not replayed: %s", refusal)
         cache.context.replays.refusal = refusal
         return None
@@ -290,6 +300,8 @@ class Replayer:
         lie = [layer.state.storage and layer.state.storage.sides for layer in layers]
         alike = same and cache.context.changes == self._changes
         alike = alike and all(map(is_, lie, self._lie))  # whoever shares the pages may need more
+        alike = alike and self._modes == modes()
+        self._left = None  # until the token is there
         changes = states.expect()
         self._tokens += 1
         if not alike or self._tokens % CHECKED == 0:
@@ -304,7 +316,8 @@ class Replayer:
         states.arrive(self._steps[0].backend)
         for layer in layers:
             layer.arrive()
-        self._left, self._changes, self._lie = ref(cache), cache.context.changes, lie
+        self._changes, self._lie, self._modes = cache.context.changes, lie, modes()
+        self._left = ref(cache)
         cache.context.replays.tokens += self._captured
         cache.context.replays.refusal = None
         return out
@@ -314,7 +327,10 @@ class Replayer:
         if (reason := unfit(self.model)) is not None:
             raise Passing(reason)
         if (now := baked(self.model)) != self._baked:
-            self._baked, self._steps = now, []
+            known, self._baked, self._steps = self._baked, now, []
+            if known and self.steps.before:
+                self._waited = 0
+                raise Passing("something about the model has changed")
             self._held = [memory(x) for x in chain(self.model.parameters(), self.model.buffers())]
 
     def _follow(
@@ -363,6 +379,8 @@ class Replayer:
                 FAILED[self.model] = _told(error)
                 raise
             self._captured = True
+            if isinstance(self._forward, Replay):
+                return self._forward.out
         self._ran = True
         return self._forward(*given)
 

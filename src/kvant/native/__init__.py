@@ -87,17 +87,21 @@ def rows_record(x: Tensor) -> tuple[int, ...]:
     return (x.data_ptr(), there, batch * size, head * size, row * size)
 
 
-Hearing = Callable[[str, bytes], None]
+Asked = tuple[str, bytes, tuple[object, ...]]  # a function, a request, and what that points to
+Hearing = Callable[[Asked], None]
 _hearing: dict[int, Hearing] = {}  # by the thread whose calls are heard
 
 
-def perform(name: str, request: bytes) -> None:
-    """Let a function do what a request asks; what it refuses is an error."""
+def perform(name: str, request: bytes, *held: object) -> None:
+    """Let a function do what a request asks; what it refuses is an error.
+
+    Whoever hears of it keeps what is `held`: memory that lives no longer than the caller likes.
+    """
     functions = library().functions
     assert functions is not None
     done(getattr(functions, f"kvant_{name}")(request))
     if _hearing and (hear := _hearing.get(get_ident())) is not None:
-        hear(name, request)
+        hear((name, request, held))
 
 
 @contextmanager
@@ -124,19 +128,19 @@ def done(refusal: bytes | None) -> None:
 STEP = struct.Struct("@3q")  # kvant_step
 
 
-def program(requests: Sequence[tuple[str, bytes]]) -> Callable[[], bytes | None]:
+def program(requests: Sequence[Asked]) -> Callable[[], bytes | None]:
     """What does requests one after the other, in one call; it gives what is refused, for `done`."""
-    held = [ctypes.create_string_buffer(asked, len(asked)) for _, asked in requests]
+    buffers = [ctypes.create_string_buffer(asked, len(asked)) for _, asked, _ in requests]
     steps = b"".join(
-        STEP.pack(FUNCTIONS.index(name), ctypes.addressof(one), len(asked))
-        for (name, asked), one in zip(requests, held, strict=True)
+        STEP.pack(FUNCTIONS.index(name), ctypes.addressof(buffer), len(asked))
+        for (name, asked, _), buffer in zip(requests, buffers, strict=True)
     )
-    held.append(ctypes.create_string_buffer(steps, len(steps)))
+    buffers.append(ctypes.create_string_buffer(steps, len(steps)))
     functions = library().functions
     assert functions is not None
-    every = STEP.pack(ctypes.addressof(held[-1]), len(steps), len(requests))
+    every = STEP.pack(ctypes.addressof(buffers[-1]), len(steps), len(requests))
     run: Any = partial(functions.kvant_run, every)
-    run.held = held  # what it points to lives as long
+    run.held = buffers, [held for _, _, held in requests]  # what it points to lives as long
     return cast(Callable[[], "bytes | None"], run)
 
 
@@ -191,7 +195,7 @@ def rotated(x: Tensor, signs: Signs, *, last: bool) -> Tensor:
         *(DTYPES[x.dtype], *x.shape, ctypes.addressof(signs), ctypes.sizeof(signs), last),
         *(out.data_ptr(), out.nbytes, torch.get_num_threads()),
     )
-    perform("rotate", given)
+    perform("rotate", given, signs)
     return out
 
 
@@ -260,6 +264,7 @@ def mapped(operation: str, out: Tensor, a: Tensor, b: Tensor | None = None) -> N
             *_numbers_record(out),
             torch.get_num_threads(),
         ),
+        b,
     )
 
 

@@ -131,12 +131,14 @@ class Step:
 
 
 def _standing(stored: Stored, name: str) -> Stored:
-    """The same side behind a record that may be written to."""
+    """What is known of a side, without its memory, behind a record that may be written to."""
     side = records.side(stored, name)
     assert side.memory is not None
     record = side.memory.copy()
     held = side._replace(place=records.memory(record), memory=record)
-    return replace(stored, memo={(records.KEY, name): held})
+    opened = stored.open.new_empty(0, *stored.open.shape[1:])
+    memo = {(records.KEY, name): held}
+    return replace(stored, open=opened, sealed={}, summary=None, memo=memo)
 
 
 def _moved(here: Stored, there: Stored, name: str) -> bool:

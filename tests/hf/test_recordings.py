@@ -1,0 +1,101 @@
+"""Tokens from a forward that was recorded on a CPU: the bits of ordinary forwards, or a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import kvant
+from hf.zoo import FAMILIES, build, names, worded
+from kvant.generation.decoder import HostDecoder
+from kvant.native import library
+
+pytestmark = pytest.mark.skipif(
+    library().functions is None, reason="the native library is not here"
+)
+FEW = ("llama", "qwen3", "gemma3", "mistral", "phi3", "gptj", "mamba", "deepseek_v3")
+PROMPT, TOKENS = 60, 14  # a page falls due, and another begins
+CELLS = [
+    pytest.param(family, spec, packed, marks=[] if few else pytest.mark.laws)
+    for spec, packed in (("raw", True), ("affine4,tail=3", False))
+    for family in names("decoder") + names("recurrent")
+    for few in [family in FEW]
+]
+
+
+def both(model: Any, spec: str) -> list[tuple[HostDecoder, Any]]:
+    """By ordinary forwards, and by recordings."""
+    found = [(one, one.memory(spec)) for one in (HostDecoder(model), HostDecoder(model))]
+    found[0][0].__dict__["_records"] = False
+    return found
+
+
+@pytest.mark.parametrize("attached", [False, True])
+@pytest.mark.parametrize(("family", "spec", "packed"), CELLS)
+def test_tokens_are_those_of_ordinary_forwards(
+    family: str, spec: str, packed: bool, attached: bool
+) -> None:
+    model, spec = build(family), worded(family, spec)
+    if packed:
+        kvant.pack(model.bfloat16())
+    if attached:
+        kvant.attach(model, spec, guard=False)
+    text = FAMILIES[family].inputs(tokens=PROMPT + TOKENS)["input_ids"][0].tolist()
+    pair = both(model, spec)
+    for decoder, cache in pair:
+        decoder.logits(text[:PROMPT], cache)
+    for token in text[PROMPT:]:
+        plain, again = (decoder.logits([token], cache) for decoder, cache in pair)
+        assert torch.equal(plain, again)
+    replays = pair[1][1].context.replays
+    assert (replays.tokens == TOKENS - 4) == (replays.refusal is None)
+    if family in ("llama", "qwen3", "phi3") or (attached and family in ("gemma3", "mistral")):
+        assert replays.refusal is None
+
+
+class Counting(nn.Module):
+    """A head that counts its forwards in a buffer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)  # type: ignore[operator]
+        return self.inner(x)
+
+
+def test_the_token_that_is_recorded_is_computed_once() -> None:
+    model = build("llama")
+    model.lm_head = Counting(model.lm_head)
+    decoder = HostDecoder(model)
+    cache = decoder.memory("raw")
+    for count in range(1, 12):
+        decoder.logits([count], cache)
+        assert int(model.lm_head.count) == count
+    assert cache.stats()["replayed"] > 4
+
+
+def test_a_model_that_changes_is_recorded_anew() -> None:
+    """Its threads, and its weights."""
+    model = build("llama")
+    pair, threads = both(model, "raw"), torch.get_num_threads()
+    try:
+        for token in range(3, 70):
+            if token == 20:
+                torch.set_num_threads(threads + 1)
+            if token == 40:
+                for weight in model.parameters():
+                    weight.data = weight.data * 1.01
+                for decoder, cache in pair:  # something else is read
+                    decoder.logits([1, 2], cache)
+            plain, again = (decoder.logits([token], cache) for decoder, cache in pair)
+            assert torch.allclose(plain, again, atol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
+    assert pair[1][1].context.replays.refusal is None
+    assert pair[1][1].stats()["replayed"] > 40

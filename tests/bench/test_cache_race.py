@@ -45,7 +45,8 @@ def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) ->
         assert row["median_ms"] >= row["best_ms"] > 0 and row["ratio"] > 0
         assert "host_ms" not in row  # on a CPU it is the same
         assert row["peak_mib"] is None
-        assert row["replayed"] == (None if row["cache"] == "dynamic" else 0)  # there is no GPU
+        ours = row["cache"] != "dynamic"  # recorded once four tokens were ordinary ones
+        assert (row["replayed"] is not None) == ours and (row["replayed"] or 0) < 3
         dense = row["rows"] * 2 * 2 * 2 * 32 * 2 / 2**20  # layers, sides, heads, width, bytes
         assert row["rest_mib"] == dense if row["cache"] == "dynamic" else row["rest_mib"] > 0
 

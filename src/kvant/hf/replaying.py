@@ -328,10 +328,10 @@ class Replayer:
             raise Passing(reason)
         if (now := baked(self.model)) != self._baked:
             known, self._baked, self._steps = self._baked, now, []
+            self._held = [memory(x) for x in chain(self.model.parameters(), self.model.buffers())]
             if known and self.steps.before:
                 self._waited = 0
                 raise Passing("something about the model has changed")
-            self._held = [memory(x) for x in chain(self.model.parameters(), self.model.buffers())]
 
     def _follow(
         self, cache: HostCache, layers: list[AttentionLayer], changes: list[Change]

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvant
 from engine.test_engine import alone, engine_for, nothing_is_left, prompts
 from hf.zoo import build
+from kvant.engine import batch
 from kvant.generation import HostDecoder
-from kvant.prefixes import Prefixes
+from kvant.prefixes import Prefixes, shelf
+from kvant.prefixes.keys import root
 from prefixes.test_prefixes import FOREIGN, families, leave_nothing, text
 
 pytestmark = pytest.mark.usefixtures(nothing_is_left.__name__)
@@ -170,3 +173,35 @@ def test_who_has_another_salt_shares_nothing(tmp_path: Path) -> None:
         prefixes.close()
         if restarted:
             assert held == {"": 192, "one": held["one"], "two": 192}
+
+
+def test_weights_that_change_between_two_requests() -> None:
+    """They are looked at when the first request comes: nothing of before is believed."""
+    model, prompt = build("llama"), text(150, seed=0)
+    with engine_for(model, prefixes=Prefixes()) as engine:
+        for step in range(3):
+            found = engine.submit(prompt, max_new_tokens=5, ignore_end=True).result()
+            assert list(found.tokens) == alone(model, prompt, max_new_tokens=5)
+            assert found.usage.cached_tokens == 0, step
+            settled(engine)
+            with torch.no_grad():
+                model.get_output_embeddings().weight[step] += 1
+                model.get_input_embeddings().weight[prompt[0]] += 1
+
+
+def test_weights_are_looked_at_once_while_somebody_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked = list[Any]()
+    monkeypatch.setattr(shelf, "root", lambda *asked: looked.append(asked) or root(*asked))
+    monkeypatch.setattr(batch, "BELIEVED", 1e9)
+    prompts = [text(70 + n, seed=n) for n in range(6)]
+    with engine_for(build("llama"), max_sequences=2, prefixes=Prefixes()) as engine:
+        streams = [engine.submit(one, max_new_tokens=5) for one in prompts]
+        for stream in streams:
+            stream.result()
+        settled(engine)
+        first = len(looked)
+        engine.submit(prompts[0], max_new_tokens=5).result()
+    assert first < len(prompts)  # begun and kept, each looks by itself
+    assert first < len(looked) <= first + 2

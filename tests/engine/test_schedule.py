@@ -12,6 +12,7 @@ from kvant.engine.pace import PAGE, Pace
 from kvant.engine.room import Footprint
 from kvant.engine.schedule import (
     AGE,
+    PROMPTS,
     Action,
     Begin,
     Decode,
@@ -294,8 +295,8 @@ def test_all_are_served_within_the_bytes_and_nobody_waits_too_long(
     here.run(requests(count, seed))
     assert here.finished == count and here.most <= limit
     assert fetches or (here.moves > 0) == (overcommit > 1)  # what a store has is read sooner
-    # One chunk, the moves that made room, and the forwards of others.
-    longest = milliseconds(PAGE, 2100) if milliseconds(PAGE, 2100) > BUDGET else 1.1 * BUDGET
+    # Chunks of some prompts, the moves that made room, and the forwards of others.
+    longest = PROMPTS * 1.1 * BUDGET
     usual = [wait for wait in here.waits if wait > longest]
     assert len(usual) <= here.moves
     for place, late in enumerate(here.order):
@@ -400,10 +401,31 @@ def test_tenants_take_turns() -> None:
     assert max(places.index(50 + n) for n in range(4)) < 14
 
 
-def test_between_two_chunks_everybody_gets_a_token() -> None:
+@pytest.mark.parametrize(("prompts", "times"), [(1, 1), (2, 2), (3, 3), (6, PROMPTS)])
+def test_the_more_prompts_are_read_the_longer_others_wait(prompts: int, times: int) -> None:
+    """Each has a budget of time between two tokens, up to so many of them."""
     here = world(None)
-    here.run([Life(Job(n, 3000, 30, arrived=n), ends=[30]) for n in range(6)])
-    assert max(here.waits) < 1.1 * BUDGET
+    speaking = [Life(Job(0, 20, 300), ends=[300])]
+    reading = [Life(Job(1 + n, 3000, 1, arrived=1000), ends=[1]) for n in range(prompts)]
+    here.run([*speaking, *reading])
+    assert (times - 1) * BUDGET < max(here.waits) < 1.1 * times * BUDGET
+
+
+def test_chunks_of_several_prompts_fit_between_two_tokens() -> None:
+    schedule, order = world(None).schedule, list[str]()
+    for tokens in (64, 128, 256):
+        schedule.pace.took(tokens, 0, milliseconds(tokens, 0) / 1e3)
+    jobs = [Job(0, 20, 3), *(Job(1 + n, 100, 1) for n in range(3))]  # 110 ms each, of 250
+    for job in jobs:
+        schedule.add(job)
+    while action := schedule.next(0):
+        order.append(type(action).__name__)
+        schedule.done(action)
+        for job in [one for one in jobs if one.said == one.new and one.sequences]:
+            schedule.ended(job)
+        if isinstance(action, Renew):
+            break
+    assert order == ["Read", "Read", "Read", "Decode", "Read", "Decode", "Renew"]
 
 
 @pytest.mark.parametrize(
@@ -414,7 +436,7 @@ def test_a_few_tokens_more_come_with_the_last_chunk(prompt: int, count: int) -> 
     pace = Pace(BUDGET / 1e3, 512)
     for tokens in (64, 128, 256):
         pace.took(tokens, 0, milliseconds(tokens, 0) / 1e3)
-    assert pace.chunk(0, prompt, waited=True) == count
+    assert pace.chunk(0, prompt, BUDGET / 1e3) == count
 
 
 def test_what_can_never_fit_is_refused_with_what_it_needs() -> None:

@@ -21,7 +21,7 @@ def serve(
     max_context: options.MaxContext = None,
     max_new_tokens: Annotated[int, Option(min=1, help="Where a client says no number.")] = 1024,
     chunk_seconds: Annotated[
-        float | None, Option(help="That a chunk of a prompt may keep others from a token.")
+        float | None, Option(help="That a prompt may keep others from a token; up to 4 add up.")
     ] = None,
     max_waiting: Annotated[int, Option(min=0, help="Requests that may wait; then 429.")] = 256,
     store: options.Store = None,

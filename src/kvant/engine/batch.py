@@ -35,6 +35,8 @@ from kvant.recipes import CacheSpec
 
 log = logging.getLogger("kvant")
 
+BELIEVED = 1.0  # seconds: looking at all weights takes as long as a token, or longer
+
 
 @dataclass(eq=False)
 class Seat:
@@ -71,11 +73,16 @@ class Batch:
 
     def share(self, prefixes: Prefixes) -> None:
         """From now on, begin with what there is of a prompt, and keep what is asked for."""
-        self._shelf = prefixes.shelf(self.decoder.model, self._empty)
+        self._shelf = prefixes.shelf(self.decoder.model, self._empty, BELIEVED)
         if (home := self._shelf.home) is not None:
             home = home.fork()
             home.backend = self._empty.backend
             self._empty = home
+
+    def doubt(self) -> None:
+        """Look at the weights before anything of a prefix is believed."""
+        for shelf in filter(None, (self._shelf, *self._salted.values())):
+            shelf.doubt()
 
     @property
     def writes(self) -> bool:

@@ -65,6 +65,9 @@ SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a chunk may keep others from their 
 class Engine:
     """Serves requests on one model, which is attached for as long; a context manager.
 
+    Change the model only while nobody is served: prefixes are named after its weights, and those
+    are looked at when a first request comes, and once a second from then on.
+
     >>> with kvant.Engine(model, tokenizer, max_bytes="64MiB") as engine:
     ...     streams = [engine.submit(text, max_new_tokens=4) for text in ("import ", "def ")]
     ...     results = [stream.result() for stream in streams]
@@ -91,10 +94,10 @@ class Engine:
         """`max_bytes` ("2GiB" too) bounds all caches, `max_sequences` those served at a time.
 
         `overcommit` promises so many times the bytes: what turns out to be too much waits in files.
-        A chunk of a prompt keeps others from their next token for about `chunk_seconds`. `pack`
-        packs 16-bit weights on a CPU, for as long as the engine serves. What is kept of `prefixes`
-        counts within `max_bytes`, and goes where a request needs it. A `store` is for prefixes of
-        its own.
+        Each of 4 prompts at most keeps others from their next token for about `chunk_seconds`.
+        `pack` packs 16-bit weights on a CPU, for as long as the engine serves. What is kept of
+        `prefixes` counts within `max_bytes`, and goes where a request needs it. A `store` is for
+        prefixes of its own.
         """
         own = _prefixes_of(store, max_bytes, prefixes)
         prefixes = prefixes if own is None else own
@@ -330,6 +333,8 @@ class Engine:
         self._open = False
 
     def _enter(self, request: Request) -> None:
+        if not self._requests:  # nobody was served: the model may have been changed
+            self._batch.doubt()
         self._requests[request.job] = request
         self._schedule.add(request.job)
         self._figures.asked(request.job)

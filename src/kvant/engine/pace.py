@@ -26,16 +26,16 @@ class Pace:
         self._normal = np.zeros((3, 3))
         self._sums = np.zeros(3)
 
-    def chunk(self, read: int, prompt: int, *, waited: bool) -> int:
-        """How many tokens to read next; `waited`: others get no token meanwhile."""
+    def chunk(self, read: int, prompt: int, most: float) -> int:
+        """How many tokens to read next, within so many seconds if that is possible."""
         if not self.continues:
             return prompt - read
         if self.fixed:
             return min((read // self.largest + 1) * self.largest, prompt) - read
         count, rest = self.largest, prompt - read
-        if rest <= count and (not waited or self.seconds(rest, read) <= LEEWAY * self.budget):
+        if rest <= count and self.seconds(rest, read) <= LEEWAY * most:
             return rest
-        while waited and count > PAGE and self.seconds(count, read) > self.budget:
+        while count > PAGE and self.seconds(count, read) > most:
             count -= PAGE
         stop = (read + count) // PAGE * PAGE
         return min(stop if stop > read else read + count, prompt) - read

@@ -1,9 +1,9 @@
 """Which request is served next, and with how many tokens: no model, no memory, no clock.
 
 A request waits until all that it may need fits beside what the others may need; it is never thrown
-out after that. Its prompt is read in chunks, and between two chunks everybody who decodes gets a
-token. Who waits gains on priorities with time, and nobody overtakes the first who does not fit: so
-nobody starves.
+out after that. Its prompt is read in chunks, and everybody who decodes gets a token between some of
+them: the more prompts are being read, the more time they get. Who waits gains on priorities with
+time, and nobody overtakes the first who does not fit: so nobody starves.
 
 Prefixes that are kept take room, too, and are let go where a request needs it and nobody uses them.
 Whoever is first in line sees what there is of its prompt: that is not read again, and its pages
@@ -16,17 +16,19 @@ the lowest priority is put aside, pages and all, and is taken back once there is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvant.engine.pace import Pace
+from kvant.engine.pace import LEEWAY, Pace
 from kvant.engine.room import Footprint, Room
 from kvant.errors import CapacityError
 from kvant.extent import Ints
 from kvant.sizes import format_size
 
 AGE = 10_000  # milliseconds of waiting that count as one step of priority
+PROMPTS = 4  # that get time of their own between two tokens, at most
 
 
 @dataclass(eq=False)
@@ -136,8 +138,8 @@ class Schedule:
     kept: Ints | None = None  # slots that prefixes hold; None: there are no prefixes
     waiting: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
-    _oldest: bool = True  # was the last chunk one of the oldest?
-    _decoded: bool = True
+    _oldest: bool = False  # was the last chunk one of the oldest?
+    _waited: float = 0.0  # seconds that chunks have kept others from their next token
     _news: int = 0  # how often prefixes became more
     _evictable: bool = True  # may there be prefixes that nobody uses?
     _stuck: bool = False  # did the first who waits not fit, and has nobody come or gone since?
@@ -191,14 +193,16 @@ class Schedule:
     def done(self, action: Action) -> None:
         """That was done."""
         if isinstance(action, Read):
+            if any(job.decodes and job.placed for job in self.running):
+                self._waited += self.pace.seconds(action.count, action.job.read)
             action.job.read += action.count
             action.job.started = True
             action.job.said += action.job.decodes  # the last logits of a prompt give a token
-            self._decoded = False
+            self._oldest = not self._oldest
         elif isinstance(action, Decode):
             for job in action.jobs:
                 job.said += 1
-            self._decoded = True
+            self._waited = 0.0
         elif isinstance(action, PutAside):
             action.job.aside, action.job.shared = True, None  # files share nothing
             action.job.placed, action.job.waits_until = False, 0
@@ -385,16 +389,19 @@ class Schedule:
         served = [job for job in self.running if job.placed and not job.waits_until]
         reading = [job for job in served if not job.decodes]
         decoding = tuple(job for job in served if job.decodes)
-        if reading and (self._decoded or not decoding):
+        if reading:
             job = self._reader(reading)
             stop = min([job.prompt, *(stop for stop in job.stops if stop > job.read)])
-            return Read(job, self.pace.chunk(job.read, stop, waited=bool(decoding)))
+            most = self.pace.budget * min(len(reading), PROMPTS) if decoding else math.inf
+            count = self.pace.chunk(job.read, stop, most)
+            wait = self._waited + self.pace.seconds(count, job.read)
+            if not self._waited or wait <= LEEWAY * most:
+                return Read(job, count)
         return Decode(decoding) if decoding else None
 
     def _reader(self, reading: list[Job]) -> Job:
         """The one that is done soonest, and every other time the oldest."""
-        self._oldest = not self._oldest
-        if self._oldest:
+        if not self._oldest:
             return min(reading, key=lambda job: job.number)
         return min(reading, key=lambda job: (job.prompt - job.read, job.number))
 

@@ -80,8 +80,12 @@ class Prefixes:
         self._paces: dict[bytes, float] = {}  # by pools: seconds in which a token is read
         self._counts: Counter[str] = Counter()
 
-    def shelf(self, model: PreTrainedModel, cache: HostCache) -> Shelf:
-        """What a reader of this model sees whose caches are like this one."""
+    def shelf(self, model: PreTrainedModel, cache: HostCache, believed: float = 0.0) -> Shelf:
+        """What a reader of this model sees whose caches are like this one.
+
+        It looks at the weights whenever it begins or keeps a prompt, unless it did so less than
+        `believed` seconds ago.
+        """
         if self.exact and (layer := dense_prompts(cache.spec)) is not None:
             raise ValueError(
                 f"exact prefixes with prefill={layer.prefill}: chunks of a prompt see their own "
@@ -93,7 +97,7 @@ class Prefixes:
                 f"prefixes with {words(cache.spec)}: rows that one prompt leaves out may matter "
                 "to the next; leave the prune out, or share no prefixes"
             )
-        return Shelf(self, model, cache)
+        return Shelf(self, model, cache, believed)
 
     def __enter__(self) -> Prefixes:
         return self

@@ -55,7 +55,10 @@ class Coming(NamedTuple):
 class Shelf:
     """Prefixes of one model by one spec, for one reader."""
 
-    def __init__(self, owner: Prefixes, model: PreTrainedModel, cache: HostCache) -> None:
+    def __init__(
+        self, owner: Prefixes, model: PreTrainedModel, cache: HostCache, believed: float = 0.0
+    ) -> None:
+        """It looks at the model anew where it last did so `believed` seconds ago, or before."""
         self.owner = owner
         self.salt = ""  # of its reader, beside that of the owner
         self.lost: Lost | None = None  # where the last prompt left what is kept
@@ -73,6 +76,8 @@ class Shelf:
             self.refusal = "it does not go on from several tokens at once"
         self._never = self.refusal is not None
         self._begun: Names | None = None
+        self._believed = believed
+        self._looked: tuple[float, Names | None] = (-math.inf, None)  # when, and what was found
 
     @property
     def _names(self) -> Names:
@@ -87,7 +92,12 @@ class Shelf:
         twin.__dict__.update(self.__dict__)
         if salt is not None:
             twin.salt, twin._begun = salt, None
+            twin.doubt()
         return twin
+
+    def doubt(self) -> None:
+        """Believe nothing of the model any more: it may have been changed."""
+        self._looked = (-math.inf, None)
 
     def fetch(self, tokens: Sequence[int], memory: HostCache) -> range:
         """Bring what a store has of these tokens, if that is sooner than to read them.
@@ -264,6 +274,13 @@ class Shelf:
 
     def _named(self) -> Names | None:
         """Name the model as it is now, if it can be named."""
+        since, found = self._looked
+        if time.monotonic() - since >= self._believed:
+            since, found = time.monotonic(), self._look()
+            self._looked = since, found
+        return found
+
+    def _look(self) -> Names | None:
         model = self._model()
         if self._never or model is None:
             return None

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from threading import Condition, Thread, current_thread
+from threading import Condition, Thread, current_thread, get_native_id
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
@@ -32,6 +33,7 @@ WAITING = 256 << 20  # bytes of what is to be written, at most
 SHARE = 0.01  # of all processors' time, that is for writing while nobody waits for it
 HURRY = 50.0  # times as much besides, where as much waits as may: else it would be dropped
 LOOK = 0.02  # seconds, after which it looks whether anybody computes
+NICE = 10  # of 19: who has that gets a tenth of what others of a processor get
 IDLE = 0.1  # of one processor: who takes less than that is not disturbed
 
 
@@ -159,8 +161,9 @@ class Behind:
     """A thread that does what nobody waits for, in order, while it fits into so many bytes.
 
     While others of its process compute it works a part of the time, to leave them the rest: a small
-    one, and a larger one the more waits. A low priority would not do: who has little of a processor
-    keeps the interpreter's lock while it waits for more.
+    one, and a larger one the more waits. On Linux it has a lower priority, too: threads that
+    compute together wait for the one whose processor it takes. That alone would not do: who has
+    little of a processor keeps the interpreter's lock while it waits for more.
     """
 
     def __init__(self, most: int) -> None:
@@ -220,6 +223,8 @@ class Behind:
 
     def _work(self) -> None:
         compute_alone()
+        if sys.platform == "linux":  # elsewhere it would be that of the whole process
+            os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._calls or self._ended)

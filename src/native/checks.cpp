@@ -273,9 +273,11 @@ bool overwritten(const void *data, int64_t nbytes, const kvant_request &r) {
 }
 
 bool overwritten(const void *data, int64_t nbytes, const kvant_store_request &r) {
-    bool kept = apart(data, nbytes, r.copies, r.copies_nbytes) &&
-                apart(data, nbytes, r.writes, r.writes_nbytes) &&
-                apart(data, nbytes, r.seals, r.seals_nbytes);
+    const kvant_steps &steps = *r.steps;
+    bool kept = apart(data, nbytes, r.steps, r.steps_nbytes) &&
+                apart(data, nbytes, steps.copies, steps.copies_nbytes) &&
+                apart(data, nbytes, steps.writes, steps.writes_nbytes) &&
+                apart(data, nbytes, steps.seals, steps.seals_nbytes);
     for (int64_t i = 0; i < r.sides; i++)
         kept = kept && apart(data, nbytes, r.side[i].stored, r.side[i].stored_nbytes);
     return data && !kept;
@@ -296,7 +298,7 @@ const char *refused(const kvant_store_side &side, const kvant_store_request &r) 
     if (const char *why = refused(own)) return why;
     if (!there(side.rows, {r.batch, r.heads, r.count, own.dim, own.dtype}))
         return "rows: more than there are";
-    if (r.num_seals && own.format != KVANT_RAW && r.page % 16)
+    if (r.steps->num_seals && own.format != KVANT_RAW && r.page % 16)
         return "page: no multiple of 16 rows";
     if (overwritten(own, r)) return "stored: memory that says where rows go";
     return nullptr;
@@ -311,18 +313,19 @@ bool are_within(int64_t first, int64_t count, int64_t all) {
 
 // Do all that is to be done begin and end where there is something?
 const char *refused_steps(const kvant_store_request &r, int64_t open, int64_t sealed) {
-    for (int64_t i = 0; i < r.num_copies; i++)
-        if (!is_below(r.copies[2 * i], open) || !is_below(r.copies[2 * i + 1], open))
+    const kvant_steps &steps = *r.steps;
+    for (int64_t i = 0; i < steps.num_copies; i++)
+        if (!is_below(steps.copies[2 * i], open) || !is_below(steps.copies[2 * i + 1], open))
             return "copies: slots that the open pages do not have";
-    for (int64_t i = 0; i < r.num_writes; i++) {
-        const int64_t *to = r.writes + 5 * i;
+    for (int64_t i = 0; i < steps.num_writes; i++) {
+        const int64_t *to = steps.writes + 5 * i;
         if (!is_below(to[0], r.batch)) return "writes: no sequence";
         if (!is_below(to[1], open)) return "writes: slots that the open pages do not have";
         if (!are_within(to[2], to[3], r.page)) return "writes: rows beyond a page";
         if (!are_within(to[4], to[3], r.count)) return "writes: more than came";
     }
-    for (int64_t i = 0; i < r.num_seals; i++) {
-        const int64_t *to = r.seals + 4 * i;
+    for (int64_t i = 0; i < steps.num_seals; i++) {
+        const int64_t *to = steps.seals + 4 * i;
         if (!is_below(to[0], r.batch)) return "seals: no sequence";
         if (!is_below(to[1], sealed))
             return "seals: slots that the codes, scales and biases do not have";
@@ -361,15 +364,18 @@ const char *refused(const kvant_request &r) {
 
 const char *refused(const kvant_store_request &r) {
     if (r.sides < 0 || r.sides > 2) return "sides: not from 0 to 2";
-    if (!none_negative({r.batch, r.heads, r.count, r.num_copies, r.num_writes, r.num_seals}))
+    if (!there(r.steps, r.steps_nbytes)) return "steps: less than they are";
+    const kvant_steps &steps = *r.steps;
+    if (!none_negative({r.batch, r.heads, r.count, steps.num_copies, steps.num_writes,
+                        steps.num_seals}))
         return "a count: below zero";
     if (r.page < 1 || r.page > MOST) return "page: no rows, or more than can be counted";
     if (!is_number_of_threads(r.threads)) return "threads: not from 1 to 4096";
-    if (!holds(r.copies, r.copies_nbytes, product({r.num_copies, 2, 8}), 8))
+    if (!holds(steps.copies, steps.copies_nbytes, product({steps.num_copies, 2, 8}), 8))
         return "copies: fewer than there are";
-    if (!holds(r.writes, r.writes_nbytes, product({r.num_writes, 5, 8}), 8))
+    if (!holds(steps.writes, steps.writes_nbytes, product({steps.num_writes, 5, 8}), 8))
         return "writes: fewer than there are";
-    if (!holds(r.seals, r.seals_nbytes, product({r.num_seals, 4, 8}), 8))
+    if (!holds(steps.seals, steps.seals_nbytes, product({steps.num_seals, 4, 8}), 8))
         return "seals: fewer than there are";
     int64_t open = ENDLESS, sealed = ENDLESS;
     for (int64_t i = 0; i < r.sides; i++) {

@@ -22,7 +22,7 @@
 
 #include <stdint.h>
 
-#define KVANT_ABI 15
+#define KVANT_ABI 16
 
 #ifdef _WIN32
 #define KVANT_EXPORT __declspec(dllexport)
@@ -147,17 +147,23 @@ typedef struct {
     kvant_rows rows; /* [batch, head, column, dim]: what came */
 } kvant_store_side;
 
-/* Rows of `count` columns to where they stay, keys and values together (one side, or two). First
- * open pages are copied, then rows are written to open pages, then pages of `page` rows are sealed
- * (a multiple of 16, unless they are raw): from an open page, or from rows that came. */
+/* What becomes of pages with a forward; the same for many layers. First open pages are copied, then
+ * rows are written to open pages, then pages are sealed: from an open page, or from rows that came. */
 typedef struct {
-    int64_t sides, batch, heads, page, count;
     const int64_t *copies; /* [num_copies, 2]: open slots, from and to */
     int64_t copies_nbytes, num_copies;
     const int64_t *writes; /* [num_writes, 5]: sequence, open slot, row, rows, column */
     int64_t writes_nbytes, num_writes;
     const int64_t *seals; /* [num_seals, 4]: sequence, slot, open slot or -1, then its first column */
     int64_t seals_nbytes, num_seals;
+} kvant_steps;
+
+/* Rows of `count` columns to where they stay, keys and values together (one side, or two). Pages
+ * that are sealed have a multiple of 16 rows, unless they are raw. */
+typedef struct {
+    int64_t sides, batch, heads, page, count;
+    const kvant_steps *steps;
+    int64_t steps_nbytes;
     int64_t threads;
     kvant_store_side side[2];
 } kvant_store_request;

@@ -20,7 +20,8 @@ constexpr double FEW_PAGES = 32, FEW_BYTES = 1 << 19;
 
 class Storing {
 public:
-    Storing(const kvant_store_request &r, const Kernels &kernels) : r(r), kernels(kernels) {}
+    Storing(const kvant_store_request &r, const Kernels &kernels)
+        : r(r), steps(*r.steps), kernels(kernels) {}
 
     void run() {
         double row = 0, rows = 0, coded = 0;  // none of them overflows
@@ -29,18 +30,19 @@ public:
             row += (double)(bytes(side) * r.heads);
             coded += side.format != KVANT_RAW;
         }
-        for (int64_t i = 0; i < r.num_writes; i++) rows += (double)r.writes[5 * i + 3];
+        for (int64_t i = 0; i < steps.num_writes; i++) rows += (double)steps.writes[5 * i + 3];
         const double page = (double)r.page * row;
-        each(&Storing::copy, r.num_copies, (double)r.num_copies * page / FEW_BYTES);
-        each(&Storing::write, r.num_writes, rows * row / FEW_BYTES);
+        each(&Storing::copy, steps.num_copies, (double)steps.num_copies * page / FEW_BYTES);
+        each(&Storing::write, steps.num_writes, rows * row / FEW_BYTES);
         const double effort = coded ? coded * (double)r.heads / FEW_PAGES : page / FEW_BYTES;
-        each(&Storing::seal, r.num_seals, (double)r.num_seals * effort);
+        each(&Storing::seal, steps.num_seals, (double)steps.num_seals * effort);
     }
 
 private:
     using Step = void (Storing::*)(const kvant_store_side &, int64_t, int64_t) const;
 
     const kvant_store_request &r;
+    const kvant_steps &steps;
     const Kernels &kernels;
     Step step = nullptr;
     int64_t units = 0, together = 1;
@@ -75,7 +77,7 @@ private:
     void expect(int64_t i) const {
         const int64_t which = i / r.heads;
         const kvant_side &own = *r.side[which % r.sides].stored;
-        const int64_t *to = r.writes + 5 * (which / r.sides);
+        const int64_t *to = steps.writes + 5 * (which / r.sides);
         if (to[3] != 1) return;
         const char *row = open_page(own, to[1], i % r.heads) + to[2] * own.open.row;
         for (int64_t at = 0; at < bytes(own); at += LINE) __builtin_prefetch(row + at, 1);
@@ -105,21 +107,21 @@ private:
     static int64_t bytes(const kvant_side &side) { return side.dim * size_of(side.dtype); }
 
     void copy(const kvant_store_side &side, int64_t head, int64_t i) const {
-        const int64_t *slots = r.copies + 2 * i;
+        const int64_t *slots = steps.copies + 2 * i;
         const kvant_side &own = *side.stored;
         move(open_page(own, slots[1], head), own.open.row, open_page(own, slots[0], head),
              own.open.row, r.page, bytes(own));
     }
 
     void write(const kvant_store_side &side, int64_t head, int64_t i) const {
-        const int64_t *to = r.writes + 5 * i;  // sequence, slot, row, rows, column
+        const int64_t *to = steps.writes + 5 * i;  // sequence, slot, row, rows, column
         const kvant_side &own = *side.stored;
         move(open_page(own, to[1], head) + to[2] * own.open.row, own.open.row,
              came(side, to[0], head, to[4]), side.rows.row, to[3], bytes(own));
     }
 
     void seal(const kvant_store_side &side, int64_t head, int64_t i) const {
-        const int64_t *to = r.seals + 4 * i;  // sequence, slot, open slot, column
+        const int64_t *to = steps.seals + 4 * i;  // sequence, slot, open slot, column
         const kvant_side &own = *side.stored;
         const bool open = to[2] >= 0;
         const char *rows = open ? open_page(own, to[2], head) : came(side, to[0], head, to[3]);

@@ -84,7 +84,7 @@ for text in ("raw,window=99", "affine4/turbo3"):
     keys, values = torch.randn(2, 1, 2, 301, 128).bfloat16()
     cache[0].append(keys[:, :, :300], values[:, :, :300])
     (change,) = cache.expect()
-    place = MovingPlace(change.during, torch.device("cpu"))
+    place = MovingPlace(change, torch.device("cpu"))
     step = Step.of(cache[0].expected(change), place)
     step(torch.randn(1, 8, 1, 128).bfloat16(), keys[:, :, 300:], values[:, :, 300:])
 active.device, launching.available = 1, lambda device: 99 << 10  # type: ignore

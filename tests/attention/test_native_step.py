@@ -17,11 +17,13 @@ pytestmark = pytest.mark.skipif(
 )
 SPECS = (
     "raw",
+    "affine8",
     "affine8,tail=3",
     "affine4/turbo4,tail=3",
     "fp8,tail=1",
     "raw,window=70,sinks=3",
     "affine8,tail=2,window=70,sinks=3",
+    "affine4/fp8,window=70,sinks=3",
 )
 
 
@@ -51,19 +53,21 @@ class Stepping:
         batch = self.cache.batch
         new, q = rows(1, batch), queries(batch)
         expected = attend(q, self.other[0].append(*new), backend="native")
-        (change,) = self.cache.expect()
+        (change,) = self.cache.expect(seals=True)
         pages = self.cache[0].expected(change)
         if self.step is None:
-            self.step = Step.of(pages, Place(change.during, torch.device("cpu")))
+            self.step = Step.of(pages, Place(change, torch.device("cpu")))
         elif change.calm:
             self.step.place.advance()
         else:
-            assert self.step.follow(pages) and self.step.place.follow(change.during)
+            assert self.step.follow(pages) and self.step.place.follow(change)
         assert torch.equal(self.step(q, *new), expected)
+        self.cache[0].sealed(change, self.step.backend)
         self.cache.arrive(self.step.backend)
 
     def check(self) -> None:
         same(self.cache.snapshot(), self.other.snapshot())
+        assert self.cache.stats() == self.other.stats()
         self.cache.check()
 
 
@@ -107,7 +111,7 @@ def test_other_sequences_or_rows_are_not_followed() -> None:
     assert both.step is not None
     alone = filled("affine8", 30).extract(0)
     (change,) = alone.expect()
-    assert not both.step.place.follow(change.during)
+    assert not both.step.place.follow(change)
     other = filled("affine4,tail=0", 30)
     (change,) = other.expect()
     assert not both.step.follow(other[0].expected(change))
@@ -117,4 +121,15 @@ def test_what_cannot_be_read_so_says_why() -> None:
     cache = filled("affine8,select=1:0,tail=1", 200)
     (change,) = cache.expect()
     with pytest.raises(UnsupportedView, match="selects pages"):
-        Step.of(cache[0].expected(change), Place(change.during, torch.device("cpu")))
+        Step.of(cache[0].expected(change), Place(change, torch.device("cpu")))
+
+
+def test_values_beyond_a_format_are_counted_where_a_step_seals_them() -> None:
+    both = Stepping(filled("affine8", 60), filled("affine8", 60))
+    large = [1e6 * row for row in rows(1)]
+    for cache in (both.cache, both.other):
+        cache[0].append(*large)
+    for _ in range(10):
+        both.token()
+    both.check()
+    assert both.cache.stats()["clamped"] > 0

@@ -47,7 +47,7 @@ def begun(cache: Cache) -> Step:
     pages = cache[0].expected(change)
     for side in (pages.keys, pages.values):
         side.open.nan_to_num_()
-    return Step.of(pages, MovingPlace(change.during, DEVICE))
+    return Step.of(pages, MovingPlace(change, DEVICE))
 
 
 def written(step: Step) -> Step:
@@ -64,7 +64,7 @@ def on(step: Step, cache: Cache) -> Step:
         step.place.advance()
     else:
         assert step.follow(cache[0].expected(change))
-        assert step.place.follow(change.during)
+        assert step.place.follow(change)
     return step
 
 
@@ -207,14 +207,14 @@ def test_a_place_does_not_follow_where_it_has_no_room() -> None:
     cache = Cache(1, "raw")
     cache[0].append(*rows(20))
     (change,) = cache.expect()
-    place = MovingPlace(change.during, DEVICE)
+    place = MovingPlace(change, DEVICE)
     before = place.rows.clone()
     for text, batch, count in (("raw", 3, 20), ("affine8", 2, 20), ("raw", 2, 500)):
         other = Cache(1, text)
         other[0].append(*rows(count, batch))
-        assert not place.follow(other.expect()[0].during)
+        assert not place.follow(other.expect()[0])
         assert torch.equal(place.rows, before)
-    assert place.follow(change.during)
+    assert place.follow(change)
 
 
 def test_what_steps_cannot_follow_is_said() -> None:

@@ -254,10 +254,11 @@ def store(case: Case) -> None:
         column = rng.randint(0, r.count - r.page) if whole else -5
         seals.append((rng.randrange(r.batch), slot, source, column))
     for name, steps in (("copies", copies), ("writes", writes), ("seals", seals)):
-        setattr(r, f"num_{name}", len(steps))
+        setattr(case.structs["steps"], f"num_{name}", len(steps))
         flat = [n for step in steps for n in step]
         if flat:
-            case.hold(name, struct.pack(f"@{len(flat)}q", *flat))
+            case.hold(f"steps.{name}", struct.pack(f"@{len(flat)}q", *flat))
+    case.hold("steps", bytes(ctypes.sizeof(case.structs["steps"])))
     for i in range(r.sides):
         path = f"side[{i}]"
         own = case.structs[f"{path}.stored"]

@@ -17,7 +17,7 @@ import time
 from collections import Counter
 
 from native.cases import Case, nbytes_of
-from native.interface import ENTRIES, Place, Pointer, loaded
+from native.interface import ENTRIES, STRUCTS, Place, Pointer, loaded
 from native.memory import memory
 
 ODD = (
@@ -54,7 +54,8 @@ HUGE = tuple(
 )
 HUGE += ((1 << 63) - 1, -(1 << 63), -1, -2, -16)
 # Memory whose numbers say where other memory is.
-TABLES = ("extent.numbers", "extent.sealed.data", "extent.open.data", "copies", "writes", "seals")
+TABLES = ("extent.numbers", "extent.sealed.data", "extent.open.data")
+TABLES += ("steps.copies", "steps.writes", "steps.seals")
 ENDLESS = 10_000  # rows at one address: a lie about nothing, which takes for ever
 
 
@@ -95,8 +96,8 @@ def shorten(case: Case, place: Place, rng: random.Random) -> None:
 
 
 def endless(case: Case) -> bool:
-    r, sides = case.request, [s for path, s in case.structs.items() if path != "extent"]
-    flat = 0 in [side.open.row for side in sides]
+    sides = [one for one in case.structs.values() if isinstance(one, STRUCTS["kvant_side"])]
+    r, flat = case.request, 0 in [side.open.row for side in sides]
     if case.entry == "store":
         return bool(r.page > ENDLESS and flat)
     if case.entry != "attend":

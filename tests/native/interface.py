@@ -21,7 +21,11 @@ ENTRIES = {
 }
 POINTED = {  # of a request: the structs that it points to
     "attend": {"keys": "kvant_side", "values": "kvant_side", "extent": "kvant_extent"},
-    "store": {"side[0].stored": "kvant_side", "side[1].stored": "kvant_side"},
+    "store": {
+        "steps": "kvant_steps",
+        "side[0].stored": "kvant_side",
+        "side[1].stored": "kvant_side",
+    },
     "choose": {"extent": "kvant_extent"},
 }
 

@@ -32,6 +32,7 @@ RECORDS = {
     "kvant_extent": records.EXTENT,
     "kvant_request": records.REQUEST,
     "kvant_store_request": records.STORE,
+    "kvant_steps": records.STEPS,
     "kvant_rotate_request": ROTATION,
     "kvant_norm_request": NORM,
     "kvant_choose_request": records.CHOOSE,
@@ -59,8 +60,9 @@ def rich(case: Case) -> bool:
         return many and slots and keys.format == AFFINE and e.sinks > 0
     if case.entry == "store":
         sides = case.structs["side[0].stored"], case.structs["side[1].stored"]
-        many = min(r.batch, r.heads, r.count, r.sides, r.num_writes, r.num_seals) > 1
-        many = many and r.num_copies == 1 and r.count > r.page
+        steps = case.structs["steps"]
+        many = min(r.batch, r.heads, r.count, r.sides, steps.num_writes, steps.num_seals) > 1
+        many = many and steps.num_copies == 1 and r.count > r.page
         slots = all(side.open.nbytes > 2 * side.open.slot for side in sides)
         return many and slots and all(side.format == AFFINE for side in sides)
     if case.entry == "norm":
@@ -164,7 +166,8 @@ BEYOND = {
         "window mask_sinks chunk": lambda was: -2,
     },
     "store": {
-        "batch heads count page num_copies num_writes num_seals": lambda was: 3 * was + 1,
+        "batch heads count page": lambda was: 3 * was + 1,
+        "steps.num_copies steps.num_writes steps.num_seals": lambda was: 3 * was + 1,
         "side[0].rows.batch side[1].rows.head side[0].rows.row": lambda was: 3 * was,
         "side[0].stored.open.slot side[1].stored.open.head": lambda was: 3 * was,
         "side[0].stored.open.row side[1].stored.codes.slot": lambda was: 3 * was,
@@ -291,14 +294,14 @@ def test_a_step_to_where_nothing_is_is_refused(
     functions: ctypes.CDLL, steps: str, at: int, value: int
 ) -> None:
     served = 0
-    for make in cases("store", steps):
+    for make in cases("store", f"steps.{steps}"):
         width = len(LIMITS[steps])
-        for step in range(len(make().contents[steps]) // 8 // width):
+        for step in range(len(make().contents[f"steps.{steps}"]) // 8 // width):
             case = make()
-            numbers = bytearray(case.contents[steps])
+            numbers = bytearray(case.contents[f"steps.{steps}"])
             source = struct.unpack_from("@q", numbers, 8 * (width * step + 2))[0] if at == 3 else -1
             struct.pack_into("@q", numbers, 8 * (width * step + at), value)
-            case.hold(steps, bytes(numbers))
+            case.hold(f"steps.{steps}", bytes(numbers))
             refusal = case.call(functions)
             unread = (steps, at) == ("seals", 3) and source >= 0
             served += refusal is None
@@ -383,10 +386,10 @@ def test_outputs_over_what_is_pointed_to_are_refused(functions: ctypes.CDLL, pat
 
 @pytest.mark.parametrize("steps", LIMITS)
 def test_pages_over_the_steps_are_refused(functions: ctypes.CDLL, steps: str) -> None:
-    for make in cases("store", steps):
+    for make in cases("store", f"steps.{steps}"):
         case = make()
         found = case.places()
-        found["side[0].stored.open.data"].set(case.lies_at[steps] // 64 * 64)
+        found["side[0].stored.open.data"].set(case.lies_at[f"steps.{steps}"] // 64 * 64)
         assert case.call(functions) == "stored: memory that says where rows go"
 
 

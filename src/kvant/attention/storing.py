@@ -29,9 +29,24 @@ def store(change: Change, rows: Fields, sides: Mapping[str, Stored], tally: Tall
     for backend in STORES:
         if backend.store(change, rows, sides):
             if len(change.seals):
-                tally.sealed[backend.name] += len(change.seals) * len(sides)
-                _count_clamped(change, rows, sides, tally)
+                count_sealed(change, rows, sides, tally, backend.name)
             return
+
+
+def no_rows(change: Change, sides: Mapping[str, Stored]) -> Fields:
+    """Rows of no columns."""
+    return {
+        name: side.open.new_empty(change.before.tables, side.heads, 0, side.dim)
+        for name, side in sides.items()
+    }
+
+
+def count_sealed(
+    change: Change, rows: Fields, sides: Mapping[str, Stored], tally: Tally, backend: str
+) -> None:
+    """Pages were sealed, from rows in open pages and from those that came."""
+    tally.sealed[backend] += len(change.seals) * len(sides)
+    _count_clamped(change, rows, sides, tally)
 
 
 def _count_clamped(change: Change, rows: Fields, sides: Mapping[str, Stored], tally: Tally) -> None:

@@ -213,18 +213,19 @@ class Cache(Refusals):
         with self._ledger.lock:
             self._ledger.rollback()
 
-    def expect(self) -> list[Change]:
+    def expect(self, *, seals: bool = False) -> list[Change]:
         """Make room for one more token of every sequence, the rows of which somebody else writes.
 
-        What falls due with it is sealed. The changes, one a kind, say where rows go; a layer shows
-        them as `expected(change)`. Then all layers `arrive`, or the token is rolled back.
+        What falls due before them is sealed, unless whoever writes `seals`, and makes copies, too.
+        The changes, one a kind, say where rows go; a layer shows them as `expected(change)`. Then
+        all layers `arrive`, or the token is rolled back.
         """
         self.rollback()
         with self._ledger.lock:
-            changes = self._ledger.expect()
+            changes = self._ledger.expect(seals=seals)
             for _, layer in self.contents.attention():
                 if not changes[layer.kind].calm:
-                    layer.expect(changes[layer.kind])
+                    layer.expect(changes[layer.kind], seals=seals)
         return changes
 
     def arrive(self, backend: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvant.attention.reference import serves
-from kvant.attention.storing import store
+from kvant.attention.storing import count_sealed, no_rows, store
 from kvant.cache.book import Asked
 from kvant.cache.changes import FEW, most_slots
 from kvant.cache.ledger import Ledger
@@ -239,17 +239,24 @@ class Attention:
         storage.fit(pools.open.size, pools.sealed.size)
         fill(kept, self._pages(storage, extent), self.tally)
 
-    def expect(self, change: Change) -> None:
-        """Make room for the row of a token that somebody else writes, and seal what falls due."""
+    def expect(self, change: Change, *, seals: bool) -> None:
+        """Make room for the row of a token that somebody else writes, and seal what falls due.
+
+        Whoever writes it may do the latter: then it is told by `sealed`.
+        """
         storage = self.storage
         assert storage is not None
         pools = self.ledger.pools[self.kind]
         storage.fit(pools.open.size, pools.sealed.size)
-        none = {
-            name: side.open.new_empty(change.before.tables, side.heads, 0, side.dim)
-            for name, side in storage.sides.items()
-        }
-        store(change, none, storage.sides, self.tally)
+        if not seals:
+            store(change, no_rows(change, storage.sides), storage.sides, self.tally)
+
+    def sealed(self, change: Change, backend: str) -> None:
+        """What a change seals was sealed by somebody else, from rows in open pages."""
+        if len(change.seals):
+            assert self.storage is not None
+            sides = self.storage.sides
+            count_sealed(change, no_rows(change, sides), sides, self.tally, backend)
 
     def expected(self, change: Change) -> View:
         """What the query of a token sees that is expected."""

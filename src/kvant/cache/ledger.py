@@ -183,10 +183,11 @@ class Ledger:
             check_alike(change, batch, count, start)
         return change
 
-    def expect(self) -> list[Change]:
+    def expect(self, *, seals: bool) -> list[Change]:
         """What one more token of every sequence does to the kinds, but for the rows themselves.
 
-        Those are written by somebody else, later: so no page may fall due with its own row.
+        Those are written by somebody else, later: so no page may fall due with its own row, unless
+        whoever writes it `seals` as well.
         """
         self.changes += 1
         if None in self.leaves or self.host_states:
@@ -195,7 +196,7 @@ class Ledger:
             raise UnsupportedView("a layer that prunes: its heads have tables of their own")
         if self.blank:
             raise CapacityError("no token yet, whose rows say what memory is needed: append first")
-        for extent in self.book.extents:
+        for extent in () if seals else self.book.extents:
             due = extent.kind.paging.all_due(np.maximum(extent.lengths + 1, 0))
             if (late := np.flatnonzero(due * extent.kind.page > extent.rows)).size:
                 raise CapacityError(
@@ -204,10 +205,12 @@ class Ledger:
                 )
         try:
             made = [self.begin(i, self.batch, 1, None, dense=False) for i in range(len(self.kinds))]
+            if seals and any(len(change.opens) for change in made):
+                raise CapacityError("a row for a page that has to be opened again: append it")
         except CapacityError:
             self.rollback()
             raise
-        return [replace(change, writes=change.writes[:0], memo={}) for change in made]
+        return made if seals else [replace(x, writes=x.writes[:0], memo={}) for x in made]
 
     def foresee(
         self, kind: int, batch: int, count: int, start: Any, *, dense: bool, heads: int

@@ -140,10 +140,11 @@ class Steps(NamedTuple):
     step: type[Step] | type[NativeStep]
     before: int  # ordinary forwards, as capturing takes as long as some
     tried: bool  # is the first forward one of steps that is not captured?
+    seals: bool  # does a step copy and seal what falls due with its row?
 
 
-BY_TRITON = Steps(MovingPlace, Step, before=0, tried=True)
-NATIVELY = Steps(StandingPlace, NativeStep, before=4, tried=False)
+BY_TRITON = Steps(MovingPlace, Step, before=0, tried=True, seals=False)
+NATIVELY = Steps(StandingPlace, NativeStep, before=4, tried=False, seals=True)
 Forward = Callable[[Tensor, Tensor], Tensor]  # of tensors that keep their addresses
 Capture = Callable[[Forward, Tensor, Tensor], Forward]
 
@@ -279,7 +280,7 @@ class Replayer:
         if refusal is None:
             try:
                 return self._logits(cache, tokens)
-            except CapacityError:  # there is no room, or a page falls due with its own row
+            except CapacityError:  # there is no room, or it does what a step does not
                 return None
             except Passing as error:
                 refusal = str(error)
@@ -302,7 +303,7 @@ class Replayer:
         alike = alike and all(map(is_, lie, self._lie))  # whoever shares the pages may need more
         alike = alike and self._modes == modes()
         self._left = None  # until the token is there
-        changes = states.expect()
+        changes = states.expect(seals=self.steps.seals)
         self._tokens += 1
         if not alike or self._tokens % CHECKED == 0:
             self._check()
@@ -313,6 +314,9 @@ class Replayer:
             self._follow(cache, layers, changes)
         self._ids.copy_(torch.tensor(tokens)[:, None])
         out = self._run()
+        if self.steps.seals:
+            for layer in layers:
+                layer.state.sealed(changes[layer.state.kind], self._steps[0].backend)
         states.arrive(self._steps[0].backend)
         for layer in layers:
             layer.arrive()
@@ -343,15 +347,14 @@ class Replayer:
             not step.follow(one) for step, one in zip(self._steps, pages, strict=True)
         )
         moved = moved or any(  # one of them ends the graph of all
-            not place.follow(change.during)
-            for place, change in zip(self._places, changes, strict=True)
+            not place.follow(change) for place, change in zip(self._places, changes, strict=True)
         )
         if not moved:
             return
         self._steps, self._forward = [], None
         self._ran = self._captured = False
         device = self.model.device
-        self._places = [self.steps.place(change.during, device) for change in changes]
+        self._places = [self.steps.place(change, device) for change in changes]
         with no_inference_mode():
             self._ids = torch.zeros(changes[0].before.batch, 1, dtype=torch.int64, device=device)
         places = [self._places[layer.state.kind] for layer in layers]

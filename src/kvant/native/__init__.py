@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvant.modes import passing
 
-ABI = 15
+ABI = 16
 NAME = "libkvant.so" if os.name == "posix" else "kvant.dll"
 # Those that take a request, by kvant_function.
 FUNCTIONS = ("attend", "store", "rotate", "norm", "choose", "multiply", "map")

@@ -78,7 +78,8 @@ def swapped(
 SIDE = struct.Struct("@28q")
 EXTENT = struct.Struct("@15q")
 REQUEST = struct.Struct("@25q 2d 17q")
-STORE = struct.Struct("@29q")
+STEPS = struct.Struct("@9q")
+STORE = struct.Struct("@22q")
 CHOOSE = struct.Struct("@23q")
 
 LANES = Lanes()
@@ -245,13 +246,18 @@ def _table(table: Ints) -> Numbers:
 
 
 def steps(change: Change) -> Numbers:
-    """Where the copies, the writes and the seals of a change are, and how many."""
+    """Where the record of the copies, the writes and the seals of a change is."""
     found: tuple[Numbers, object] | None = change.memo.get(KEY)
     if found is None:
         parts = [np.ascontiguousarray(p) for p in (change.copies, change.writes, change.seals)]
-        places = tuple(n for part in parts for n in (*memory(part), len(part)))
-        found = change.memo[KEY] = (places, parts)
+        record = np.array(steps_record(*parts), np.int64)
+        found = change.memo[KEY] = (memory(record), (record, parts))
     return found[0]
+
+
+def steps_record(*parts: Ints) -> Numbers:
+    """Where copies, writes and seals are, and how many."""
+    return tuple(n for part in parts for n in (*memory(part), len(part)))
 
 
 def memory(array: Ints) -> Numbers:

@@ -20,25 +20,30 @@ from kvant.errors import UnsupportedView
 from kvant.extent import LENGTH, PADDING, Change, Extent, Ints
 
 NUMBERS_AT = 5  # where a record of an extent says where its numbers are
-ROW, ROWS = 2, 3  # of a write
+COPIES, SEALS = 2, 8  # where a record of steps says how many there are
+ROW = 2  # of a write
 NATIVE = Native()
 
 
 class Place:
-    """The integers of a kind, and where the row of the next token goes."""
+    """The integers of a kind, where the row of the next token goes, and what it lets fall due."""
 
-    def __init__(self, extent: Extent, device: torch.device) -> None:
+    def __init__(self, change: Change, device: torch.device) -> None:
+        extent = change.during
         kind = extent.kind
         self.tokens = kind.capacity or 2 * int(extent.rows.max(initial=0)) + kind.page
-        numbers, writes = np.zeros_like(extent.numbers), np.zeros((extent.tables, 5), np.int64)
+        numbers = np.zeros_like(extent.numbers)
         self._record = np.zeros(records.EXTENT.size // 8, np.int64)
+        self._steps = np.zeros(records.STEPS.size // 8, np.int64)
         self.extent = Extent(kind, numbers, extent.sealed, extent.open, extent.heads)
         self.extent.memo[records.KEY] = records.memory(self._record), self._record
-        self.change = Change(self.extent, self.extent, self.extent, 1, writes=writes)
+        self.change = Change(self.extent, self.extent, self.extent, 1)
+        self.change.memo[records.KEY] = records.memory(self._steps), self._steps
         self.lengths: Tensor = torch.from_numpy(numbers)[:, LENGTH]
         self._padding = torch.from_numpy(numbers)[:, PADDING]
-        self._tables: tuple[Ints, Ints] | None = None
-        assert self.follow(extent)
+        self._writes = change.writes
+        self._held: tuple[Ints, ...] = ()  # what the records lead to
+        assert self.follow(change)
 
     @property
     def columns(self) -> Tensor:
@@ -48,23 +53,21 @@ class Place:
     def advance(self) -> None:
         """One more token of each, which changes nothing else."""
         self.extent.numbers[:, LENGTH] += 1
-        self.change.writes[:, ROW] += 1
+        self._writes[:, ROW] += 1
+        self._steps[[COPIES, SEALS]] = 0
 
-    def follow(self, extent: Extent) -> bool:
+    def follow(self, change: Change) -> bool:
         """Be where these sequences are, their next row included; False: they are others."""
-        numbers, writes = self.extent.numbers, self.change.writes
+        extent, numbers = change.during, self.extent.numbers
         if extent.tables != len(numbers) or extent.kind != self.extent.kind:
             return False
-        self._tables = extent.sealed, extent.open
         numbers[:] = extent.numbers
         self._record[:] = records.extent_memory(extent)
         self._record[NUMBERS_AT : NUMBERS_AT + 2] = records.memory(numbers)
-        which, newest = np.arange(len(numbers)), extent.rows - 1
-        there = newest >= 0  # others are padding still
-        writes[:, 0] = which
-        writes[there, 1] = extent.open[which[there], newest[there] // extent.kind.page]
-        writes[:, ROW] = np.maximum(newest, 0) % extent.kind.page
-        writes[:, ROWS] = there
+        self._writes = change.writes.copy()
+        copies, seals = (np.ascontiguousarray(part) for part in (change.copies, change.seals))
+        self._steps[:] = records.steps_record(copies, self._writes, seals)
+        self._held = extent.sealed, extent.open, copies, seals
         return True
 
 

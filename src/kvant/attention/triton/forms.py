@@ -15,7 +15,7 @@ from torch import Tensor
 from kvant.codecs.codebook import levels
 from kvant.codecs.packing import BLOCK, PLANES
 from kvant.contracts import Codec, Fields, Form
-from kvant.extent import LENGTH, PADDING, Extent, Ints, Kind
+from kvant.extent import LENGTH, PADDING, Change, Extent, Ints, Kind
 from kvant.modes import no_inference_mode
 
 MAX_DIM = 256
@@ -217,8 +217,9 @@ class Place:
 class MovingPlace(Place):
     """A place that goes on from token to token, and stays where it lies in memory."""
 
-    def __init__(self, extent: Extent, device: torch.device) -> None:
+    def __init__(self, change: Change, device: torch.device) -> None:
         """With room for the capacity, or twice the tokens that there are."""
+        extent = change.during
         kind = extent.kind
         tokens = kind.capacity or 2 * int(extent.rows.max(initial=0)) + kind.page
         pages = -(-tokens // kind.page)
@@ -229,7 +230,7 @@ class MovingPlace(Place):
                 extent.tables, NUMBERS + sum(self.room), dtype=torch.int64, device=device
             )
         super().__init__(rows, NUMBERS + self.room[0], *_most(kind, tokens))
-        assert self.follow(extent)
+        assert self.follow(change)
 
     @property
     def lengths(self) -> Tensor:
@@ -245,8 +246,9 @@ class MovingPlace(Place):
         """One more token of each, which changes nothing else."""
         self.lengths.add_(1)
 
-    def follow(self, extent: Extent) -> bool:
+    def follow(self, change: Change) -> bool:
         """Be where these sequences are; False where they are others, or there is no room."""
+        extent = change.during
         widths = _widths(extent)
         same = extent.tables == len(self.rows) and extent.kind == self.kind
         if not same or widths[0] > self.room[0] or widths[1] > self.room[1]:

@@ -1,10 +1,10 @@
 """What sequences of different lengths cost in one forward, and what beams cost.
 
-A model of a known shape with random weights decodes, unmodified: one sequence, and several under
-one cache (`kvant.merge`), whose lengths lie around the context and are all different. Beside them
-several of one length, with the host's DynamicCache. All decode one token each in turn.
+A model of a known shape with random weights decodes, as in sessions and engines: one sequence, and
+several under one cache (`kvant.merge`), whose lengths lie around the context and are all different.
+Beside them several of one length, with the host's DynamicCache. All decode one token each in turn.
 `tokens_s` counts the tokens of all sequences; `times_one` is that over what one sequence of the
-same format gets, `ratio` that over the host's cache.
+same format gets, `ratio` that over the host's cache, `replayed` the tokens that were replayed.
 
 With `--beams` the model continues a prompt of random tokens by beam search, with the host's cache
 and with each format in turn: `tokens_s` counts the tokens of the result.
@@ -27,10 +27,11 @@ from kvant.bench.cache_race import SHAPES, Contestant, Task, build, filled, rand
 from kvant.bench.device import CPU, DYNAMIC
 from kvant.bench.report import Json, numbers, progress, run, show
 from kvant.cache import merge
-from kvant.hf import cache_for, cache_name
+from kvant.generation import HostDecoder
+from kvant.hf import NATIVELY, cache_for, cache_name
 from kvant.spec import split
 
-FIRST = 2  # tokens that each cache decodes before it is timed
+FIRST = NATIVELY.before + 2  # tokens that each cache decodes before it is timed
 
 
 def lengths_around(context: int, sequences: int) -> list[int]:
@@ -43,12 +44,11 @@ def together(model: Any, name: str, rows: tuple[Tensor, Tensor], lengths: list[i
     keys, values = rows
     parts = [filled(model, name, keys[:, :, :n], values[:, :, :n]).cache for n in lengths]
     cache = merge(parts) if len(parts) > 1 else parts[0]
-    positions, given = torch.tensor(lengths).view(-1, 1), cache_name(model)
+    decoder = HostDecoder(model)
+    replayer = decoder.replayer()
 
     def forward(token: Tensor, cache: Any) -> Any:
-        ids = token.expand(len(lengths), 1)
-        model(ids, position_ids=positions, **{given: cache})
-        positions.add_(1)
+        decoder.rows([1] * len(lengths), cache.states.lengths, cache, replayer)  # that token
 
     return Contestant(name, cache, cache.states.nbytes, forward)
 
@@ -103,6 +103,7 @@ def measure(
                     "times_one": speeds[n, one.name] / speeds[counts[0], one.name],
                     "ratio": speeds[n, one.name] / speeds[n, DYNAMIC],
                     "cache_mib": one.rest / 2**20,
+                    "replayed": one.replayed,
                 }
             )
     return found

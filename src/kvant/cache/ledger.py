@@ -30,7 +30,7 @@ from kvant.cache.changes import (
     moved,
 )
 from kvant.cache.pool import Pool
-from kvant.cache.rows import check_alike, padding_of
+from kvant.cache.rows import check_alike, check_sealed_before, padding_of
 from kvant.cache.storage import Storage
 from kvant.contracts import HostState
 from kvant.errors import CapacityError, UnsupportedView
@@ -197,12 +197,7 @@ class Ledger:
         if self.blank:
             raise CapacityError("no token yet, whose rows say what memory is needed: append first")
         for extent in () if seals else self.book.extents:
-            due = extent.kind.paging.all_due(np.maximum(extent.lengths + 1, 0))
-            if (late := np.flatnonzero(due * extent.kind.page > extent.rows)).size:
-                raise CapacityError(
-                    f"no room for a row behind {int(extent.rows[late[0]])} tokens: its page falls "
-                    "due with it; append it"
-                )
+            check_sealed_before(extent)
         try:
             made = [self.begin(i, self.batch, 1, None, dense=False) for i in range(len(self.kinds))]
             if seals and any(len(change.opens) for change in made):

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvant.contracts import Fields, Order
-from kvant.extent import Change
+from kvant.errors import CapacityError
+from kvant.extent import Change, Extent
 from kvant.recipes import DTYPES, LayerSpec
 
 
@@ -99,3 +101,13 @@ def check_alike(change: Change, batch: int, count: int, start: Any) -> None:
     given, began = padding_of(start, batch), tuple(before.of_sequences(before.padding).tolist())
     if given != began:
         raise ValueError(f"start {given} for sequences that began at {began}")
+
+
+def check_sealed_before(extent: Extent) -> None:
+    """Refuse one more row of each sequence if a page falls due with it."""
+    due = extent.kind.paging.all_due(np.maximum(extent.lengths + 1, 0))
+    if (late := np.flatnonzero(due * extent.kind.page > extent.rows)).size:
+        raise CapacityError(
+            f"no room for a row behind {int(extent.rows[late[0]])} tokens: its page falls due with "
+            "it; append it"
+        )

@@ -119,7 +119,7 @@ def test_other_sequences_or_rows_are_not_followed() -> None:
 
 def test_what_cannot_be_read_so_says_why() -> None:
     cache = filled("affine8,select=1:0,tail=1", 200)
-    (change,) = cache.expect()
+    (change,) = cache.expect(seals=True)
     with pytest.raises(UnsupportedView, match="selects pages"):
         Step.of(cache[0].expected(change), Place(change, torch.device("cpu")))
 

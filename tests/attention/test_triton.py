@@ -365,7 +365,7 @@ def test_launches_are_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> 
 
 def begun(cache: Cache) -> Step:
     changes = cache.expect()
-    return Step.of(cache[0].expected(changes[0]), MovingPlace(changes[0].during, DEVICE))
+    return Step.of(cache[0].expected(changes[0]), MovingPlace(changes[0], DEVICE))
 
 
 def test_grids_are_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,7 @@ class Contestant:
 
     @property
     def replayed(self) -> int | None:
-        """How many tokens came from a CUDA graph of ours."""
+        """How many tokens came from a graph of ours, or a recording."""
         return None if self.name in FIRST else self.cache.stats()["replayed"]
 
     def decode(self) -> None:

@@ -224,8 +224,10 @@ class Cache(Refusals):
         with self._ledger.lock:
             changes = self._ledger.expect(seals=seals)
             for _, layer in self.contents.attention():
-                if not changes[layer.kind].calm:
-                    layer.expect(changes[layer.kind], seals=seals)
+                if not (change := changes[layer.kind]).calm:
+                    layer.make_room()
+                    if not seals:
+                        layer.seal(change)
         return changes
 
     def arrive(self, backend: str) -> None:

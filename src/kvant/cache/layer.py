@@ -239,17 +239,16 @@ class Attention:
         storage.fit(pools.open.size, pools.sealed.size)
         fill(kept, self._pages(storage, extent), self.tally)
 
-    def expect(self, change: Change, *, seals: bool) -> None:
-        """Make room for the row of a token that somebody else writes, and seal what falls due.
-
-        Whoever writes it may do the latter: then it is told by `sealed`.
-        """
-        storage = self.storage
-        assert storage is not None
+    def make_room(self) -> None:
+        """Have memory for the row of a token that somebody else writes."""
+        assert self.storage is not None
         pools = self.ledger.pools[self.kind]
-        storage.fit(pools.open.size, pools.sealed.size)
-        if not seals:
-            store(change, no_rows(change, storage.sides), storage.sides, self.tally)
+        self.storage.fit(pools.open.size, pools.sealed.size)
+
+    def seal(self, change: Change) -> None:
+        """Copy and seal what falls due before such a row comes."""
+        assert self.storage is not None
+        store(change, no_rows(change, self.storage.sides), self.storage.sides, self.tally)
 
     def sealed(self, change: Change, backend: str) -> None:
         """What a change seals was sealed by somebody else, from rows in open pages."""

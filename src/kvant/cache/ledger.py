@@ -200,8 +200,6 @@ class Ledger:
             check_sealed_before(extent)
         try:
             made = [self.begin(i, self.batch, 1, None, dense=False) for i in range(len(self.kinds))]
-            if seals and any(len(change.opens) for change in made):
-                raise CapacityError("a row for a page that has to be opened again: append it")
         except CapacityError:
             self.rollback()
             raise

@@ -341,6 +341,7 @@ class Engine:
 
     def _cancel(self, job: Job) -> None:
         if job in self._requests:
+            self._batch.doubt()  # whoever cancelled may change the model
             self._figures.cancelled += 1
             self._finish(self._requests[job])
 

@@ -6,7 +6,7 @@ import numpy as np
 
 FORGOTTEN = 0.9  # what a chunk before counts beside the newest one
 PAGE = 64  # chunks end at multiples of it, whatever they took
-LEEWAY = 1.1  # times the budget, for a chunk that ends a prompt
+LEEWAY = 1.1  # times the budget, for a chunk that ends a prompt, and for several together
 
 
 class Pace:

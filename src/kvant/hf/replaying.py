@@ -2,10 +2,10 @@
 
 On a GPU it is captured as a graph, on a CPU it is recorded (recording.py).
 
-The cache expects a token before, which makes room and seals what falls due, and is told after: it
-is at every token what ordinary forwards would have made it. A graph lasts while memory stays where
-it is, which a capacity sees to. What cannot be captured is told by `refusal`, and ordinary forwards
-go on.
+The cache expects a token before, which makes room, and is told after: it is at every token what
+ordinary forwards would have made it. What falls due is sealed before, or on a CPU by the step. A
+graph lasts while memory stays where it is, which a capacity sees to. What cannot be captured is
+told by `refusal`, and ordinary forwards go on.
 
 Holds the memory that a graph reads, but not the cache. What is changed of the model during a reply
 is noticed within so many tokens (CHECKED), or when something else is read.

@@ -14,8 +14,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
-from threading import Condition, Thread, current_thread, get_native_id
+from threading import Condition, Thread, current_thread
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
@@ -33,7 +34,7 @@ WAITING = 256 << 20  # bytes of what is to be written, at most
 SHARE = 0.01  # of all processors' time, that is for writing while nobody waits for it
 HURRY = 50.0  # times as much besides, where as much waits as may: else it would be dropped
 LOOK = 0.02  # seconds, after which it looks whether anybody computes
-NICE = 10  # of 19: who has that gets a tenth of what others of a processor get
+NICE = 10  # more than others: it gets a tenth of what they get of a processor
 IDLE = 0.1  # of one processor: who takes less than that is not disturbed
 
 
@@ -224,7 +225,8 @@ class Behind:
     def _work(self) -> None:
         compute_alone()
         if sys.platform == "linux":  # elsewhere it would be that of the whole process
-            os.setpriority(os.PRIO_PROCESS, get_native_id(), NICE)
+            with suppress(OSError):  # somebody forbids it
+                os.nice(NICE)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._calls or self._ended)

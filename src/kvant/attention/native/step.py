@@ -41,8 +41,8 @@ class Place:
         self.change.memo[records.KEY] = records.memory(self._steps), self._steps
         self.lengths: Tensor = torch.from_numpy(numbers)[:, LENGTH]
         self._padding = torch.from_numpy(numbers)[:, PADDING]
-        self._writes = change.writes
-        self._held: tuple[Ints, ...] = ()  # what the records lead to
+        self._writes: Ints
+        self._held: tuple[Ints, ...]  # what the records lead to, beside these
         assert self.follow(change)
 
     @property
@@ -61,6 +61,7 @@ class Place:
         extent, numbers = change.during, self.extent.numbers
         if extent.tables != len(numbers) or extent.kind != self.extent.kind:
             return False
+        assert len(change.writes) == np.count_nonzero(extent.lengths > 0), "rows that go nowhere"
         numbers[:] = extent.numbers
         self._record[:] = records.extent_memory(extent)
         self._record[NUMBERS_AT : NUMBERS_AT + 2] = records.memory(numbers)

@@ -20,7 +20,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from http.client import HTTPException
@@ -68,8 +68,9 @@ class Server:
 
     def end(self) -> None:
         if self.process is not None:
-            self.tell(signal.SIGCONT)
-            self.tell(signal.SIGTERM)
+            with suppress(OSError):  # it ended by itself
+                self.tell(signal.SIGCONT)
+                self.tell(signal.SIGTERM)
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
@@ -80,7 +81,10 @@ class Server:
     def tell(self, what: signal.Signals) -> None:
         """Its process, and those that it began."""
         if self.process is not None:
-            os.killpg(self.process.pid, what)
+            try:
+                os.killpg(self.process.pid, what)
+            except ProcessLookupError:
+                raise OSError(f"{self.name} ended: {self.command}") from None
 
     def ask(self, model: str, prompt: str, tokens: int) -> tuple[float, str]:
         """Seconds until something came, and the text; a reply that ends early is an error."""

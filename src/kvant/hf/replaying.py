@@ -314,7 +314,7 @@ class Replayer:
             self._follow(cache, layers, changes)
         self._ids.copy_(torch.tensor(tokens)[:, None])
         out = self._run()
-        if self.steps.seals:
+        if self.steps.seals and any(len(change.seals) for change in changes):
             for layer in layers:
                 layer.state.sealed(changes[layer.state.kind], self._steps[0].backend)
         states.arrive(self._steps[0].backend)

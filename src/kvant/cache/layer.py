@@ -234,13 +234,12 @@ class Attention:
 
     def refill(self, kept: Kept, extent: Extent) -> None:
         """Write the rows that stay where they are to lie."""
-        storage, pools = self.storage, self.ledger.pools[self.kind]
-        assert storage is not None
-        storage.fit(pools.open.size, pools.sealed.size)
-        fill(kept, self._pages(storage, extent), self.tally)
+        assert self.storage is not None
+        self.make_room()
+        fill(kept, self._pages(self.storage, extent), self.tally)
 
     def make_room(self) -> None:
-        """Have memory for the row of a token that somebody else writes."""
+        """Have memory for all slots that there are."""
         assert self.storage is not None
         pools = self.ledger.pools[self.kind]
         self.storage.fit(pools.open.size, pools.sealed.size)

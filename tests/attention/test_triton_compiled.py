@@ -12,7 +12,7 @@ import pytest
 
 from attention.kernels import needed
 
-pytestmark = needed
+pytestmark = [needed, pytest.mark.xdist_group("compiled")]  # by one process, once
 SHARED = 227 << 10  # bytes that a program may take on a Hopper GPU
 
 

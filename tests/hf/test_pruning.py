@@ -184,16 +184,17 @@ def test_a_sequence_that_was_put_aside_goes_on(kind: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("spec", [ADAPTIVE, "affine4,prune=keydiff:64"])
-def test_an_engine_gives_the_tokens_of_each_alone(spec: str) -> None:
+def test_an_engine_gives_what_each_gives_alone(spec: str) -> None:
     model, prompts = build("llama"), [text(n, seed=n) for n in (80, 450, 400)]
     given: dict[str, Any] = {"max_new_tokens": 150, "ignore_end": True}
-    alone = [
-        [step.token for step in generate(model, Numbers(), prompt, kv_cache=spec, **given)]
-        for prompt in prompts
-    ]
+    alone = [list(generate(model, Numbers(), prompt, kv_cache=spec, **given)) for prompt in prompts]
     with Engine(model, Numbers(), spec) as engine:
         streams = [engine.submit(prompt, **given) for prompt in prompts]
-        assert [list(stream.result().tokens) for stream in streams] == alone
+        for stream, steps in zip(streams, alone, strict=True):
+            for own, step in zip(stream, steps, strict=True):
+                assert own.logprob == pytest.approx(step.logprob, abs=5e-3)
+                if own.token != step.token:
+                    break  # two tokens that were as likely: a sum in another order decided
 
 
 def test_a_conversation_goes_on(tmp_path: Path) -> None:

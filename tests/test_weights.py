@@ -448,6 +448,23 @@ def test_tensors_without_an_address_are_passed_over() -> None:
     assert kvant.pack(model).layers == ("up", "down")
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_trial_computes_as_a_forward_without_gradients_does(
+    inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With them oneDNN takes other kernels, which may round otherwise."""
+    made, same = [], weights._same
+
+    def watched(layer: nn.Linear, matrix: PackedMatrix) -> bool:
+        made.append(torch.is_grad_enabled())
+        return same(layer, matrix)
+
+    monkeypatch.setattr(weights, "_same", watched)
+    with torch.inference_mode(inference):
+        kvant.pack(Model())
+    assert made == [False, False]
+
+
 def test_hooks_are_called_and_may_read_the_weight() -> None:
     plain, packed = twins()
     for model in (plain, packed):

@@ -13,7 +13,10 @@ WATCHING = (torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey
 
 
 def no_inference_mode() -> AbstractContextManager[None]:
-    """Make tensors here that are kept: one born in inference mode can never be written outside."""
+    """Make tensors here that are kept: one born in inference mode can never be written outside.
+
+    It turns gradients on, whatever was before: who computes here turns them off behind it.
+    """
     return torch.inference_mode(False)
 
 

@@ -78,7 +78,7 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
     left: dict[str, str] = {}
     sharing = Counter(_memory(tensor) for tensor in _tensors(model))
     embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding) and tied]
-    with torch.no_grad(), no_inference_mode():
+    with no_inference_mode(), torch.no_grad():
         for name, layer in layers.items():
             weight = layer._parameters.get(WEIGHT)
             if isinstance(weight, PackedWeight):
@@ -116,7 +116,7 @@ def unpack(model: nn.Module) -> int:
     """
     _check_model(model)
     count = 0
-    with torch.no_grad(), no_inference_mode():
+    with no_inference_mode(), torch.no_grad():
         for module in model.modules():
             norms.part(module)
             for name, weight in module._parameters.items():

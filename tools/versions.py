@@ -1,18 +1,17 @@
 """Compares a benchmark of two checkouts, which run it in turn: what is slower than it was?
 
 `python tools/versions.py OLD attend --lengths 8192` runs `kvant.bench.attend` with these options in
-OLD, the root of another checkout with its kernels built, and here, several rounds. A figure is the
-median over the rounds of the ratio of one round: above 1, this checkout takes longer.
+OLD, the root of another checkout, and here, several rounds. Each runs in the environment that
+`make env` makes in it, so with its own kernels. A figure is the median over the rounds of the ratio
+of one round: above 1, this checkout takes longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,18 @@ from kvant.bench.report import progress, show
 HERE = Path(__file__).resolve().parent.parent
 
 
+def python(checkout: Path) -> Path:
+    """What runs the code of a checkout: any other would import what it has installed itself."""
+    found = checkout / ".venv" / "bin" / "python"
+    if not found.exists():
+        raise SystemExit(f"error: {found} is missing: run `make env` in {checkout}")
+    return found
+
+
 def measured(checkout: Path, bench: str, options: list[str], figure: str) -> dict[str, float]:
     """The figure of every row, by what else is the same of it in both checkouts."""
-    run = [sys.executable, "-m", f"kvant.bench.{bench}", *options, "--json"]
-    env = os.environ | {"PYTHONPATH": str(checkout / "src")}
-    done = subprocess.run(run, capture_output=True, text=True, env=env, cwd=checkout, check=False)
+    run = [str(python(checkout)), "-m", f"kvant.bench.{bench}", *options, "--json"]
+    done = subprocess.run(run, capture_output=True, text=True, cwd=checkout, check=False)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(run[1:])} in {checkout}:\n{done.stderr}")
     rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
@@ -50,10 +56,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--figure", default="median_ms")
     given, options = parser.parse_known_args()
+    old = given.old.resolve()
     rounds: list[tuple[dict[str, float], dict[str, float]]] = []
     for turn in range(given.rounds):
         progress(f"round {turn + 1} of {given.rounds}")
-        pair = [measured(c, given.bench, options, given.figure) for c in (given.old, HERE)]
+        pair = [measured(c, given.bench, options, given.figure) for c in (old, HERE)]
         rounds.append((pair[0], pair[1]))
     progress("")
     rows = [

@@ -269,8 +269,8 @@ def requests(count: int, seed: int, gap: float = 900.0) -> list[Life]:
 
 
 def world(max_bytes: int | None, overcommit: float = 1.0, sequences: int = 8) -> World:
-    pace = Pace(BUDGET / 1e3, 512)
-    return World(Schedule(FOOTPRINT, pace, max_bytes, sequences, overcommit))
+    seconds = BUDGET / 1e3
+    return World(Schedule(FOOTPRINT, Pace(512), max_bytes, sequences, overcommit, seconds))
 
 
 LIVES = [
@@ -433,7 +433,7 @@ def test_chunks_of_several_prompts_fit_between_two_tokens() -> None:
     [(130, 130), (240, 240), (260, 192)],  # 225 ms of 250 at 200 tokens, 274 at 240, 299 at 260
 )
 def test_a_few_tokens_more_come_with_the_last_chunk(prompt: int, count: int) -> None:
-    pace = Pace(BUDGET / 1e3, 512)
+    pace = Pace(512)
     for tokens in (64, 128, 256):
         pace.took(tokens, 0, milliseconds(tokens, 0) / 1e3)
     assert pace.chunk(0, prompt, BUDGET / 1e3) == count
@@ -467,4 +467,4 @@ def test_memory_is_let_go_once_nobody_is_left() -> None:
 )
 def test_wrong_numbers_are_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: 1 or more"):
-        Schedule(FOOTPRINT, Pace(1.0, 512), **{name: value})  # type: ignore[arg-type]
+        Schedule(FOOTPRINT, Pace(512), **{name: value})  # type: ignore[arg-type]

@@ -106,10 +106,6 @@ class Engine:
         decoder = decoder_of(model)
         if not isinstance(decoder, HostDecoder):
             raise TypeError("an engine serves models of transformers: load one")
-        seconds = SECONDS.get(decoder.model.device.type, SECONDS["cpu"])
-        seconds = seconds if chunk_seconds is None else chunk_seconds
-        if not seconds > 0:
-            raise ValueError(f"chunk_seconds={seconds}: more than 0 is needed")
         self.tokenizer = tokenizer
         self.prefixes = prefixes
         self.end_tokens = decoder.end_tokens
@@ -129,7 +125,8 @@ class Engine:
         self.limits = Limits(max_context=min(longest, default=None), vocabulary=decoder.vocabulary)
         chunk = CHUNK if decoder.continues else max(longest, default=1 << 20)
         fixed = prefixes is not None and prefixes.exact
-        self._pace = Pace(seconds, chunk, continues=decoder.continues, fixed=fixed)
+        self._pace = Pace(chunk, continues=decoder.continues, fixed=fixed)
+        seconds = SECONDS.get(model.device.type, SECONDS["cpu"])
         spare = 0 if model.device.type == "cpu" else 8
         idle = most_idle(max_sequences) if decoder.captures else 0
         self._schedule = Schedule(
@@ -138,6 +135,7 @@ class Engine:
             None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
             overcommit,
+            seconds if chunk_seconds is None else chunk_seconds,
             fetches=prefixes is not None and prefixes.archive is not None,
         )
         self._figures = Figures()

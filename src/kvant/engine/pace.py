@@ -6,20 +6,17 @@ import numpy as np
 
 FORGOTTEN = 0.9  # what a chunk before counts beside the newest one
 PAGE = 64  # chunks end at multiples of it, whatever they took
-LEEWAY = 1.1  # times the budget, for a chunk that ends a prompt, and for several together
+LEEWAY = 1.1  # times what there is, for a chunk that ends a prompt, and for several together
 
 
 class Pace:
     """Seconds = a + tokens * (b + c * tokens before), by the chunks that were timed."""
 
-    def __init__(
-        self, budget: float, chunk: int, *, continues: bool = True, fixed: bool = False
-    ) -> None:
-        """`budget` is in seconds; where a model does not go on from tokens, prompts are whole.
+    def __init__(self, chunk: int, *, continues: bool = True, fixed: bool = False) -> None:
+        """Chunks are of `chunk` tokens at most, and whole prompts where a model does not go on.
 
         `fixed`: chunks end at multiples of `chunk`, whatever they take.
         """
-        self.budget = budget
         self.fixed = fixed
         self.largest = chunk
         self.continues = continues

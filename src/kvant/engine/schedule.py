@@ -134,6 +134,7 @@ class Schedule:
     max_bytes: int | None = None
     max_sequences: int = 16
     overcommit: float = 1.0
+    chunk_seconds: float = math.inf  # that each prompt which is read has between two tokens
     fetches: bool = False  # is there a store? Then the next one is let in ahead, and looked for
     kept: Ints | None = None  # slots that prefixes hold; None: there are no prefixes
     waiting: list[Job] = field(default_factory=list)
@@ -149,6 +150,8 @@ class Schedule:
             value = getattr(self, name)
             if value is not None and not value >= 1:
                 raise ValueError(f"{name}={value}: 1 or more is needed")
+        if not self.chunk_seconds > 0:
+            raise ValueError(f"chunk_seconds={self.chunk_seconds}: more than 0 is needed")
         if self.overcommit > 1 and self.max_bytes is None:
             raise ValueError(f"overcommit={self.overcommit} of no max_bytes: give max_bytes, too")
         self.room = Room(self.footprint, self.max_bytes)
@@ -392,7 +395,7 @@ class Schedule:
         if reading:
             job = self._reader(reading)
             stop = min([job.prompt, *(stop for stop in job.stops if stop > job.read)])
-            most = self.pace.budget * min(len(reading), PROMPTS) if decoding else math.inf
+            most = self.chunk_seconds * min(len(reading), PROMPTS) if decoding else math.inf
             count = self.pace.chunk(job.read, stop, most)
             wait = self._waited + self.pace.seconds(count, job.read)
             if not self._waited or wait <= LEEWAY * most:

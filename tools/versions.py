@@ -1,9 +1,9 @@
 """Compares a benchmark of two checkouts, which run it in turn: what is slower than it was?
 
 `python tools/versions.py OLD attend --lengths 8192` runs `kvant.bench.attend` with these options in
-OLD, the root of another checkout, and here, several rounds. Each runs in the environment that
-`make env` makes in it, so with its own kernels. A figure is the median over the rounds of the ratio
-of one round: above 1, this checkout takes longer.
+OLD, the root of another checkout, and here, several rounds, each first in turn. Each runs in the
+environment that `make env` makes in it, so with its own kernels. A figure is the median over the
+rounds of the ratio of one round: above 1, this checkout takes longer.
 """
 
 from __future__ import annotations
@@ -60,8 +60,9 @@ def main() -> None:
     rounds: list[tuple[dict[str, float], dict[str, float]]] = []
     for turn in range(given.rounds):
         progress(f"round {turn + 1} of {given.rounds}")
-        pair = [measured(c, given.bench, options, given.figure) for c in (old, HERE)]
-        rounds.append((pair[0], pair[1]))
+        order = (old, HERE) if turn % 2 == 0 else (HERE, old)  # neither always comes second
+        found = {c: measured(c, given.bench, options, given.figure) for c in order}
+        rounds.append((found[old], found[HERE]))
     progress("")
     rows = [
         {

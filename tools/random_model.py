@@ -1,0 +1,117 @@
+"""Writes a model of Qwen3-0.6B's shape with random weights, for servers that are compared.
+
+`python tools/random_model.py MODEL` writes a folder that transformers loads; with `--gguf FILE`
+also the same weights for llama.cpp, in f16 (`pip install gguf`). Every token is a word or a byte,
+so each text that such a model says is read again as the tokens that it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import islice, product
+from pathlib import Path
+from string import ascii_lowercase
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from kvant.bench.cache_race import SHAPES, build
+from kvant.bench.report import progress
+from kvant.bench.serve import WORDS
+
+END, SPACE = "<|endoftext|>", "Ġ"
+LLAMA_CPP = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def words(size: int) -> list[str]:
+    """So many tokens: bytes, the words of benchmarks, and others with a space before them."""
+    known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *WORDS, *(SPACE + w for w in WORDS)]
+    others = (SPACE + "".join(letters) for letters in product(ascii_lowercase, repeat=4))
+    every = dict.fromkeys([*known, *islice(others, size)])  # each once
+    return [*islice(every, size - 1), END]
+
+
+def tokenizer_of(tokens: list[str]) -> PreTrainedTokenizerFast:
+    """It looks words up, and takes bytes where there is none."""
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    made = Tokenizer(models.BPE(vocabulary, [(SPACE, WORDS[0])], ignore_merges=True))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token=END)
+
+
+def write_gguf(path: Path, model: Any, tokens: list[str]) -> None:
+    import gguf
+
+    config = model.config
+    writer = gguf.GGUFWriter(path, "qwen3")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("llama-bpe")  # which looks words up, too
+    writer.add_token_list(tokens)
+    kinds = gguf.TokenType
+    writer.add_token_types([kinds.NORMAL] * (len(tokens) - 1) + [kinds.CONTROL])
+    writer.add_token_merges([f"{SPACE} {WORDS[0]}"])
+    writer.add_eos_token_id(len(tokens) - 1)
+    for name, weight in model.named_parameters():
+        dtype = torch.float32 if weight.ndim == 1 else torch.float16
+        writer.add_tensor(_name(name), weight.detach().to(dtype).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _name(name: str) -> str:
+    """What llama.cpp calls a weight."""
+    name = name.removeprefix("model.").removesuffix(".weight")
+    if name.startswith("layers."):
+        _, layer, rest = name.split(".", 2)
+        return f"blk.{layer}.{LLAMA_CPP[rest]}.weight"
+    return {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[name]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("model", type=Path, help="a folder to write")
+    parser.add_argument("--gguf", type=Path, help="a file for llama.cpp")
+    given = parser.parse_args()
+    progress("drawing weights")
+    model = build(dict(SHAPES["0.6b"]))
+    tokens = words(model.config.vocab_size)
+    model.config.eos_token_id = model.generation_config.eos_token_id = len(tokens) - 1
+    model.config.bos_token_id = model.generation_config.bos_token_id = None
+    progress("writing")
+    model.save_pretrained(given.model)
+    tokenizer_of(tokens).save_pretrained(given.model)
+    if given.gguf is not None:
+        write_gguf(given.gguf, model, tokens)
+    progress("")
+
+
+if __name__ == "__main__":
+    main()

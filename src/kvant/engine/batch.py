@@ -32,6 +32,7 @@ from kvant.generation import HostDecoder
 from kvant.hf import HostCache, Replayer, loaded
 from kvant.prefixes import Coming, Prefixes, Shelf
 from kvant.recipes import CacheSpec
+from kvant.recording import Blocks
 
 log = logging.getLogger("kvant")
 
@@ -63,7 +64,8 @@ class Batch:
         self._salted: dict[str, Shelf] = {}  # of others
         self._seats: list[Seat] = []  # the sequences of the batch, in the order of its cache
         self._cache: HostCache | None = None  # the cache of the batch
-        self._replayers: dict[int, Replayer] = {}  # by the number of sequences
+        self._replayers: dict[int, Replayer] = {}  # by the number of sequences,
+        self._blocks = Blocks()  # and the memory of their recordings
         self._idle: list[Seat] = []  # those of the batch that nobody asked for
         self._blank: Seat | None = None  # what they begin with
 
@@ -323,7 +325,7 @@ class Batch:
 
     def _forward(self, seats: Sequence[Seat], cache: HostCache) -> Tensor:
         """The logits behind the newest tokens of these, of which the cache has all others."""
-        replayer = self._replayers.get(len(seats)) or self.decoder.replayer()
+        replayer = self._replayers.get(len(seats)) or self.decoder.replayer(self._blocks)
         if replayer is not None:
             self._replayers[len(seats)] = replayer
         tokens = [seat.tokens[-1] for seat in seats]

@@ -118,7 +118,6 @@ class HostDecoder:
         check_continues(model)
         self.model = model
         self._capture = capture or (captured if model.device.type == "cuda" else None)
-        self._blocks = Blocks()  # of recordings
         self._replayers: WeakKeyDictionary[HostCache, Replayer] = WeakKeyDictionary()
         takes = inspect.signature(model.forward).parameters
         self._cache = cache_name(model)
@@ -208,14 +207,17 @@ class HostDecoder:
     def _records(self) -> bool:
         return self.model.device.type == "cpu" and library().functions is not None
 
-    def replayer(self) -> Replayer | None:
-        """A new one, for so many sequences as it sees first."""
+    def replayer(self, blocks: Blocks | None = None) -> Replayer | None:
+        """A new one, for so many sequences as it sees first.
+
+        Those that are never asked at one time may share the memory of their recordings.
+        """
         if self._capture is not None:
             capture = capturing(self._capture, self.model.generation_config.compile_config)
             return Replayer(self.model, self._forward, capture)
         if not self._records:
             return None
-        return Replayer(self.model, self._forward, partial(recorded, blocks=self._blocks), NATIVELY)
+        return Replayer(self.model, self._forward, partial(recorded, blocks=blocks), NATIVELY)
 
     def _replayer_of(self, cache: HostCache) -> Replayer | None:
         if cache not in self._replayers and (new := self.replayer()) is not None:

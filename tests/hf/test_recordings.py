@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from torch import nn
 
 import kvant
 from hf.zoo import FAMILIES, build, names, worded
+from kvant import weights
+from kvant.cache import storage
 from kvant.generation.decoder import HostDecoder
+from kvant.hf import Replayer
 from kvant.native import library
 
 pytestmark = pytest.mark.skipif(
@@ -99,3 +103,89 @@ def test_a_model_that_changes_is_recorded_anew() -> None:
         torch.set_num_threads(threads)
     assert pair[1][1].context.replays.refusal is None
     assert pair[1][1].stats()["replayed"] > 40
+
+
+def test_another_number_of_threads_is_seen_before_anything_is_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weights, "SMALLEST", 1)
+    model, threads = build("llama").bfloat16(), torch.get_num_threads()
+    kvant.pack(model)
+    (_, _), (decoder, cache) = both(model, "raw")
+    try:
+        for token in range(3, 24):
+            if token == 8:  # four were ordinary forwards, behind that of the first
+                torch.set_num_threads(threads + 1)
+            decoder.logits([token], cache)
+    finally:
+        torch.set_num_threads(threads)
+    assert cache.context.replays.refusal is None and cache.stats()["replayed"] > 8
+
+
+def test_caches_of_one_decoder_are_recorded_apart() -> None:
+    """Forks of a session go on in threads of their own: none computes in the memory of another."""
+    model = build("llama")
+    texts = [[3 + (7 * at + who) % 90 for at in range(60)] for who in range(4)]
+
+    def logits(decoder: HostDecoder, text: list[int]) -> list[torch.Tensor]:
+        cache = decoder.memory("raw")
+        found = [decoder.logits([token], cache) for token in text]
+        assert cache.stats()["replayed"] > 50
+        return found
+
+    alone = [logits(HostDecoder(model), text) for text in texts]
+    shared = HostDecoder(model)
+    with ThreadPoolExecutor(len(texts)) as threads:
+        beside = threads.map(lambda text: logits(shared, text), texts)
+        for one, other in zip(alone, beside, strict=True):
+            assert all(map(torch.equal, one, other))
+
+
+def test_memory_that_another_cache_moves_meanwhile_takes_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(storage, "RESERVED", 1)  # every growth moves
+    pair = both(build("llama"), "raw")
+    for decoder, cache in pair:
+        decoder.logits(list(range(3, 70)), cache)
+    decoder, cache = pair[1]
+    other, run, moves = cache.fork(), Replayer._run, iter([False] * 5 + [True] + [False] * 99)
+
+    def running(replayer: Replayer) -> torch.Tensor:
+        if next(moves):
+            HostDecoder(decoder.model).logits(list(range(3, 90)), other)
+        return run(replayer)
+
+    monkeypatch.setattr(Replayer, "_run", running)
+    for token in range(5, 30):
+        plain, again = (one.logits([token], held) for one, held in pair)
+        assert torch.equal(plain, again), token
+    assert cache.stats()["replayed"] > 10
+
+
+def test_a_backend_that_is_asked_for_decodes() -> None:
+    decoder = HostDecoder(build("llama"))
+    cache = decoder.memory("affine8")
+    for backend, count in (("reference", 12), ("native", 24)):
+        cache.states.backend = backend
+        for token in range(12):
+            decoder.logits([token], cache)
+        assert cache.stats()["attended"].keys() == {"reference", backend}
+        assert (cache.stats()["replayed"] > 4) == (backend == "native") and cache.length == count
+    cache.states.backend = "reference"
+    before = cache.stats()["attended"]["native"]
+    decoder.logits([1], cache)
+    assert cache.stats()["attended"]["native"] == before
+
+
+def test_weights_that_autocast_made_are_not_recorded() -> None:
+    model = build("llama")
+    pair = both(model, "raw")
+    for token in range(12):
+        with torch.autocast("cpu"):
+            plain, again = (decoder.logits([token], cache) for decoder, cache in pair)
+        assert torch.equal(plain, again)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1.01)
+    assert "autocast" in str(pair[1][1].context.replays.refusal)

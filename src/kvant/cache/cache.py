@@ -230,15 +230,29 @@ class Cache(Refusals):
                         layer.seal(change)
         return changes
 
-    def arrive(self, backend: str) -> None:
-        """The token that was expected has its rows in every layer, and was attended with."""
+    @property
+    def memory(self) -> list[object]:
+        """Where the pages of each layer lie: other objects, once they lie elsewhere."""
+        layers = (layer for _, layer in self.contents.attention())
+        return [layer.storage and layer.storage.sides for layer in layers]
+
+    def arrive(self, backend: str, memory: Sequence[object] | None = None) -> bool:
+        """The token that was expected has its rows in every layer, and was attended with.
+
+        False where these rows went to a `memory` that another cache over the same pools has left
+        meanwhile: then the token is taken back.
+        """
         with self._ledger.lock:
             if len(self._ledger.book.changes) < len(self._ledger.kinds) or not self.whole:
                 raise CacheError("a token that nobody expects has arrived: call expect() before")
+            if memory is not None and not all(map(operator.is_, memory, self.memory)):
+                self._ledger.rollback()
+                return False
             for _, layer in self.contents.attention():
                 layer.tally.appends += 1
                 layer.tally.attended[backend] += 1
                 self._ledger.arrive(layer.leaf)
+            return True
 
     def reachable(self, to: int) -> int:
         """The longest length <= `to` that every layer can go back to."""

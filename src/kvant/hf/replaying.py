@@ -209,6 +209,8 @@ def unfit(model: PreTrainedModel) -> str | None:
         return "the model is in training mode"
     if len(devices := {str(parameter.device) for parameter in model.parameters()}) > 1:
         return f"the model lies on {', '.join(sorted(devices))}"
+    if torch.is_autocast_enabled(model.device.type):
+        return "autocast keeps what it made of the weights, and a replay would read that for ever"
     for name, module in model.named_modules():
         if module._forward_hooks or module._forward_pre_hooks or "_hf_hook" in vars(module):
             return f"{name or 'the model'} has hooks, which a replay does not call"
@@ -226,7 +228,7 @@ def baked(model: PreTrainedModel) -> list[object]:
 
 def modes() -> tuple[object, ...]:
     """What else decides what is computed, and by how many threads."""
-    return torch.get_num_threads(), torch.is_autocast_enabled("cpu")
+    return torch.get_num_threads(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))
 
 
 log = logging.getLogger("kvant")
@@ -274,11 +276,11 @@ class Replayer:
         None where an ordinary forward has to do it.
         """
         refusal = self.refusal or FAILED.get(self.model)
-        if refusal is None and self._waited < self.steps.before:
-            self._waited += 1
-            return None
         if refusal is None:
             try:
+                if self._waited < self.steps.before:
+                    self._wait()
+                    return None
                 return self._logits(cache, tokens)
             except CapacityError:  # there is no room, or it does what a step does not
                 return None
@@ -289,16 +291,41 @@ class Replayer:
             except Exception as error:  # a model may do anything that a graph cannot hold
                 refusal = self.refusal = _told(error)
             if self.refusal is not None:
-                self._steps, self._places, self._lie, self._held = [], [], [], []
-                self._forward = None
+                self._begin()
+                self._lie, self._held = [], []
             log.info("tokens are not replayed: %s", refusal)
         cache.context.replays.refusal = refusal
         return None
 
+    def _wait(self) -> None:
+        """An ordinary forward is to come first; from it on the model is to stay what it is."""
+        if not self._waited:
+            self._see(baked(self.model))
+        self._waited += 1
+
+    def _see(self, now: list[object]) -> None:
+        self._held = [memory(x) for x in chain(self.model.parameters(), self.model.buffers())]
+        self._baked = now
+
+    def _begin(
+        self,
+        places: Sequence[MovingPlace | StandingPlace] = (),
+        steps: Sequence[Step | NativeStep] = (),
+        forward: Forward | None = None,
+    ) -> None:
+        """Anew, with these steps, in one call: an interrupt finds all of the old or of the new."""
+        fresh = {"_ran": False, "_captured": False, "_forward": forward}
+        self.__dict__.update(fresh, _places=list(places), _steps=list(steps))
+
+    def _check_backend(self, asked: str | None) -> None:
+        if self._steps and asked not in (None, self._steps[0].backend):
+            raise Passing(f"backend={asked!r} is asked for, and {self._steps[0].backend} would do")
+
     def _logits(self, cache: HostCache, tokens: list[int]) -> Tensor:
         layers, states = _attending(cache), cache.states
+        self._check_backend(states.backend)
         same = self._left is not None and self._left() is cache
-        lie = [layer.state.storage and layer.state.storage.sides for layer in layers]
+        lie = states.memory
         alike = same and cache.context.changes == self._changes
         alike = alike and all(map(is_, lie, self._lie))  # whoever shares the pages may need more
         alike = alike and self._modes == modes()
@@ -311,13 +338,16 @@ class Replayer:
             for place in self._places:
                 place.advance()
         else:
+            lie = states.memory
             self._follow(cache, layers, changes)
+            self._check_backend(states.backend)
         self._ids.copy_(torch.tensor(tokens)[:, None])
         out = self._run()
         if self.steps.seals and any(len(change.seals) for change in changes):
             for layer in layers:
                 layer.state.sealed(changes[layer.state.kind], self._steps[0].backend)
-        states.arrive(self._steps[0].backend)
+        if not states.arrive(self._steps[0].backend, lie):
+            raise Passing("another cache moved the pages meanwhile")
         for layer in layers:
             layer.arrive()
         self._changes, self._lie, self._modes = cache.context.changes, lie, modes()
@@ -331,8 +361,9 @@ class Replayer:
         if (reason := unfit(self.model)) is not None:
             raise Passing(reason)
         if (now := baked(self.model)) != self._baked:
-            known, self._baked, self._steps = self._baked, now, []
-            self._held = [memory(x) for x in chain(self.model.parameters(), self.model.buffers())]
+            known = self._baked
+            self._begin()
+            self._see(now)
             if known and self.steps.before:
                 self._waited = 0
                 raise Passing("something about the model has changed")
@@ -351,16 +382,14 @@ class Replayer:
         )
         if not moved:
             return
-        self._steps, self._forward = [], None
-        self._ran = self._captured = False
+        self._begin()
         device = self.model.device
-        self._places = [self.steps.place(change, device) for change in changes]
+        places = [self.steps.place(change, device) for change in changes]
         with no_inference_mode():
             self._ids = torch.zeros(changes[0].before.batch, 1, dtype=torch.int64, device=device)
-        places = [self._places[layer.state.kind] for layer in layers]
-        both = zip(pages, places, strict=True)
-        self._steps = [self.steps.step.of(*given) for given in both]  # type: ignore[arg-type]
-        self._forward = self._stepping(StepCache(cache.layers, self._steps))
+        both = zip(pages, (places[layer.state.kind] for layer in layers), strict=True)
+        steps = [self.steps.step.of(*given) for given in both]  # type: ignore[arg-type]
+        self._begin(places, steps, self._stepping(StepCache(cache.layers, steps)))
 
     def _stepping(self, cache: StepCache) -> Forward:
         def forward(ids: Tensor, lengths: Tensor) -> Tensor:
@@ -375,15 +404,15 @@ class Replayer:
         given = self._ids, self._places[0].lengths
         if not self._captured and (self._ran or not self.steps.tried):
             try:
-                self._forward = self.capture(self._forward, *given)
+                now = self.capture(self._forward, *given)
             except (torch.OutOfMemoryError, UnsupportedView):
                 raise
             except Exception as error:  # the next cache need not try again
                 FAILED[self.model] = _told(error)
                 raise
-            self._captured = True
-            if isinstance(self._forward, Replay):
-                return self._forward.out
+            self.__dict__.update(_forward=now, _captured=True)  # in one call, as in _begin
+            if isinstance(now, Replay):
+                return now.out
         self._ran = True
         return self._forward(*given)
 

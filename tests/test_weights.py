@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
 import kvant
@@ -510,6 +511,39 @@ def test_autocast_computes_as_with_dense_weights(dtype: torch.dtype) -> None:
 def test_a_transform_computes_with_dense_weights() -> None:
     plain, packed = twins()
     assert torch.equal(torch.vmap(packed)(rows(3, 2)), torch.vmap(plain)(rows(3, 2)))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script. is deprecated"
+)  # of what torch makes it with
+@torch.no_grad()
+def test_tangents_are_those_of_dense_weights() -> None:
+    found = []
+    for model in twins():
+        with forward_ad.dual_level():
+            out = model(forward_ad.make_dual(rows(2), torch.ones(2, IN).bfloat16()))
+            found.append(forward_ad.unpack_dual(out).tangent)
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_a_bias_of_another_class_is_not_read_by_address() -> None:
+    class Bias(nn.Parameter):
+        """Nobody knows where its numbers lie."""
+
+    plain, packed = twins()
+    bias = Bias(plain.up.bias.detach())
+    plain.up.bias = packed.up.bias = bias
+    assert not packed.up.weight.packed.kernel_part(rows(1), bias)  # type: ignore[union-attr]
+    assert torch.equal(packed(rows(1)), plain(rows(1)))
+
+
+def test_another_default_device_changes_nothing() -> None:
+    plain, x = Model(), rows(1)
+    packed = copy.deepcopy(plain)
+    with torch.device("meta"):
+        assert kvant.pack(packed).layers == ("up", "down")
+        assert torch.equal(packed(x), plain(x))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # dynamo looks at it where it resumes

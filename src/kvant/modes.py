@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch._C._functorch import peek_interpreter_stack
+from torch.autograd import forward_ad
 
 from kvant.errors import CacheError
 
@@ -25,12 +26,17 @@ def transformed() -> bool:
     return peek_interpreter_stack() is not None
 
 
+def dual() -> bool:
+    """May tensors have tangents? They look like others, and are lost by who reads their bytes."""
+    return forward_ad._current_level >= 0
+
+
 def passing() -> bool:
     """Does what is made here belong to a compiler, a transform or a trace, and end with it?
 
     They see operators: what is computed beside them is lost. Fake tensors have no memory at all.
     """
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or transformed():
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or transformed() or dual():
         return True
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in WATCHING)
 

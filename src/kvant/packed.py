@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvant.modes import passing
 from kvant.native import PACKED_OUTS, PACKED_WIDTH, library, multiplied
@@ -115,7 +115,11 @@ class PackedMatrix:
         ):
             return 0
         if bias is not None and (
-            bias.dtype is not self.dtype or bias.shape != (outs,) or not bias.is_contiguous()
+            type(bias) not in (Tensor, nn.Parameter)
+            or not bias.is_cpu
+            or bias.dtype is not self.dtype
+            or bias.shape != (outs,)
+            or not bias.is_contiguous()
         ):
             return 0
         return self.order.part(rows, self)
@@ -132,7 +136,7 @@ def _tried(rows: int, matrix: PackedMatrix) -> int | None:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(count: int) -> Tensor:
-        return torch.randn(count, width, generator=generator).to(matrix.dtype)
+        return torch.randn(count, width, generator=generator, device="cpu").to(matrix.dtype)
 
     first = min(outs, TRIED)
     shares = {-(-width // n // PACKED_WIDTH) * PACKED_WIDTH for n in SPLITS}

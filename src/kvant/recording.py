@@ -192,7 +192,7 @@ class Blocks:
         free = self._free.setdefault(nbytes, [])
         if not free:
             with no_inference_mode():
-                block = torch.empty(nbytes, dtype=torch.uint8)
+                block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             self._blocks[_storage(block)] = block
             free.append(_storage(block))
         block = self._blocks[free.pop()]
@@ -313,7 +313,7 @@ def _results(
 ) -> Tensor:
     """What a function gives for each number of 16 bits."""
     with no_inference_mode():
-        every = torch.arange(ALL, dtype=torch.int32).to(torch.int16).view(dtype)
+        every = torch.arange(ALL, dtype=torch.int32, device="cpu").to(torch.int16).view(dtype)
         found: Tensor = packet(every, *rest, **dict(how))
         return found
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 
 from kvant import norms, packed
 from kvant.errors import CacheError
-from kvant.modes import no_inference_mode, transformed
+from kvant.modes import dual, no_inference_mode, transformed
 from kvant.packed import Order, PackedMatrix
 from kvant.sizes import counted, format_size
 
@@ -285,7 +285,7 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
     """`functional.linear` with packed bytes, or None where a dense copy is needed."""
     if type(weight) is not PackedWeight or type(x) is not Tensor or not weight.current:
         return None
-    if x.dtype != weight.packed.dtype or not x.is_cpu or transformed():
+    if x.dtype != weight.packed.dtype or not x.is_cpu or transformed() or dual():
         return None
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
         return None
@@ -452,7 +452,8 @@ def _same(layer: nn.Linear, matrix: PackedMatrix) -> bool:
     singles = min(64, 1 + VALUES // layer.out_features)
     generator = torch.Generator().manual_seed(0)
     for rows in (*[1] * singles, *ROWS):
-        x = torch.randn(rows, layer.in_features, generator=generator).to(matrix.dtype)
+        x = torch.randn(rows, layer.in_features, generator=generator, device="cpu")
+        x = x.to(matrix.dtype)
         plain = functional.linear(x, layer.weight, layer.bias)
         if not torch.equal(plain, matrix.times(x, layer.bias)):
             return False

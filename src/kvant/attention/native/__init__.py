@@ -60,7 +60,9 @@ class Native:
             return None
         bounds = summarized(pages).bounds
         width, (slot, head, _, _) = widest(found), bounds.stride()
-        chosen = torch.empty(batch, keys.heads, queries, width, dtype=torch.int64)
+        chosen = torch.empty(
+            (batch, keys.heads, queries, width), dtype=torch.int64, device=PROCESSOR
+        )
         record = CHOOSE.pack(
             *records.extent(pages.extent),
             *(keys.heads, all_heads // keys.heads, queries, dim),

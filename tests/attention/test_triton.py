@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import subprocess
@@ -495,19 +496,13 @@ def test_tiles_and_stages_are_what_shared_memory_holds(monkeypatch: pytest.Monke
     assert Triton(NAME, DEVICE.type).supports(view) == reason
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "affine8",
-        "affine4,sinks=70",
-        "turbo4",
-        "raw",
-        "affine8v4,window=550",
-        "affine4,page=128",
-        pytest.param("turbo3/affine8", marks=pytest.mark.laws),
-    ],
+SELECTED = (
+    *("affine8", "affine4,sinks=70", "turbo4", "raw", "affine8v4,window=550", "affine4,page=128"),
+    "turbo3/affine8",
 )
-@pytest.mark.parametrize("queries", [1, 3])
+
+
+@pytest.mark.parametrize(("text", "queries"), once(itertools.product(SELECTED, [1, 3])))
 def test_pages_that_are_chosen_are_read_alone(text: str, queries: int) -> None:
     view = seen(f"{text},select=2:0", queries, heads=2, count=800, start=[0, 190])
     q = torch.randn(2, 4, queries, 32, device=DEVICE)

@@ -81,6 +81,7 @@ def test_one_object_and_nothing_else(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(SHAPES, "0.6b", SHAPES["0.6b"] | {"vocab_size": 1000})
+    monkeypatch.setattr("kvant.bench.products.BYTES", 10**6)
     save(Cache(2, "affine8"), "a.kv")
     Folder("prefixes", min_free=0).put(BLOB.page, BLOB.part, packed(BLOB))
     Path("p.jsonl").write_text('{"prompt": "def f"}\n')

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvant import Cache, checkpoints, save
+from kvant import Cache, save
 from kvant.demo import PATH
 
 FORMATS = [
@@ -212,13 +212,32 @@ def test_it_is_one_line(
     def load(*given: Any, **named: Any) -> None:
         raise AssertionError("a checkpoint is loaded")
 
-    monkeypatch.setattr(checkpoints, "load", load)
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", load)
     monkeypatch.chdir(folder)
     before = sorted(path.name for path in folder.iterdir())
     code, out, error = call(*words)
     assert (code, out, error.count("\n")) == (2, "", 1), (code, out, error)
     assert error.startswith("error: ") and "Traceback" not in error and len(error) < 600
     assert sorted(path.name for path in folder.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--host", "0.0.0.0"), "without keys: anybody could ask"),
+        (("--api-keys", "nowhere"), "--api-keys nowhere: there is no such file"),
+        (("--kv-cache", "affine99"), "affine99"),
+        (("--max-bytes", "many"), "many"),
+        (("--model", "nowhere"), "--model nowhere"),
+    ],
+)
+def test_a_server_says_what_is_wrong(
+    words: tuple[str, ...], told: str, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("KVANT_API_KEYS", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # asks for half a minute
+    code, _, error = call("serve", *words)
+    assert code == 2 and told in error and error.count("\n") == 1
 
 
 def test_there_are_as_many_as_a_trial_had() -> None:

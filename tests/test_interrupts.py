@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from cache.tagged import forward, rows, same, told
 from hf.zoo import build
-from kvant import Cache, cache_for
+from kvant import Cache, CacheError, cache_for
 from kvant.attention.writing import reopen
 from kvant.contracts import Snapshot
 
@@ -211,6 +212,52 @@ def test_a_model_goes_on_behind_an_interrupted_crop() -> None:
             torch.testing.assert_close(logits, whole[length], rtol=1e-4, atol=1e-4)
             lengths.add(length)
     assert lengths == {15, 20}
+
+
+OF_HYBRIDS: dict[str, Callable[[Any], object]] = {
+    "crop": lambda cache: cache.crop(-5),
+    "select": lambda cache: cache.states.select([1, 0]),
+    "reset": lambda cache: cache.reset(),
+}
+
+
+@pytest.mark.parametrize("verb", OF_HYBRIDS)
+def test_a_hybrid_has_acted_on_all_layers_or_on_none_or_says_so(verb: str) -> None:
+    """The states that its host keeps change one after the other."""
+    model, act = build("falcon_h1"), OF_HYBRIDS[verb]
+    ids = torch.stack([torch.arange(20), torch.arange(20).flip(0)])
+
+    def logits(cache: Any, tokens: Tensor = ids[:, :1]) -> Tensor:
+        found: Tensor = model(tokens, past_key_values=cache).logits[:, -1]
+        return found
+
+    with torch.no_grad():
+        start, fates = cache_for(model, "raw"), set[str]()
+        logits(start, ids[:, :15])
+        start.checkpoint()
+        whole = logits(start, ids[:, 15:])
+        done = start.fork()
+        act(done)
+        expected = {"old": logits(start.fork()), "new": logits(done)}
+        twin = start.fork()
+        total = interrupted(lambda: act(twin), None)
+        for at in (*moments(total, 40), 2 * total):  # the last one comes too late
+            cache = start.fork()
+            cache.states.check()  # counts slots anew where the last interrupt left them torn
+            interrupted(lambda cache=cache: act(cache), at)  # type: ignore[misc]
+            try:
+                found = logits(cache)
+            except CacheError as error:
+                assert "or reset" in str(error)
+                cache.reset()
+                torch.testing.assert_close(logits(cache, ids), whole, rtol=1e-4, atol=1e-4)
+                continue
+            alike = {
+                name for name, one in expected.items() if torch.allclose(found, one, atol=1e-4)
+            }
+            assert len(alike) == 1, at
+            fates |= alike
+    assert fates == {"old", "new"}
 
 
 @pytest.mark.parametrize("text", ["raw", "affine8,window=70"])

@@ -426,17 +426,20 @@ class HostState(Protocol):
         """A forward died: the state is of no length any more, until it goes back or is reset."""
 
     def reachable(self, to: int) -> int:
-        """The longest length <= `to` that `rewind` can serve."""
+        """The longest length <= `to` that `going_back` can serve."""
 
-    def rewind(self, to: int) -> None: ...
+    def going_back(self, to: int) -> Callable[[], None]:
+        """What takes the state back to a length; from now on until then it is of none."""
+
     def checkpoint(self) -> None: ...
     def shared_snapshot(self) -> Snapshot: ...
     def restored(self, snapshot: Snapshot) -> Any:
-        """What `become` takes; an error where it does not fit."""
+        """What `becoming` takes; an error where it does not fit."""
 
     def settled(self) -> Any:
         """The state and its checkpoints between two forwards: one under way has died."""
 
-    def become(self, past: Any) -> None: ...
+    def becoming(self, past: Any) -> Callable[[], None]:
+        """What makes the state this one; from now on until then it is of no length."""
+
     def fork(self) -> HostState: ...
-    def reset(self) -> None: ...

@@ -284,8 +284,8 @@ class Cache(Refusals):
         self._check_reach(to)
         layers, ledger = self.contents, self._ledger
         if to == self.length and ledger.book.lengths <= {to}:
-            for follower in ledger.host_states:  # which may be lost
-                follower.rewind(to)
+            for back in [follower.going_back(to) for follower in ledger.host_states]:
+                back()  # what may be lost
             return
         if to == 0:
             self._forget(rewound=True)
@@ -306,14 +306,15 @@ class Cache(Refusals):
                 decoded = len(changes[leaf.kind].opens) > 0
                 leaf.tally.rewinds_exact += not decoded
                 leaf.tally.rewinds_decoded += decoded
-            for follower in ledger.host_states:
-                follower.rewind(to)
             states = tuple(past.rewound(to) for past in ledger.book.states)
             for _, one in layers.recurrent():
                 one.tally.rewinds_exact += 1
             taken = [(kind, change.taken) for kind, change in enumerate(changes)]
             after, book = [change.after for change in changes], ledger.book
+            backs = [follower.going_back(to) for follower in ledger.host_states]
             ledger.swap(after, states, taken)
+            for back in backs:
+                back()
             cut = {leaf: asked.cut(to) for leaf, asked in book.asked.items()}
             known = {leaf: asked for leaf, asked in cut.items() if asked is not None}
             ledger.ask(known, prompted=book.prompted and len(known) == len(cut))
@@ -405,7 +406,7 @@ class Cache(Refusals):
         host_states = {name: one.fork() for name, one in self.contents.host_states().items()}
         pasts = _selected([one.settled() for one in host_states.values()], index, book, extents)
         for follower, past in zip(host_states.values(), pasts, strict=True):
-            follower.become(past)
+            follower.becoming(past)()
         with self._ledger.counting():
             states = _selected(book.states, index, book, extents)
             twin = self._twin(extents, states, host_states)
@@ -450,7 +451,7 @@ class Cache(Refusals):
         host_states = {name: one.fork() for name, one in self.contents.host_states().items()}
         for name, follower in host_states.items():
             pasts = [cache.contents.host_states()[name].settled() for cache in caches]
-            follower.become(joined_pasts(pasts, length))
+            follower.becoming(joined_pasts(pasts, length))()
         states = tuple(
             joined_pasts(pasts, length)
             for pasts in zip(*(cache._ledger.book.states for cache in caches), strict=True)
@@ -484,10 +485,12 @@ class Cache(Refusals):
         pasts = _selected([one.settled() for one in host_states], chosen, book, extents)
         asked = self._asked_by(chosen, extents)
         with self._ledger.counting():
+            both = zip(host_states, pasts, strict=True)
+            becomes = [follower.becoming(past) for follower, past in both]
             self._ledger.swap(extents, states)
             self._ledger.ask(asked, prompted=book.prompted)
-            for follower, past in zip(host_states, pasts, strict=True):
-                follower.become(past)
+            for become in becomes:
+                become()
 
     def repeat(self, count: int) -> None:
         """Every sequence `count` times, one after the other."""
@@ -509,7 +512,7 @@ class Cache(Refusals):
             layers = self.contents.twin(self.contents.host_states())
             layers.succeed(self.contents)
             for follower in layers.ledger.host_states:
-                follower.become(follower.settled().moved(where))
+                follower.becoming(follower.settled().moved(where))()
             for _, leaf in layers.attention():
                 if leaf.storage is not None:
                     layers.ledger.book.storages[leaf.leaf] = leaf.storage.moved(where, self.tiles)
@@ -655,11 +658,12 @@ class Cache(Refusals):
         ledger.rollback()
         for leaf in self.contents.leaves.values():
             leaf.tally.rewinds_exact += rewound
-        for follower in ledger.host_states:
-            follower.reset()
+        becomes = [follower.becoming(Past()) for follower in ledger.host_states]
         extents = [Extent.empty(e.kind, [0] * e.batch) for e in ledger.book.extents]
         with ledger.counting():
             ledger.swap(extents, tuple(Past() for _ in ledger.book.states))
+            for become in becomes:
+                become()
 
     def _recode(self, spec: CacheSpec) -> None:
         # All of the new memory is there before any of the old one goes, or an error halfway could
@@ -674,9 +678,10 @@ class Cache(Refusals):
         old = self.contents
         layers = Layers.of(spec, self.tiles, old.host_states(), old)
         followed = restore_into(layers, snapshot)
-        for name, past in followed.items():
-            layers.leaves[name].become(past)
+        becomes = [layers.leaves[name].becoming(past) for name, past in followed.items()]
         self._hold(layers)
+        for become in becomes:
+            become()
 
     def _back(self, extent: Extent, to: int) -> Ints:
         """The lengths of sequences once the longest has `to` tokens."""

@@ -12,7 +12,8 @@ nothing attends, tokens are counted as they pass the first convolution.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class Recurrence(Recurring):
     def check(self) -> None:
         if self.lost:
             raise CacheError(
-                "a forward was abandoned, and a recurrent layer cannot go back by itself: "
+                "a forward or a verb was abandoned, and a recurrent layer cannot go back alone: "
                 f"rewind to a checkpoint ({self.reachable(self.length)} is the longest) or reset"
             )
 
@@ -78,16 +79,22 @@ class Recurrence(Recurring):
         points = (moment.length for moment in self.checkpoints)
         return max((length for length in points if length <= to), default=0)
 
-    def rewind(self, to: int) -> None:
+    def going_back(self, to: int) -> Callable[[], None]:
         if self.reachable(to) != to:
             raise RewindError(f"length {to}: {self.reachable(to)} is the longest that can be")
         kept = tuple(moment for moment in self.checkpoints if moment.length <= to)
-        if not self._astray and to >= self.length - self._recorded():
-            if self.layer.record_past:
-                self.layer.crop(to - self.length)
-            self.length, self.checkpoints = to, kept
-            return
-        self.become(Past(kept[-1].copied() if to else NOTHING, kept))
+        crops = not self._astray and to >= self.length - self._recorded()
+        self.lost = True
+        return partial(self._crop if crops else self._return, to, kept)
+
+    def _crop(self, to: int, checkpoints: tuple[Moment, ...]) -> None:
+        if self.layer.record_past:
+            self.layer.crop(to - self.length)
+        self.length, self.checkpoints = to, checkpoints
+        self.lost = False
+
+    def _return(self, to: int, checkpoints: tuple[Moment, ...]) -> None:
+        self._become(Past(checkpoints[-1].copied() if to else NOTHING, checkpoints))
 
     def checkpoint(self) -> None:
         """Come back to the present length from here on; the oldest checkpoint may go for it."""
@@ -103,11 +110,15 @@ class Recurrence(Recurring):
     def restored(self, snapshot: Snapshot) -> Past:
         return restored(self.spec, snapshot)
 
-    def become(self, past: Past) -> None:
+    def becoming(self, past: Past) -> Callable[[], None]:
+        self.lost, self.checkpoints = True, ()  # of another past
+        return partial(self._become, past)
+
+    def _become(self, past: Past) -> None:
         """Let the host's layer have the present state of this past."""
         self._give(past.now.state)
-        self.touched = self.lost = False
         self.length, self.checkpoints = past.now.length, past.checkpoints
+        self.touched = self.lost = False  # last: an interrupt before it leaves no state at all
 
     def fork(self) -> Recurrence:
         self._check_still()
@@ -119,9 +130,6 @@ class Recurrence(Recurring):
     def settled(self) -> Past:
         self._check_still()
         return self.past
-
-    def reset(self) -> None:
-        self.become(Past())
 
     @property
     def _astray(self) -> bool:

@@ -301,11 +301,16 @@ class Ledger:
             coming = book.coming if state is None else book.coming | dict([state])
             states = tuple(coming.get(i, past) for i, past in enumerate(states))
         to_follow = min(extent.columns for extent in after) if self.host_states else None
-        kept = book.pools, tuple(after), states, book.storages
         came = max((change.count for change in book.changes.values()), default=1)
-        told = book.asked, book.prompted or self.is_prompt(came)
         self.book = Book(
-            *kept, retired=tuple(gone), to_follow=to_follow, asked=told[0], prompted=told[1]
+            book.pools,
+            tuple(after),
+            states,
+            book.storages,
+            retired=tuple(gone),
+            to_follow=to_follow,
+            asked=book.asked,
+            prompted=book.prompted or self.is_prompt(came),
         )
         if to_follow is not None:
             self._follow()

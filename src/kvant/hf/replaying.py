@@ -141,10 +141,11 @@ class Steps(NamedTuple):
     before: int  # ordinary forwards, as capturing takes as long as some
     tried: bool  # is the first forward one of steps that is not captured?
     seals: bool  # does a step copy and seal what falls due with its row?
+    switches: bool  # has a stock model to be given our attention for it?
 
 
-BY_TRITON = Steps(MovingPlace, Step, before=0, tried=True, seals=False)
-NATIVELY = Steps(StandingPlace, NativeStep, before=4, tried=False, seals=True)
+BY_TRITON = Steps(MovingPlace, Step, before=0, tried=True, seals=False, switches=True)
+NATIVELY = Steps(StandingPlace, NativeStep, before=4, tried=False, seals=True, switches=False)
 Forward = Callable[[Tensor, Tensor], Tensor]  # of tensors that keep their addresses
 Capture = Callable[[Forward, Tensor, Tensor], Forward]
 
@@ -393,7 +394,7 @@ class Replayer:
 
     def _stepping(self, cache: StepCache) -> Forward:
         def forward(ids: Tensor, lengths: Tensor) -> Tensor:
-            with switched(self.model) if self.steps is BY_TRITON else nullcontext():
+            with switched(self.model) if self.steps.switches else nullcontext():
                 return self.call(ids, lengths[:, None] - 1, cache)
 
         return forward

@@ -79,6 +79,8 @@ SIDE = struct.Struct("@28q")
 EXTENT = struct.Struct("@15q")
 REQUEST = struct.Struct("@25q 2d 17q")
 STEPS = struct.Struct("@9q")
+NUMBERS = slice(5, 7)  # of an extent's record: where its numbers are
+COPIES, SEALS = 2, 8  # of a record of steps: how many there are
 STORE = struct.Struct("@22q")
 CHOOSE = struct.Struct("@23q")
 
@@ -233,7 +235,7 @@ def _extent(given: Extent) -> tuple[Numbers, tuple[Ints, Ints]]:
         )
     record = record.copy()
     numbers = np.ascontiguousarray(numbers)
-    record[5], record[6] = numbers.__array_interface__["data"][0], numbers.nbytes
+    record[NUMBERS] = numbers.__array_interface__["data"][0], numbers.nbytes
     return (record.__array_interface__["data"][0], record.nbytes), (record, numbers)
 
 

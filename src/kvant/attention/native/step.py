@@ -19,8 +19,6 @@ from kvant.contracts import Mask, Request, Stored, View
 from kvant.errors import UnsupportedView
 from kvant.extent import LENGTH, PADDING, Change, Extent, Ints
 
-NUMBERS_AT = 5  # where a record of an extent says where its numbers are
-COPIES, SEALS = 2, 8  # where a record of steps says how many there are
 ROW = 2  # of a write
 NATIVE = Native()
 
@@ -54,7 +52,7 @@ class Place:
         """One more token of each, which changes nothing else."""
         self.extent.numbers[:, LENGTH] += 1
         self._writes[:, ROW] += 1
-        self._steps[[COPIES, SEALS]] = 0
+        self._steps[[records.COPIES, records.SEALS]] = 0
 
     def follow(self, change: Change) -> bool:
         """Be where these sequences are, their next row included; False: they are others."""
@@ -64,7 +62,7 @@ class Place:
         assert len(change.writes) == np.count_nonzero(extent.lengths > 0), "rows that go nowhere"
         numbers[:] = extent.numbers
         self._record[:] = records.extent_memory(extent)
-        self._record[NUMBERS_AT : NUMBERS_AT + 2] = records.memory(numbers)
+        self._record[records.NUMBERS] = records.memory(numbers)
         self._writes = change.writes.copy()
         copies, seals = (np.ascontiguousarray(part) for part in (change.copies, change.seals))
         self._steps[:] = records.steps_record(copies, self._writes, seals)

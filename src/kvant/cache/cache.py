@@ -312,12 +312,12 @@ class Cache(Refusals):
             taken = [(kind, change.taken) for kind, change in enumerate(changes)]
             after, book = [change.after for change in changes], ledger.book
             backs = [follower.going_back(to) for follower in ledger.host_states]
-            ledger.swap(after, states, taken)
-            for back in backs:
-                back()
             cut = {leaf: asked.cut(to) for leaf, asked in book.asked.items()}
             known = {leaf: asked for leaf, asked in cut.items() if asked is not None}
-            ledger.ask(known, prompted=book.prompted and len(known) == len(cut))
+            prompted = book.prompted and len(known) == len(cut)
+            ledger.swap(after, states, taken, known, prompted=prompted)
+            for back in backs:
+                back()
 
     def prune(self) -> int:
         """Let rows go that the spec does not keep behind a prompt; how many a head, in the mean.
@@ -487,8 +487,7 @@ class Cache(Refusals):
         with self._ledger.counting():
             both = zip(host_states, pasts, strict=True)
             becomes = [follower.becoming(past) for follower, past in both]
-            self._ledger.swap(extents, states)
-            self._ledger.ask(asked, prompted=book.prompted)
+            self._ledger.swap(extents, states, (), asked, prompted=book.prompted)
             for become in becomes:
                 become()
 

@@ -291,22 +291,16 @@ class Ledger:
             book.arrived.add(leaf)
             return False
         after, gone = list[Extent](), list(book.retired)
-        for kind in range(len(self.kinds)):
-            change = book.changes[kind]
+        for kind, change in sorted(book.changes.items()):
             after.append(change.after)
             if len(change.dropped[0]) or len(change.dropped[1]):
                 gone.append((kind, change.dropped))
-        states = book.states
-        if states:
-            coming = book.coming if state is None else book.coming | dict([state])
-            states = tuple(coming.get(i, past) for i, past in enumerate(states))
+        coming = book.coming if state is None else book.coming | dict([state])
+        states = tuple(coming.get(i, past) for i, past in enumerate(book.states))
         to_follow = min(extent.columns for extent in after) if self.host_states else None
         came = max((change.count for change in book.changes.values()), default=1)
         self.book = Book(
-            book.pools,
-            tuple(after),
-            states,
-            book.storages,
+            *(book.pools, tuple(after), states, book.storages),
             retired=tuple(gone),
             to_follow=to_follow,
             asked=book.asked,
@@ -376,10 +370,13 @@ class Ledger:
         extents: Iterable[Extent],
         states: tuple[Any, ...],
         taken: Iterable[Retired] = (),
+        asked: Mapping[int, Asked] | None = None,
+        *,
+        prompted: bool = False,
     ) -> None:
         """Other extents over the same pools, while counts change; some slots were `taken` for it.
 
-        They are held before the old ones go. What their tokens asked is known no more.
+        They are held before the old ones go. Of what their tokens asked, `asked` stays known.
         """
         self._release()
         new = tuple(extents)
@@ -387,8 +384,9 @@ class Ledger:
             pools.hold(extent)
         old = [(k, (e.open_slots(), e.sealed_slots())) for k, e in enumerate(self.book.extents)]
         retired = (*taken, *old)
-        self.ask({}, prompted=False)
-        self.keep(replace(self.book, extents=new, states=states, changes={}, retired=retired))
+        self.seen = {}
+        now = replace(self.book, extents=new, states=states, changes={}, retired=retired)
+        self.keep(replace(now, asked=dict(asked or {}), prompted=prompted))
         self._release()
 
     def check(self) -> None:

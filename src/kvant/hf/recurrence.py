@@ -57,11 +57,11 @@ class Recurrence(Recurring):
         self.length = length
 
     def invalidate(self) -> None:
-        self.touched = False
+        self.lost = True
         if self.length == 0:
             self._give({})
-        else:
-            self.lost = True
+            self.lost = False
+        self.touched = False  # last: an interrupt before it leaves no state at all
 
     def check(self) -> None:
         if self.lost:
@@ -84,7 +84,8 @@ class Recurrence(Recurring):
             raise RewindError(f"length {to}: {self.reachable(to)} is the longest that can be")
         kept = tuple(moment for moment in self.checkpoints if moment.length <= to)
         crops = not self._astray and to >= self.length - self._recorded()
-        self.lost = True
+        if to < self.length or not crops:
+            self.lost = True
         return partial(self._crop if crops else self._return, to, kept)
 
     def _crop(self, to: int, checkpoints: tuple[Moment, ...]) -> None:

@@ -344,11 +344,11 @@ class Replayer:
             self._check_backend(states.backend)
         self._ids.copy_(torch.tensor(tokens)[:, None])
         out = self._run()
+        if not states.arrive(self._steps[0].backend, lie):
+            raise Passing("another cache moved the pages meanwhile")
         if self.steps.seals and any(len(change.seals) for change in changes):
             for layer in layers:
                 layer.state.sealed(changes[layer.state.kind], self._steps[0].backend)
-        if not states.arrive(self._steps[0].backend, lie):
-            raise Passing("another cache moved the pages meanwhile")
         for layer in layers:
             layer.arrive()
         self._changes, self._lie, self._modes = cache.context.changes, lie, modes()

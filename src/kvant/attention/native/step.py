@@ -41,7 +41,8 @@ class Place:
         self._padding = torch.from_numpy(numbers)[:, PADDING]
         self._writes: Ints
         self._held: tuple[Ints, ...]  # what the records lead to, beside these
-        assert self.follow(change)
+        followed = self.follow(change)
+        assert followed
 
     @property
     def columns(self) -> Tensor:

@@ -518,8 +518,7 @@ class Cache(Refusals):
             book = self._ledger.book
             moved = tuple(past.moved(where) for past in book.states)
             with layers.ledger.counting():
-                layers.ledger.swap(book.extents, moved)
-            layers.ledger.ask(dict(book.asked), prompted=book.prompted)
+                layers.ledger.swap(book.extents, moved, (), book.asked, prompted=book.prompted)
         self._hold(layers)
 
     @contextmanager

@@ -125,10 +125,9 @@ class Layers:
                         taken.append((leaf.kind, slots))
                     leaf.refill(kept, extents[leaf.kind])
                     gone, heads = gone + kept.gone, heads + len(kept.counts)
-                ledger.swap(extents.values(), book.states, taken)
-            late = {leaf.leaf for leaf in leaves if leaf.pruning and leaf.pruning.score.decodes}
-            asked = {leaf: one for leaf, one in book.asked.items() if leaf in late}
-            ledger.ask(asked, prompted=False)
+                late = {leaf.leaf for leaf in leaves if leaf.pruning and leaf.pruning.score.decodes}
+                asked = {leaf: one for leaf, one in book.asked.items() if leaf in late}
+                ledger.swap(extents.values(), book.states, taken, asked)
             ledger.compact(pruned=True)
         elif book.prompted:
             ledger.ask({}, prompted=False)

@@ -146,9 +146,6 @@ class Engine:
         self._open = True
         self._door = Lock()  # held by who asks, and by the thread as it ends
         self._reuse = Reuse(self._batch, self._schedule, self._requests, tokenizer, self._inbox.put)
-        if prefixes is not None:
-            self._batch.share(prefixes)
-            self._reuse.weigh()
         self._undo = self._prepared(model, own, backend, pack=pack)
         openmp.release()  # the engine's thread computes from now on
         self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
@@ -157,7 +154,7 @@ class Engine:
     def _prepared(
         self, model: Any, own: Prefixes | None, backend: str | None, *, pack: bool
     ) -> ExitStack:
-        """Attach and pack the model; what undoes it, and ends all else that serves."""
+        """Attach and pack the model, and name it for prefixes; what undoes all of it."""
         with ExitStack() as undo:
             if own is not None:
                 undo.callback(own.close)
@@ -168,6 +165,9 @@ class Engine:
             if pack and not weights.is_packed(model):
                 undo.callback(weights.unpack, model)
                 weights.pack(model, tied=True)
+            if self.prefixes is not None:  # looks at all weights, which are others once packed
+                self._batch.share(self.prefixes)
+                self._reuse.weigh()
             return undo.pop_all()
 
     def __enter__(self) -> Engine:

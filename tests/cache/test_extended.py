@@ -33,12 +33,18 @@ def same(one: kvant.Cache, other: kvant.Cache) -> None:
         assert torch.equal(found.tensors[name], tensor), name
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["elsewhere", "in_its_pools"])
 @pytest.mark.parametrize(("held", "length"), HELD)
 @pytest.mark.parametrize("spec", SPECS)
 def test_it_is_the_other_cache_and_whole_pages_are_shared(
-    spec: str, held: int, length: int
+    spec: str, held: int, length: int, apart: bool
 ) -> None:
-    base, other = grown(spec, held), grown(spec, min(held, length), length)
+    base = grown(spec, held)
+    other = kvant.Cache(3, spec) if apart else base.fork()
+    other.reset()
+    append(other, 0, min(held, length))
+    if held < length:
+        append(other, held, length)
     before = base.snapshot()
     extended = base.extended(other)
     same(extended, other)

@@ -1,12 +1,15 @@
-"""A cache in pieces is the cache: put together again, it has the same snapshot to the bit."""
+"""A cache in pieces is the cache: what arrives of it has the same snapshot to the bit."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 import kvant
-from kvant.cache.pieces import Pieces, pages_of, together
+from kvant.cache.arrival import Arrival
+from kvant.cache.pieces import Pieces, bare, pages_of
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 
@@ -31,7 +34,7 @@ def filled(spec: str, length: int) -> kvant.Cache:
     return cache
 
 
-def pages_in(pieces: Pieces, kind: int, numbers: range) -> Fields:
+def pages_in(pieces: Pieces, kind: int, numbers: Sequence[int]) -> Fields:
     found = {
         name: torch.empty(len(numbers), *shape, dtype=dtype)
         for name, (dtype, shape) in pieces.shapes(kind).items()
@@ -41,59 +44,142 @@ def pages_in(pieces: Pieces, kind: int, numbers: range) -> Fields:
     return found
 
 
+def put(arrival: Arrival, pieces: Pieces, run: int = 3) -> None:
+    """All pages that are missing, the last ones first."""
+    for kind, missing in arrival.missing.items():
+        numbers = sorted(missing)
+        for first in reversed(range(0, len(numbers), run)):
+            some = numbers[first : first + run]
+            for part in (some,) if some[-1] - some[0] < run else ([n] for n in some):
+                arrival.put(kind, range(part[0], part[-1] + 1), pages_in(pieces, kind, part))
+
+
+def same(one: kvant.Cache, other: kvant.Cache) -> None:
+    found, expected = one.snapshot(), other.snapshot()
+    assert found.tensors.keys() == expected.tensors.keys()
+    for name, tensor in expected.tensors.items():
+        assert torch.equal(found.tensors[name], tensor), name
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_together_they_are_the_cache(spec: str, length: int) -> None:
+def test_what_arrives_is_the_cache(spec: str, length: int) -> None:
     cache = filled(spec, length)
-    pieces, whole = Pieces(cache), cache.snapshot()
-    pages = {kind: pages_in(pieces, kind, numbers) for kind, numbers in enumerate(pieces.ranges)}
-    empty, rest = kvant.Cache(3, spec), pieces.rest()
+    pieces, empty = Pieces(cache), kvant.Cache(3, spec)
+    rest = pieces.rest()
     assert dict(enumerate(pieces.ranges)) == pages_of(empty, length, rest)
-    again = together(empty, length, rest, pages)
-    assert again.tensors.keys() == whole.tensors.keys()
-    for name, tensor in whole.tensors.items():
-        assert torch.equal(again.tensors[name], tensor), name
-    empty.restore(again)
-    assert empty.length == length
+    arrival = Arrival(empty, length, rest)
+    put(arrival, pieces)
+    again = arrival.settled(length)
+    same(again, cache)
     for layer in range(3):
-        for one, other in zip(empty[layer].read(), cache[layer].read(), strict=True):
+        for one, other in zip(again[layer].read(), cache[layer].read(), strict=True):
             assert torch.equal(one, other)
+    assert not empty.length
+    empty.check()
+
+
+@pytest.mark.parametrize("held", [64, 200, 300])
+@pytest.mark.parametrize("spec", SPECS)
+def test_it_lies_in_the_pools_of_another_and_shares_what_that_one_has(spec: str, held: int) -> None:
+    cache, other = filled(spec, 300), filled(spec, held)
+    before, pieces = other.snapshot(), Pieces(cache)
+    arrival = Arrival(other.fork(), 300, pieces.rest())
+    put(arrival, pieces)
+    again = arrival.settled(300)
+    same(again, cache)
+    for kind, missing in arrival.missing.items():
+        had, now = other._ledger.book.extents[kind], again._ledger.book.extents[kind]
+        sealed = now.kind.seals
+        there = set((had.sealed_slots() if sealed else had.open_slots()).tolist())
+        new = set((now.sealed_slots() if sealed else now.open_slots()).tolist()) - there
+        assert set(missing.values()) <= new
+    again.check()
+    del arrival, again
+    other.check()
+    now = other.snapshot()
+    assert all(torch.equal(now.tensors[name], x) for name, x in before.tensors.items())
+
+
+@pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,tail=70"])
+def test_the_other_cache_moves_while_pages_come(spec: str) -> None:
+    cache, other = filled(spec, 300), filled(spec, 100)
+    empty, pieces = other.fork(), Pieces(cache)
+    empty.reset()
+    arrival = Arrival(empty, 300, pieces.rest())
+    there = [storage.sides for storage in other._ledger.book.storages.values()]
+    copies = [other.fork() for _ in range(30)]
+    put(arrival, pieces, 1)
+    for copy in copies:  # each takes pages of its own: memory grows, and moves
+        chunk = torch.ones(1, 2, 300, 64)
+        for layer in range(3):
+            copy[layer].append(chunk, chunk)
+    now = [storage.sides for storage in other._ledger.book.storages.values()]
+    assert all(one is not two for one, two in zip(there, now, strict=True))
+    same(arrival.settled(300), cache)
+    other.check()
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "fp8,page=128", "affine6,slack=0"])
-def test_whole_pages_need_no_rest(spec: str) -> None:
+@pytest.mark.parametrize("came", [256, 128])
+def test_whole_pages_need_no_rest(spec: str, came: int) -> None:
     cache = filled(spec, 300)
-    pieces = Pieces(cache)
-    empty = kvant.Cache(3, spec)
-    pages = pages_in(pieces, 0, range(256 // cache.spec.layers[0].page))
-    empty.restore(together(empty, 256, None, {0: pages}))
-    assert empty.length == 256
-    cache.rewind(256)
+    pieces, empty = Pieces(cache), kvant.Cache(3, spec)
+    page = {0: {name: x[0] for name, x in pages_in(pieces, 0, range(1)).items()}}
+    arrival = Arrival(empty, 256, bare(empty, 256, page))
+    count = came // cache.spec.layers[0].page
+    arrival.put(0, range(count), pages_in(pieces, 0, range(count)))
+    again = arrival.settled(came)
+    assert again.length == came
+    cache.rewind(came)
     for layer in range(3):
-        for one, other in zip(empty[layer].read(), cache[layer].read(), strict=True):
+        for one, other in zip(again[layer].read(), cache[layer].read(), strict=True):
             assert torch.equal(one, other)
+
+
+def test_what_is_dropped_leaves_its_slots() -> None:
+    cache, empty = filled("affine8", 300), kvant.Cache(3, "affine8")
+    pieces = Pieces(cache)
+    arrival = Arrival(empty, 300, pieces.rest())
+    arrival.put(0, range(2), pages_in(pieces, 0, range(2)))
+    assert sum(pool.size - pool.free for pool in empty._ledger.pools[0]) > 4
+    del arrival
+    empty.check()
+    for pool in empty._ledger.pools[0]:
+        pool.collect()
+        assert pool.free == pool.size
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     cache, empty = filled("affine8", 200), kvant.Cache(3, "affine8")
     pieces = Pieces(cache)
     rest = pieces.rest()
-    pages = pages_in(pieces, 0, pieces.ranges[0])
+    pages = dict(pages_in(pieces, 0, pieces.ranges[0]))
     another = Pieces(filled("affine8", 201)).rest()
     with pytest.raises(SnapshotMismatch, match="200 tokens"):
-        together(empty, 200, another, {0: pages})
+        Arrival(empty, 200, another)
     without = Snapshot({k: v for k, v in rest.tensors.items() if not k.endswith("numbers")}, {})
     with pytest.raises(SnapshotMismatch, match="numbers"):
-        together(empty, 200, without, {0: pages})
+        Arrival(empty, 200, without)
+    fewer = Snapshot({k: v for k, v in rest.tensors.items() if k != "1/keys.open"}, {})
+    with pytest.raises(SnapshotMismatch, match=r"layer 1: keys\.open"):
+        Arrival(empty, 200, fewer)
+    with pytest.raises(SnapshotMismatch, match="layer 0: rows of 2 heads"):
+        other = kvant.Cache(3, "affine8")
+        for layer in other:
+            layer.append(torch.ones(1, 4, 1, 64), torch.ones(1, 4, 1, 64))
+        other.reset()
+        Arrival(other, 200, rest)
+    arrival = Arrival(empty, 200, rest)
     for wrong in (
         {name: x[1:] for name, x in pages.items()},
         pages | {"0/keys.open": rest.tensors["0/keys.open"]},
+        pages | {"0/keys.codes": pages["0/keys.codes"].to(torch.int16)},
+        {name: x for name, x in pages.items() if name != "1/keys.codes"},
+        pages | {"7/keys.codes": pages["0/keys.codes"]},
     ):
-        with pytest.raises(SnapshotMismatch, match=r"of \d pages"):
-            together(empty, 200, rest, {0: wrong})
-    fewer = {name: x for name, x in pages.items() if name != "1/keys.codes"}
-    with pytest.raises(SnapshotMismatch, match=r"keys\.codes"):
-        empty.restore(together(empty, 200, rest, {0: fewer}))
+        with pytest.raises(SnapshotMismatch, match="keys"):
+            arrival.put(0, pieces.ranges[0], wrong)
     assert not empty.length
     with pytest.raises(ValueError, match="one with tokens"):
         Pieces(empty)

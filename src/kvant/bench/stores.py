@@ -57,7 +57,9 @@ class Rounds:
         begin = time.perf_counter()
         prompt = [*self.tokens, 0]  # one token more: what is asked for is never all of it
         found = next(self.archive.find(root, prompt, self.cache.states, 0, suffice=True))
-        restored = self.archive.read(found, prompt, self.cache, self.model.device)
+        empty = self.cache.fork()
+        empty.reset()
+        restored = self.archive.read(found, prompt, empty, self.model.device)
         if restored is None or len(restored.tokens) < len(self.tokens) // PAGE * PAGE:
             raise RuntimeError(f"{self.archive.stats()}: it was not read back")
         self.read.append(time.perf_counter() - begin)

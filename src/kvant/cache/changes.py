@@ -298,11 +298,7 @@ def placed(
     extent = Extent(kind, numbers, blank, blank, heads)
     if begun is None:
         return moved(extent, pools.open, pools.sealed)
-    if kind.seals:
-        both = int(begun.first_sealed[0]), int(begun.stop_sealed[0])
-    else:
-        rows = min(int(begun.rows[0]), int(extent.rows[0]))
-        both = int(begun.first_open[0]), rows // kind.page
+    both = _whole(extent, begun)
     tables = [
         _table(pages, pool, 1, *((table[0], *both) if whole else ()))
         for pages, pool, table, whole in (
@@ -311,6 +307,28 @@ def placed(
         )
     ]
     return replace(extent, open=tables[0], sealed=tables[1])
+
+
+def sharing(extent: Extent, begun: Extent) -> Extent:
+    """The same sequence, whose whole pages are those of one with the same first tokens."""
+    number = np.arange(*_whole(extent, begun))
+    if extent.kind.seals:
+        number = number[np.isin(number, extent.sealed_pages()[1])]
+        table = extent.sealed.copy()
+        table[0, number] = begun.sealed[0, number]
+        return replace(extent, sealed=table)
+    number = number[np.isin(number, extent.open_pages()[1])]
+    table = extent.open.copy()
+    table[0, number] = begun.open[0, number]
+    return replace(extent, open=table)
+
+
+def _whole(extent: Extent, begun: Extent) -> tuple[int, int]:
+    """The whole pages, from one to another, that two sequences with the same first tokens have."""
+    if extent.kind.seals:
+        return int(begun.first_sealed[0]), int(begun.stop_sealed[0])
+    rows = min(int(begun.rows[0]), int(extent.rows[0]))
+    return int(begun.first_open[0]), rows // extent.kind.page
 
 
 def taken_for(extent: Extent, begun: Extent | None) -> tuple[Ints, Ints]:

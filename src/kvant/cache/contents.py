@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvant.cache import pruning, recode, snapshot
 from kvant.cache.book import Retired
-from kvant.cache.changes import Pools, placed, taken_for
+from kvant.cache.changes import Pools, placed, sharing, taken_for
 from kvant.cache.layer import Attention, kind_of
 from kvant.cache.ledger import Ledger
 from kvant.cache.recurrent import Past, Recurrent
@@ -241,11 +241,23 @@ def _pieces(snapshot: Snapshot, names: list[str]) -> dict[str, Snapshot]:
     return {name: Snapshot(*both) for name, both in parts.items()}
 
 
-def restore_into(layers: Layers, whole: Snapshot) -> dict[str, Any]:
-    """Fill layers that are empty; what states of the host are to become."""
+@dataclass(frozen=True)
+class Described:
+    """What a snapshot says of all layers, once it was compared with them and with itself."""
+
+    pieces: Mapping[str, Snapshot]  # by layer
+    leaves: Mapping[str, snapshot.Described]  # attention layers that have tokens
+    kinds: Mapping[int, snapshot.Described]  # one of each kind, in order; none without tokens
+    pasts: Sequence[Past]
+    followed: Mapping[str, Any]  # what states of the host are to become
+
+
+def described(layers: Layers, whole: Snapshot, apart: Mapping[int, int] | None = None) -> Described:
+    """What a snapshot for such layers says, but for so many pages, by kind, that come apart."""
     pieces = _pieces(whole, list(layers.leaves))
-    ledger = layers.ledger
-    told: dict[int, snapshot.Restored | None] = {}
+    apart = apart or {}
+    leaves: dict[str, snapshot.Described] = {}
+    told: dict[int, snapshot.Described | None] = {}
     pasts: list[Past] = []
     followed: dict[str, Any] = {}
     for name, leaf in layers.leaves.items():
@@ -256,29 +268,40 @@ def restore_into(layers: Layers, whole: Snapshot) -> dict[str, Any]:
             if not isinstance(leaf, Attention):
                 followed[name] = leaf.restored(pieces[name])
                 continue
-            kind = ledger.kinds[leaf.kind]
-            found = snapshot.restored(leaf.spec, kind, pieces[name], leaf.tiles)
+            kind, count = layers.ledger.kinds[leaf.kind], apart.get(leaf.kind, 0)
+            found = snapshot.described(leaf.spec, kind, pieces[name], count)
             if found is not None:
-                ledger.book.storages[leaf.leaf] = found.storage
+                leaves[name] = found
             known = told.setdefault(leaf.kind, found)
             if (known is None) != (found is None) or (found and known and not found.agrees(known)):
                 raise SnapshotMismatch("other sequences than those of a layer of the same kind")
         except SnapshotMismatch as error:
             raise SnapshotMismatch(f"layer {name}: {error}") from None
-    given = [one for one in told.values() if one is not None]
-    if len(given) not in (0, len(told)):
+    kinds = {kind: one for kind, one in sorted(told.items()) if one is not None}
+    if len(kinds) not in (0, len(told)):
         raise SnapshotMismatch("some layers have tokens, others none")
-    sequences = {len(one.numbers) // one.heads for one in given}
+    sequences = {len(one.numbers) // one.heads for one in kinds.values()}
     batches = sorted(sequences | ({past.batch for past in pasts} - {0}))
     if len(batches) > 1:
         raise SnapshotMismatch(f"layers with batches of {batches}")
+    return Described(pieces, leaves, kinds, pasts, followed)
+
+
+def restore_into(layers: Layers, whole: Snapshot) -> Mapping[str, Any]:
+    """Fill layers that are empty; what states of the host are to become."""
+    found, ledger = described(layers, whole), layers.ledger
+    for name, leaf in layers.attention():
+        if name in found.leaves:
+            storage = snapshot.restored(
+                leaf.spec, found.leaves[name], found.pieces[name], leaf.tiles
+            )
+            ledger.book.storages[leaf.leaf] = storage
     extents = [
         placed(ledger.kinds[kind], one.numbers, ledger.pools[kind], heads=one.heads)
-        for kind, one in sorted(told.items())
-        if one is not None
+        for kind, one in found.kinds.items()
     ]
-    ledger.keep(replace(ledger.book, extents=tuple(extents), states=tuple(pasts)))
-    return followed
+    ledger.keep(replace(ledger.book, extents=tuple(extents), states=tuple(found.pasts)))
+    return found.followed
 
 
 def recode_into(new: Layers, old: Layers) -> None:
@@ -337,7 +360,9 @@ def brought(
     mine = {name: leaf.storage for name, leaf in layers.attention()}
     other = {name: leaf.storage for name, leaf in there.attention()}
     if all(mine[name] is other[name] for name in mine):
-        return book.extents, []
+        if not begun:
+            return book.extents, []
+        return [sharing(*both) for both in zip(book.extents, begun, strict=True)], []
     pools = there.ledger.pools
     before = begun or (None,) * len(pools)
     parts = zip(book.extents, pools, before, strict=True)

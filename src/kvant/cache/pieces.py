@@ -2,7 +2,7 @@
 
 A page is what the layers of a kind have of P positions: sealed, or full of rows where a kind never
 seals. The rest is numbers, states, and the rows of open pages. Together they are a snapshot, and as
-little is believed of them: `Cache.restore` compares all of it.
+little is believed of them: whoever puts them together (arrival.py) compares all of it.
 """
 
 from __future__ import annotations
@@ -57,14 +57,7 @@ class Pieces:
 
     def shapes(self, kind: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """The tensors of a page: what the layers of a kind have of it."""
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        for name, leaf in self._layers(kind):
-            rows = 0 if self.kinds[kind].seals else self.kinds[kind].page
-            for side, stored in leaf.sides.items():
-                found[f"{name}/{side}.open"] = stored.open.dtype, (rows, stored.heads, stored.dim)
-                for field, tensor in stored.sealed.items():
-                    found[f"{name}/{side}.{field}"] = tensor.dtype, tuple(tensor.shape[1:])
-        return found
+        return shapes_of(self.cache, kind)
 
     def copy(self, kind: int, numbers: Sequence[int], into: Fields) -> None:
         """Pages of a kind, one an entry of every tensor, to where they are wanted."""
@@ -73,18 +66,13 @@ class Pieces:
         first = int(slots[0])
         behind = bool((slots == np.arange(first, first + len(slots))).all())
         there = slice(first, first + len(slots)) if behind else torch.from_numpy(slots)
-        for name, leaf in self._layers(kind):
-            for side, stored in leaf.sides.items():
+        for name, storage in layers_of(self.cache, kind):
+            for side, stored in storage.sides.items():
                 if not extent.kind.seals:
                     into[f"{name}/{side}.open"].copy_(stored.open[there].transpose(1, 2))
                 for field, tensor in stored.sealed.items():
                     key = f"{side}.{field}"
                     retiled(key, tensor[there], stored.tiles, None, into[f"{name}/{key}"])
-
-    def _layers(self, kind: int) -> Iterator[tuple[str, Storage]]:
-        for name, leaf in self.cache.contents.attention():
-            if leaf.kind == kind and leaf.storage is not None:
-                yield name, leaf.storage
 
     def rest(self) -> Snapshot:
         """All that is in none of the pages."""
@@ -133,39 +121,35 @@ def pages_of(cache: Cache, length: int, rest: Snapshot | None) -> dict[int, rang
     return found
 
 
-def together(
-    cache: Cache, length: int, rest: Snapshot | None, pages: Mapping[int, Fields]
-) -> Snapshot:
-    """The snapshot of a cache like this one, from all of `pages_of` it, by kind, and the rest."""
-    ranges = pages_of(cache, length, rest)
-    tensors = {} if rest is None else dict(rest.tensors)
-    fields: dict[tuple[int, str], list[str]] = {}  # by the kind and the name of a layer
-    for which, some in pages.items():
-        for key in some:
-            fields.setdefault((which, key.rpartition("/")[0]), []).append(key)
+def bare(cache: Cache, length: int, pages: Mapping[int, Fields]) -> Snapshot:
+    """The rest of a cache like this one that is whole pages alone, given one page of each kind."""
+    tensors: dict[str, Tensor] = {}
     for name, leaf in cache.contents.attention():
-        kind, wanted = cache._ledger.kinds[leaf.kind], ranges[leaf.kind]
-        if rest is None:
-            tensors[f"{name}/{NUMBERS}"] = _at(kind, length)
-        for key in fields.get((leaf.kind, name), ()):
-            tensor = pages[leaf.kind][key]
-            count = 0 if kind.seals else kind.page  # rows of a page
-            rows = key.endswith(".open")
-            if tensor.shape[:1] != (len(wanted),) or (rows and tensor.shape[1:2] != (count,)):
-                raise SnapshotMismatch(f"{key} is {list(tensor.shape)} of {len(wanted)} pages")
-            tensors[key] = tensor.flatten(0, 1) if rows else tensor
-            if rest is not None and rows:
-                if (others := rest.tensors.get(key)) is None:
-                    raise SnapshotMismatch(f"{key} is missing")
-                first = min(kind.sink_pages * kind.page, wanted.start * kind.page)
-                tensors[key] = _joined(key, others[:first], tensors[key], others[first:])
-    return Snapshot(tensors, {} if rest is None else rest.numbers)
+        tensors[f"{name}/{NUMBERS}"] = _at(cache._ledger.kinds[leaf.kind], length)
+    for fields in pages.values():
+        for key, tensor in fields.items():
+            tensors[key] = (tensor if key.endswith(".open") else tensor[None])[:0]
+    return Snapshot(tensors, {})
 
 
-def _joined(key: str, *parts: Tensor) -> Tensor:
-    if len({(part.dtype, part.shape[1:]) for part in parts}) > 1:
-        raise SnapshotMismatch(f"{key} has other shapes in other pages")
-    return torch.cat(parts)
+def layers_of(cache: Cache, kind: int) -> Iterator[tuple[str, Storage]]:
+    """The layers of a kind that have storages, by name."""
+    for name, leaf in cache.contents.attention():
+        if leaf.kind == kind and leaf.storage is not None:
+            yield name, leaf.storage
+
+
+def shapes_of(cache: Cache, kind: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors of a page: what the layers of a kind have of it."""
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    one = cache._ledger.kinds[kind]
+    for name, storage in layers_of(cache, kind):
+        for side, stored in storage.sides.items():
+            rows = 0 if one.seals else one.page
+            found[f"{name}/{side}.open"] = stored.open.dtype, (rows, stored.heads, stored.dim)
+            for field, tensor in stored.sealed.items():
+                found[f"{name}/{side}.{field}"] = tensor.dtype, tuple(tensor.shape[1:])
+    return found
 
 
 def _whole(kind: Kind, numbers: Ints) -> range:

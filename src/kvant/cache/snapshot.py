@@ -52,22 +52,22 @@ def shared_snapshot(storage: Storage | None, extent: Extent | None) -> Snapshot:
     return Snapshot(tensors, {HEADS: extent.heads} if extent.kind.own is not None else {})
 
 
-class Restored(NamedTuple):
-    """An attention layer that a snapshot describes, with a storage of its own, pages in order."""
+class Described(NamedTuple):
+    """What a snapshot says of an attention layer, once all of it was compared."""
 
     numbers: Ints  # of the tables
     heads: int  # tables of a sequence
-    storage: Storage
+    geometry: Geometry
+    opened: list[int]  # the rows of each open page
+    sealed: int  # pages
 
-    def agrees(self, other: Restored) -> bool:
+    def agrees(self, other: Described) -> bool:
         """Are these the same sequences?"""
         return self.heads == other.heads and np.array_equal(self.numbers, other.numbers)
 
 
-def restored(
-    spec: LayerSpec, kind: Kind, snapshot: Snapshot, tiles: Tiles | None
-) -> Restored | None:
-    """What a snapshot holds, or an error. None: no tokens."""
+def described(spec: LayerSpec, kind: Kind, snapshot: Snapshot, apart: int = 0) -> Described | None:
+    """What a snapshot holds, or an error; so many of its pages come apart. None: no tokens."""
     if not snapshot.tensors and not snapshot.numbers:
         return None
     expected_numbers = {HEADS} if kind.own is not None else set[str]()
@@ -79,27 +79,33 @@ def restored(
     geometry = _geometry(spec, snapshot)
     if kind.own is not None and geometry.heads != 1:
         raise SnapshotMismatch(f"{geometry.heads} key heads in the pages of one")
-    opened, sealed = _pages(numbers, kind, len(snapshot.tensors["keys.open"]))
-    rows = sum(opened)
+    rows_apart, sealed_apart = (0, apart) if kind.seals else (apart * kind.page, 0)
+    opened, sealed = _pages(numbers, kind, len(snapshot.tensors["keys.open"]) + rows_apart)
+    rows = sum(opened) - rows_apart
     expected = {NUMBERS}
     for name, dim in geometry.dims.items():
         expected.add(f"{name}.open")
         _check(snapshot, f"{name}.open", (rows, geometry.heads, dim), geometry.dtypes[name])
         for field, (shape, dtype) in geometry.fields(spec, name).items():
             expected.add(f"{name}.{field}")
-            _check(snapshot, f"{name}.{field}", (sealed, *shape), dtype)
+            _check(snapshot, f"{name}.{field}", (sealed - sealed_apart, *shape), dtype)
     if extra := set(snapshot.tensors) - expected:
         raise SnapshotMismatch(f"unknown tensors {sorted(extra)}")
     for name, codec in spec.sides.items():  # refuses another width
         codec.frame.rows(snapshot.tensors[f"{name}.open"][None, :0].transpose(1, 2))
-    storage = Storage(spec, geometry, tiles)
-    storage.fit(len(opened), sealed)
+    return Described(numbers, heads, geometry, opened, sealed)
+
+
+def restored(spec: LayerSpec, found: Described, snapshot: Snapshot, tiles: Tiles | None) -> Storage:
+    """A storage of its own with what a snapshot holds, pages in order."""
+    storage = Storage(spec, found.geometry, tiles)
+    storage.fit(len(found.opened), found.sealed)
     for name, stored in storage.sides.items():
-        _fill(stored.open, snapshot.tensors[f"{name}.open"], opened)
+        _fill(stored.open, snapshot.tensors[f"{name}.open"], found.opened)
         for field, tensor in stored.sealed.items():
             key = f"{name}.{field}"
-            retiled(key, snapshot.tensors[key], None, stored.tiles, tensor[:sealed])
-    return Restored(numbers, heads, storage)
+            retiled(key, snapshot.tensors[key], None, stored.tiles, tensor[: found.sealed])
+    return storage
 
 
 def open_rows(stored: Tensor, extent: Extent, wanted: Bools | None = None) -> Tensor:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +99,17 @@ class Batch:
         """What looks for a prompt in a store, in another thread, until then at most."""
         shelf = self._shelf_of(seat)
         assert shelf is not None
-        memory, held = self._empty.fork(), self.held(seat)
-        return partial(shelf.fork().seek, list(seat.tokens), memory, held, until)
+        memory, tokens, own = (seat.cache or self._empty).fork(), list(seat.tokens), shelf.fork()
+        if not self._shares:  # what comes lies in pools of its own, and we take those
+            memory.clear()
+
+        def look() -> Coming | None:
+            try:
+                return own.seek(tokens, memory, memory.length, until)
+            finally:
+                memory.clear()  # who looks may go on keeping it
+
+        return look
 
     def take(self, seat: Seat, coming: Coming, *, keep: bool) -> int:
         """Let a prompt go on from what came of it from a store; how much of it there is now.
@@ -117,8 +125,10 @@ class Batch:
         if seat.cache is not None:
             cache = seat.cache.extended(restored.cache)
         else:
-            cache = self._empty.merged([restored.cache]) if self._shares else restored.cache
+            whole = restored.cache
+            cache = self._empty.merged([whole]) if self._shares else whole.fork()
         seat.cache = None  # before a rewind takes another page
+        restored.cache.clear()
         self._lend(cache)
         if keep:
             shelf.add(coming._replace(restored=replace(restored, cache=cache)))

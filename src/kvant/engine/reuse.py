@@ -156,14 +156,20 @@ class Reuse:
         """Go on from what came for a prompt, in the bytes that it was promised."""
         taken.set()
         job, length = request.job, 0 if coming is None else len(coming.restored.tokens)
-        if not self._schedule.arrived(job, length) or coming is None:
+        arrived = self._schedule.arrived(job, length)
+        if coming is None:
+            return
+        if not arrived:
+            coming.restored.cache.clear()
             return
         try:
             held = self._batch.take(request.seat, coming, keep=self._schedule.keeps(job, length))
         except Exception as error:  # it can still be read
-            told = repr(error)  # whoever keeps the error keeps what came
-            log.warning("a prefix from a store was not taken: %s", told)
+            clear(error)
+            log.warning("a prefix from a store was not taken: %r", error)
             held = self._batch.held(request.seat)
+        finally:
+            coming.restored.cache.clear()
         if held > job.read:
             request.came = coming.came
             request.stream.found(held, coming.came, None)

@@ -188,12 +188,12 @@ class HostCache(Verbs, TransformersCache):
 
     def fork(self) -> HostCache:
         """A second cache with the same tokens, which shares pages until one writes to them."""
-        return self._with(self.states.fork(), self.context.padding)
+        return self.around(self.states.fork(), self.context.padding)
 
     def extract(self, sequence: int) -> HostCache:
         """A cache of one of the sequences alone, which shares its pages."""
         self._check_ours("extract")
-        return self._with(self.states.extract(sequence), None)
+        return self.around(self.states.extract(sequence))
 
     def remove(self, sequence: int) -> None:
         """Let one of the sequences go; the others stay as they are."""
@@ -205,12 +205,12 @@ class HostCache(Verbs, TransformersCache):
     def merged(self, others: Sequence[Any]) -> HostCache:
         """The sequences of this cache and of others of the same model under one."""
         self._check_alike(others)
-        return self._with(self.states.merged([cache.states for cache in others]), None)
+        return self.around(self.states.merged([cache.states for cache in others]))
 
     def extended(self, other: HostCache) -> HostCache:
         """Another cache of the same model in these pools, which begins with the tokens of this."""
         self._check_alike([other])
-        return self._with(self.states.extended(other.states), None)
+        return self.around(self.states.extended(other.states))
 
     def _check_alike(self, others: Sequence[Any]) -> None:
         for cache in (self, *others):
@@ -218,7 +218,7 @@ class HostCache(Verbs, TransformersCache):
                 raise ValueError("caches of different models: they have no layers in common")
             cache._check_ours("merge")
 
-    def _with(self, states: Cache, padding: tuple[int, ...] | None) -> HostCache:
+    def around(self, states: Cache, padding: tuple[int, ...] | None = None) -> HostCache:
         """A cache of the same model with other states."""
         notes, replays = copy.deepcopy((self.context.notes, self.context.replays))
         context = replace(

@@ -11,20 +11,20 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as Late
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby, islice
-from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
 
 from kvant.cache import Cache
-from kvant.cache.pieces import Page, Pieces, page_sizes, pages_of, together
-from kvant.contracts import Fields, Snapshot
+from kvant.cache.arrival import Arrival
+from kvant.cache.pieces import Page, Pieces, bare, page_sizes
+from kvant.contracts import Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.hf import HostCache
 from kvant.openmp import compute_alone
@@ -35,6 +35,7 @@ from kvant.stores import Blob, Layout, Payload, Tiers
 log = logging.getLogger("kvant")
 
 AT_ONCE = 4  # blobs that are read at a time
+RUN, RUN_BYTES = 8, 32 << 20  # pages that are put into memory at once, at most
 COPIED = 8 << 20  # bytes of pages that are copied at once, to be written
 LITTLE = 20  # tokens behind the last page are worth a blob where they are more than such a part
 REMEMBERED = 1 << 17  # names of blobs that are known to be there
@@ -142,30 +143,11 @@ class Write:
         return Blob(*names, own, held, numbers or {}, min(prompt, end), self.about)
 
 
-class Arriving:
-    """The pages of a kind as they come, in one piece of memory."""
+class Came(NamedTuple):
+    """What was had of some pages."""
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._first: Blob | None = None  # that came: all others have the same tensors
-        self._data = torch.empty(0)
-        self._lock = Lock()
-
-    def put(self, place: int, blob: Blob) -> Blob | None:
-        """One of them, for any number of threads; the one that it is unlike, where it is."""
-        layout = blob.payload.layout
-        with self._lock:
-            if self._first is None:
-                self._data = torch.empty(self._count, layout.nbytes, dtype=torch.uint8)
-                self._first = replace(blob, payload=Payload(layout, self._data[place]))
-        if layout != self._first.payload.layout:
-            return self._first
-        self._data[place] = blob.payload.data
-        return None
-
-    def fields(self, count: int) -> Fields:
-        """What so many of them are, from the first on."""
-        return {} if self._first is None else self._first.payload.layout.fields(self._data[:count])
+    length: int  # up to here, none is missing
+    prompt: int  # of all tokens, so many at most were read as prompts
 
 
 class Archive:
@@ -267,9 +249,9 @@ class Archive:
         device: torch.device,
         seconds: float = math.inf,
     ) -> Restored | None:
-        """A cache of what was found, in pools of its own; what comes later than that is not used.
+        """A cache of what was found, in the pools of `memory`; what comes too late is not used.
 
-        `memory` is one of the same model and spec.
+        That is one of the same model and spec, which has no tokens, or the first of these.
         """
         begin = time.perf_counter()
         try:
@@ -313,85 +295,98 @@ class Archive:
         seconds: float,
     ) -> Restored | None:
         until = time.monotonic() + seconds
-        empty = memory.fork()
-        empty.reset()
-        like, length, rest, prompt = empty.states, found.length, None, found.length
+        like, blobs = memory.states, dict[Page, Blob]()
         if found.rest is not None:
             begin = (len(found.names) - 1) * PAGE
-            blob = self._get(found.names[-1], found.rest, tokens[begin:length])
+            blob = self._get(found.names[-1], found.rest, tokens[begin : found.length])
             if blob is None:
                 return None
-            rest = Snapshot(blob.payload.fields, blob.numbers)
-            prompt = min(blob.prompt, length)
-        sizes, ranges = page_sizes(like), pages_of(like, length, rest)
-        arriving = {kind: Arriving(len(numbers)) for kind, numbers in ranges.items()}
-        for (kind, number), read in self._pages(found, tokens, sizes, ranges, arriving, until):
-            if read is None:
-                if found.rest is not None:
+            rest, prompt = Snapshot(blob.payload.fields, blob.numbers), blob.prompt
+        else:
+            for kind, size in enumerate(page_sizes(like)):
+                blob = self._page(found, tokens, (kind, 0), size)
+                if blob is None:
                     return None
-                length = _before((kind, number), sizes)
-                break
-            if read < (number + 1) * sizes[kind]:  # of all tokens, so many were read as prompts
-                prompt = min(prompt, number * sizes[kind])
-        if not length:
+                blobs[kind, 0] = blob
+            pages = {kind: blob.payload.fields for (kind, _), blob in blobs.items()}
+            rest, prompt = bare(like, found.length, pages), found.length
+        rest = Snapshot({k: x.to(device) for k, x in rest.tensors.items()}, rest.numbers)
+        arrival = Arrival(like, found.length, rest)
+        came = self._bring(found, tokens, arrival, page_sizes(like), blobs, device, until)
+        if not came.length or (came.length < found.length and found.rest is not None):
             return None
-        count = {k: len(x) if rest is not None else length // sizes[k] for k, x in ranges.items()}
-        pages = {kind: some.fields(count[kind]) for kind, some in arriving.items()}
-        whole = together(like, length, rest, pages)
-        if device.type != "cpu":
-            whole = Snapshot({k: x.to(device) for k, x in whole.tensors.items()}, whole.numbers)
-        empty.restore(whole)
-        if empty.length != length or empty.states.batch != 1:
-            raise SnapshotMismatch(f"{empty.length} tokens, {length} are needed")
-        return Restored(tuple(tokens[:length]), empty, min(prompt, length))
+        cache = memory.around(arrival.settled(came.length))
+        return Restored(tuple(tokens[: came.length]), cache, min(prompt, came.prompt, came.length))
 
-    def _pages(
+    def _bring(
         self,
         found: Found,
         tokens: Sequence[int],
+        arrival: Arrival,
         sizes: Sequence[int],
-        ranges: Mapping[int, range],
-        arriving: Mapping[int, Arriving],
+        blobs: Mapping[Page, Blob],
+        device: torch.device,
         until: float,
-    ) -> Iterator[tuple[Page, int | None]]:
-        """Let pages arrive in order, and tell how many of the tokens up to each were prompts.
+    ) -> Came:
+        """Put the pages into memory that are missing, in time, up to the first that is not had.
 
-        None for the first that is not had in time: it is the last.
+        Some were read before.
         """
+        layouts = {kind: Layout.of(arrival.shapes(kind)) for kind in arrival.missing}
 
-        def get(page: Page) -> int | None:
-            kind, number = page
-            begin, end = number * sizes[kind], (number + 1) * sizes[kind]
-            blob = self._get(found.names[end // PAGE], f"k{kind}-{number}", tokens[begin:end])
-            if blob is None:
-                return None
-            other = arriving[kind].put(number - ranges[kind].start, blob)
-            if other is not None:  # nobody knows which of them is right: both are written anew
-                self._refuse(blob, f"has other tensors than {other.page} {other.part}")
-                self._refuse(other, f"has other tensors than {blob.page} {blob.part}")
-                return None
-            return blob.prompt
+        def put(kind: int, numbers: range) -> Came:
+            layout, size, count, prompt = layouts[kind], sizes[kind], 0, found.length
+            data = torch.empty(len(numbers), layout.nbytes, dtype=torch.uint8)
+            for number in numbers:
+                page = kind, number
+                blob = blobs.get(page) or self._page(found, tokens, page, size)
+                if blob is None:
+                    break
+                if blob.payload.layout != layout:  # nobody knows which of them is right
+                    self._refuse(blob, "has other tensors than what it belongs to")
+                    raise SnapshotMismatch(f"{blob.part} has other tensors")
+                data[count] = blob.payload.data
+                count += 1
+                if blob.prompt < (number + 1) * size:  # of all tokens, so many were prompts
+                    prompt = min(prompt, number * size)
+            if count:
+                arrival.put(kind, numbers[:count], layout.fields(data[:count].to(device)))
+            return Came(found.length if count == len(numbers) else numbers[count] * size, prompt)
 
-        wanted = [(kind, number) for kind, numbers in ranges.items() for number in numbers]
-        wanted.sort(key=lambda page: (page[1] * sizes[page[0]], page[0]))
-        coming = iter(wanted)
-        asked = [(page, self._threads.submit(get, page)) for page in islice(coming, 2 * AT_ONCE)]
+        runs = [
+            (kind, run)
+            for kind, numbers in arrival.missing.items()
+            for run in _runs(numbers, min(RUN, max(1, RUN_BYTES // layouts[kind].nbytes)))
+        ]
+        runs.sort(key=lambda run: (run[1][0] * sizes[run[0]], run[0]))
+        coming, length, prompt, late = iter(runs), found.length, found.length, False
+        asked = deque((run, self._threads.submit(put, *run)) for run in islice(coming, AT_ONCE + 1))
         try:
-            while asked:
-                page, future = asked.pop(0)
+            while asked and length:
+                (kind, numbers), future = asked.popleft()
+                if numbers[0] * sizes[kind] >= length:
+                    break
                 try:
                     left = max(0.0, until - time.monotonic())
-                    read = future.result(None if math.isinf(left) else left)
+                    came = future.result(None if math.isinf(left) else left)
                 except Late:
-                    self._counts["late"] += 1
-                    read = None
-                yield page, read
-                if read is None:
-                    return
-                asked += [(page, self._threads.submit(get, page)) for page in islice(coming, 1)]
+                    came, late = Came(numbers[0] * sizes[kind], prompt), True
+                length, prompt = min(length, came.length), min(prompt, came.prompt)
+                if length < found.length and found.rest is not None:
+                    break
+                asked += [(run, self._threads.submit(put, *run)) for run in islice(coming, 1)]
         finally:
             for _, future in asked:
                 future.cancel()
+        self._counts["late"] += late
+        if length < found.length:  # a page of every kind ends there
+            length = length // max(sizes) * max(sizes)
+        return Came(length, prompt)
+
+    def _page(self, found: Found, tokens: Sequence[int], page: Page, size: int) -> Blob | None:
+        kind, number = page
+        begin, end = number * size, (number + 1) * size
+        return self._get(found.names[end // PAGE], f"k{kind}-{number}", tokens[begin:end])
 
     def _get(self, name: str, part: str, tokens: Sequence[int]) -> Blob | None:
         """A blob of these tokens."""
@@ -441,7 +436,14 @@ def _end(part: str) -> int:
     return int(length) if kind.startswith("a-") and length.isdecimal() else -1
 
 
-def _before(page: Page, sizes: Sequence[int]) -> int:
-    """The longest length that ends with a page of every kind, before this one."""
-    largest = max(sizes)
-    return page[1] * sizes[page[0]] // largest * largest
+def _runs(numbers: Iterable[int], most: int) -> Iterator[range]:
+    """Those that follow one another, so many at most."""
+    begin = stop = 0
+    for number in numbers:
+        if number != stop or stop - begin == most:
+            if begin < stop:
+                yield range(begin, stop)
+            begin = number
+        stop = number + 1
+    if begin < stop:
+        yield range(begin, stop)

@@ -105,7 +105,14 @@ class Shelf:
         The tokens that came.
         """
         try:
-            coming = self.seek(tokens, memory)
+            names = None if self.owner.archive is None else self._named()
+            if names is None:
+                return range(0)
+            held = max(memory.length, self.owner._held(names.tree, tokens))
+            empty = (self.home or memory).fork()
+            if self.home is None:  # what comes lies in pools of its own, and those become the home
+                empty.clear()
+            coming = self.seek(tokens, empty, held)
             if coming is not None:
                 self.add(coming)
                 return coming.came
@@ -117,19 +124,17 @@ class Shelf:
         self,
         tokens: Sequence[int],
         memory: HostCache,
-        held: int | None = None,
+        held: int,
         until: float = math.inf,
     ) -> Coming | None:
-        """What a store has of these tokens beyond those that are `held`; changes nothing.
+        """What a store has of these tokens beyond those that are `held`, in the pools of a memory.
 
-        If that is not told, those in memory are. It ends `until` then, if not before.
+        That is empty, or has the first of them. It ends `until` then, if not before.
         """
         archive, model = self.owner.archive, self._model()
         names = None if archive is None else self._named()
         if archive is None or model is None or names is None:
             return None
-        if held is None:
-            held = max(memory.length, self.owner._held(names.tree, tokens))
         find = archive.find(names.tree, tokens, memory.states, held, suffice=self._pages_suffice)
         for found in islice(find, TRIES):
             reading, left = self.seconds(found.length - held), until - time.monotonic()

@@ -1,0 +1,138 @@
+"""A cache of one sequence that comes in pieces, each put where it is to stay.
+
+A long prompt is hundreds of MiB: each copy on its way takes as long as all that has to be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from kvant.cache.cache import Cache
+from kvant.cache.changes import placed, taken_for
+from kvant.cache.contents import described
+from kvant.cache.pieces import layers_of, pages_of, shapes_of
+from kvant.cache.storage import Storage, copy_pages, retiled
+from kvant.contracts import Fields, Snapshot, Stored
+from kvant.errors import SnapshotMismatch
+
+Sides = Mapping[str, Stored]
+
+
+class Arrival:
+    """A cache of one sequence in the pools of another, whose pages come one by one.
+
+    Its slots are taken at once, and nobody reads them before it is `settled`: until then any thread
+    may put pages there, whatever becomes of the other cache. Whole pages of tokens that the other
+    cache has are shared, and do not come.
+    """
+
+    def __init__(self, like: Cache, length: int, rest: Snapshot) -> None:
+        """Of so many tokens, of which `like` has the first ones, or none."""
+        ranges = pages_of(like, length, rest)
+        ledger, contents = like._ledger, like.contents
+        found = described(contents, rest, {kind: len(pages) for kind, pages in ranges.items()})
+        for name, leaf in contents.attention():
+            rows, there = found.leaves[name].geometry, leaf.storage
+            if there is not None and there.geometry != rows:
+                raise SnapshotMismatch(f"layer {name}: rows of {rows}, {there.geometry} are here")
+        followers = {name: one.fork() for name, one in contents.host_states().items()}
+        for name, follower in followers.items():
+            follower.becoming(found.followed[name])()
+        begun = ledger.book.extents if like.length else (None,) * len(ledger.kinds)
+        with ledger.counting():
+            self._extents = [
+                placed(one, found.kinds[kind].numbers, ledger.pools[kind], begun[kind])
+                for kind, one in enumerate(ledger.kinds)
+            ]
+            pairs = zip(self._extents, begun, strict=True)
+            self._taken = [taken_for(extent, had) for extent, had in pairs]
+            taken = list(enumerate(self._taken))
+            self._cache = like._twin(self._extents, tuple(found.pasts), followers, taken)
+            for name, leaf in self._cache.contents.attention():
+                if leaf.storage is None:
+                    one = Storage(leaf.spec, found.leaves[name].geometry, leaf.tiles)
+                    self._cache._ledger.book.storages[leaf.leaf] = one
+                leaf.make_room()
+            self._sides: dict[int, dict[str, Sides]] = {  # where pages are put, by kind and layer
+                kind: {name: one.sides for name, one in layers_of(self._cache, kind)}
+                for kind in ranges
+            }
+        # The slots of the pages that are to come, by kind and number.
+        self.missing = {kind: self._slots(kind, pages) for kind, pages in ranges.items()}
+        for kind, layers in self._sides.items():
+            for name, sides in layers.items():
+                self._fill(kind, sides, found.pieces[name], ranges[kind])
+
+    def shapes(self, kind: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """The tensors of a page: what the layers of a kind have of it."""
+        return shapes_of(self._cache, kind)
+
+    def put(self, kind: int, numbers: range, pages: Fields) -> None:
+        """Pages that are missing, one an entry of every tensor."""
+        told = {key: (x.dtype, tuple(x.shape)) for key, x in pages.items()}
+        for key, (dtype, shape) in (shapes := self.shapes(kind)).items():
+            if told.get(key) != (dtype, (len(numbers), *shape)):
+                raise SnapshotMismatch(
+                    f"{key} is {told.get(key)} of {len(numbers)} pages of {dtype} {shape}"
+                )
+        if extra := told.keys() - shapes.keys():
+            raise SnapshotMismatch(f"unknown tensors {sorted(extra)}")
+        slots = np.array([self.missing[kind][number] for number in numbers], np.int64)
+        behind = bool((np.diff(slots) == 1).all())  # one slot behind the other
+        there = slice(slots[0], slots[-1] + 1) if behind else torch.from_numpy(slots)
+        for name, sides in self._sides[kind].items():
+            for side, stored in sides.items():
+                if not self._extents[kind].kind.seals:
+                    stored.open[there] = pages[f"{name}/{side}.open"].transpose(1, 2)
+                for field, tensor in stored.sealed.items():
+                    key, into = f"{side}.{field}", tensor[there] if behind else None
+                    tiled = retiled(key, pages[f"{name}/{key}"], None, stored.tiles, into)
+                    if into is None:
+                        tensor[there] = tiled
+
+    def settled(self, length: int) -> Cache:
+        """The cache, once so many of its tokens came, all or whole pages of each kind."""
+        ledger = self._cache._ledger
+        with ledger.lock:  # nobody moves it meanwhile
+            for kind, layers in self._sides.items():
+                for name, storage in layers_of(self._cache, kind):
+                    if storage.sides is not layers[name]:
+                        self._follow(kind, layers[name], storage.sides)
+        if length == self._cache.length:
+            return self._cache
+        found = self._cache.fork()  # pages behind it may still come
+        found.rewind(length)
+        return found
+
+    def _slots(self, kind: int, pages: range) -> dict[int, int]:
+        """Where these pages are put, but for those that are shared."""
+        extent, (opened, sealed) = self._extents[kind], self._taken[kind]
+        table, mine = (extent.sealed, sealed) if extent.kind.seals else (extent.open, opened)
+        slots = table[0, pages.start : pages.stop]
+        found = zip(pages, slots.tolist(), np.isin(slots, mine).tolist(), strict=True)
+        return {number: slot for number, slot, own in found if own}
+
+    def _fill(self, kind: int, sides: Sides, piece: Snapshot, apart: range) -> None:
+        """Write the rows of open pages, but of those that are shared or come apart."""
+        extent, place = self._extents[kind], 0
+        page, seals = extent.kind.page, extent.kind.seals
+        for number in extent.open_pages()[1].tolist():
+            if number in apart and not seals:
+                continue
+            count = min(int(extent.rows[0]) - number * page, page)
+            slot = int(extent.open[0, number])
+            if slot in self._taken[kind][0]:
+                for side, stored in sides.items():
+                    rows = piece.tensors[f"{side}.open"][place : place + count]
+                    stored.open[slot, :, :count] = rows.transpose(0, 1)
+            place += count
+
+    def _follow(self, kind: int, old: Sides, new: Sides) -> None:
+        """The other cache moved: what was put where it lay goes where it lies."""
+        opened, sealed = self._taken[kind]
+        for side, stored in new.items():
+            copy_pages({"open": old[side].open}, {"open": stored.open}, opened, opened)
+            copy_pages(old[side].sealed, stored.sealed, sealed, sealed)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cache.tagged import forward, rows, same, told
 from hf.zoo import build
-from kvant import Cache, CacheError, cache_for
+from kvant import Cache, CacheError, attend, cache_for
 from kvant.attention.writing import reopen
 from kvant.contracts import Snapshot
 
@@ -260,6 +260,47 @@ def test_a_hybrid_has_acted_on_all_layers_or_on_none_or_says_so(verb: str) -> No
     assert fates == {"old", "new"}
 
 
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next"])
+@torch.no_grad()
+def test_what_a_dead_first_forward_left_is_no_state(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next forward went on from it where its recovery was interrupted."""
+    model, ids = build(name), torch.arange(3, 14)[None]
+    expected = model(ids, past_key_values=cache_for(model, "raw")).logits
+
+    def dead() -> Any:
+        cache = cache_for(model, "raw")
+        attending = [i for i, layer in enumerate(cache.described) if layer.attends]
+        with monkeypatch.context() as patch:
+            patch.setattr(cache.layers[attending[0]], "update", None)
+            with pytest.raises(TypeError):
+                model(ids.flip(1), past_key_values=cache)
+        return cache
+
+    total = interrupted(dead().states.host_states[0].settled, None)
+    for at in range(1, total + 1):
+        cache = dead()
+        interrupted(cache.states.host_states[0].settled, at)
+        found = model(ids, past_key_values=cache).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_rewind_to_where_it_is_loses_no_state() -> None:
+    """There is no checkpoint: a state that is lost is so for good."""
+    model, ids = build("jamba"), torch.arange(3, 14)[None]
+    start = cache_for(model, "raw")
+    model(ids, past_key_values=start)
+    twin = start.fork()
+    expected = model(ids[:, :1], past_key_values=start.fork()).logits
+    for at in moments(interrupted(lambda: twin.rewind(11), None), 80):
+        cache = start.fork()
+        interrupted(lambda cache=cache: cache.rewind(11), at)  # type: ignore[misc]
+        found = model(ids[:, :1], past_key_values=cache).logits
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("text", ["raw", "affine8,window=70"])
 def test_an_interrupted_select_has_acted_on_all_layers_or_on_none(text: str) -> None:
     start = Cache(3, text)
@@ -283,6 +324,36 @@ def test_an_interrupted_select_has_acted_on_all_layers_or_on_none(text: str) -> 
         cache.check()
         same(start.snapshot(), before)
     assert fates == {True, False}
+
+
+OF_PROMPTS: dict[str, Callable[[Cache], object]] = {
+    "rewind": lambda cache: cache.rewind(290),
+    "select": lambda cache: cache.select([0]),
+    "move": lambda cache: cache.move("cpu"),
+    "prune": lambda cache: cache.prune(),
+}
+
+
+@pytest.mark.parametrize("verb", OF_PROMPTS)
+def test_a_prompt_is_pruned_whatever_was_interrupted(verb: str) -> None:
+    """Between other extents and what was asked of them nobody knew of a prompt: it stayed whole."""
+    generator, start = torch.Generator().manual_seed(0), Cache(1, "raw,prune=snapkv:64")
+    new = (torch.randn(1, heads, 300, 32, generator=generator) for heads in (6, 3, 3))
+    queries, keys, values = new
+    attend(queries, start[0].append(keys, values))
+    twin, pruned = start.fork(), []
+    for act in (lambda cache: None, OF_PROMPTS[verb]):
+        done = start.fork()
+        act(done)
+        done.prune()
+        pruned.append(done.snapshot())
+    for at in moments(interrupted(lambda: OF_PROMPTS[verb](twin), None), 150):
+        cache = start.fork()
+        interrupted(lambda cache=cache: OF_PROMPTS[verb](cache), at)  # type: ignore[misc]
+        cache.prune()
+        assert cache[0].held == 64, at
+        same(cache.snapshot(), pruned[0 if cache.length == 300 else 1])
+        cache.check()
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.laws)])

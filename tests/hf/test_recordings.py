@@ -141,26 +141,30 @@ def test_caches_of_one_decoder_are_recorded_apart() -> None:
             assert all(map(torch.equal, one, other))
 
 
+@pytest.mark.parametrize(("spec", "moment"), [("raw", 76), ("affine8", 127)])
 def test_memory_that_another_cache_moves_meanwhile_takes_no_row(
-    monkeypatch: pytest.MonkeyPatch,
+    spec: str, moment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage, "RESERVED", 1)  # every growth moves
-    pair = both(build("llama"), "raw")
+    pair = both(build("llama"), spec)
     for decoder, cache in pair:
         decoder.logits(list(range(3, 70)), cache)
     decoder, cache = pair[1]
-    other, run, moves = cache.fork(), Replayer._run, iter([False] * 5 + [True] + [False] * 99)
+    other, run, taken_back = cache.fork(), Replayer._run, list[int]()
 
     def running(replayer: Replayer) -> torch.Tensor:
-        if next(moves):
+        if cache.length == moment:
             HostDecoder(decoder.model).logits(list(range(3, 90)), other)
+            taken_back.append(moment)
         return run(replayer)
 
     monkeypatch.setattr(Replayer, "_run", running)
-    for token in range(5, 30):
+    for token in range(5, 75):
         plain, again = (one.logits([token], held) for one, held in pair)
         assert torch.equal(plain, again), token
+    assert taken_back == [moment]
     assert cache.stats()["replayed"] > 10
+    assert cache.stats()["sealed"] == pair[0][1].stats()["sealed"], "a page was counted twice"
 
 
 def test_a_backend_that_is_asked_for_decodes() -> None:

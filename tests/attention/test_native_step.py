@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -133,3 +136,19 @@ def test_values_beyond_a_format_are_counted_where_a_step_seals_them() -> None:
         both.token()
     both.check()
     assert both.cache.stats()["clamped"] > 0
+
+
+def test_a_step_is_the_same_where_python_leaves_assertions_out() -> None:
+    """Keys are alike, so a query finds the mean of all values."""
+    code = (
+        "import torch; from kvant import Cache; from kvant.attention.native import step as steps;"
+        "keys, values = torch.ones(1, 1, 71, 32), torch.arange(71.0)[:, None].expand(1, 1, 71, 32);"
+        "cache = Cache(1, 'raw'); cache[0].append(keys[:, :, :70], values[:, :, :70]);"
+        "(change,) = cache.expect(seals=True); place = steps.Place(change, torch.device('cpu'));"
+        "step = steps.Step.of(cache[0].expected(change), place); last = keys[:, :, 70:];"
+        "print(float(step(last, last, values[:, :, 70:].contiguous()).mean()))"
+    )
+    run = [sys.executable, "-O", "-c", code]
+    ran = subprocess.run(run, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) == pytest.approx(35)

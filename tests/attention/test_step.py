@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -241,6 +243,17 @@ def test_what_is_not_one_token_as_the_layer_holds_them_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sink_logits \[3\] for 4 heads"):
         step(q, keys, values, sink_logits=torch.zeros(3))
     assert torch.equal(step.pages.keys.open, before)
+
+
+def test_a_place_is_where_sequences_are_where_python_leaves_assertions_out() -> None:
+    code = (
+        "import torch; from kvant import Cache; from kvant.attention.triton import forms;"
+        "cache = Cache(1, 'raw'); cache[0].append(*[torch.ones(1, 1, 70, 32)] * 2);"
+        "place = forms.MovingPlace(*cache.expect(), torch.device('cpu'));"
+        "print(place.lengths.tolist())"
+    )
+    ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "[71]\n", ran.stderr
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")

@@ -230,7 +230,8 @@ class MovingPlace(Place):
                 extent.tables, NUMBERS + sum(self.room), dtype=torch.int64, device=device
             )
         super().__init__(rows, NUMBERS + self.room[0], *_most(kind, tokens))
-        assert self.follow(change)
+        followed = self.follow(change)
+        assert followed
 
     @property
     def lengths(self) -> Tensor:

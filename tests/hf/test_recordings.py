@@ -193,3 +193,41 @@ def test_weights_that_autocast_made_are_not_recorded() -> None:
             for weight in model.parameters():
                 weight.mul_(1.01)
     assert "autocast" in str(pair[1][1].context.replays.refusal)
+
+
+@pytest.mark.parametrize("before", [5, 9], ids=["recorded", "replayed"])
+def test_a_token_that_no_forward_takes_says_nothing_of_replays(before: int) -> None:
+    (_, plain), (decoder, cache) = pair = both(build("llama"), "raw")
+    for token in (*range(3, 3 + before), 10**6, *range(20, 30)):
+        if token == 10**6:
+            for one, held in pair:
+                with pytest.raises(IndexError):
+                    one.logits([token], held)
+            continue
+        expected, again = (one.logits([token], held) for one, held in pair)
+        assert torch.equal(expected, again)
+    assert cache.length == plain.length == before + 10
+    assert cache.context.replays.refusal is None and cache.stats()["replayed"] == before + 10 - 5
+    other = decoder.memory("raw")
+    for token in range(3, 12):
+        decoder.logits([token], other)
+    assert other.stats()["replayed"] > 3
+
+
+def test_a_model_that_cannot_be_recorded_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = list[int]()
+
+    def failing(*given: Any, **named: Any) -> Any:
+        tried.append(1)
+        raise KeyError("lost")
+
+    monkeypatch.setattr("kvant.generation.decoder.recorded", failing)
+    decoder = HostDecoder(build("llama"))
+    for _ in range(2):
+        cache = decoder.memory("raw")
+        for token in range(3, 15):
+            decoder.logits([token], cache)
+        assert cache.context.replays.refusal == "KeyError: 'lost'"
+    assert len(tried) == 1

@@ -196,7 +196,10 @@ class HostDecoder:
             return out[:, -1].to(torch.float32, copy=True)
         both = torch.tensor([tokens, positions], device=self.model.device)
         ids, places = both[:, :, None]
-        return self._forward(ids, places, memory)[:, -1].float()
+        out = self._forward(ids, places, memory)[:, -1].float()
+        if replayer is not None:
+            replayer.passed()
+        return out
 
     @property
     def captures(self) -> bool:

@@ -257,6 +257,8 @@ class Replayer:
         self.capture = capture
         self.steps = steps
         self.refusal: str | None = None
+        self._doubt: str | None = None  # the error of a replay, until an ordinary forward went well
+        self._uncaptured = False  # was it the capture that died?
         self._ids = torch.zeros(0, 1, dtype=torch.int64)
         self._baked: list[object] = []  # of the model,
         self._held: list[Any] = []  # and the memory of its tensors, which the graph reads
@@ -274,8 +276,9 @@ class Replayer:
     def logits(self, cache: HostCache, tokens: list[int]) -> Tensor | None:
         """After one more token of each sequence, until the next one.
 
-        None where an ordinary forward has to do it.
+        None where an ordinary forward has to do it, which `passed` is told of.
         """
+        self._doubt, self._uncaptured = None, False
         refusal = self.refusal or FAILED.get(self.model)
         if refusal is None:
             try:
@@ -290,13 +293,20 @@ class Replayer:
             except UnsupportedView as error:
                 refusal = self.refusal = str(error)
             except Exception as error:  # a model may do anything that a graph cannot hold
-                refusal = self.refusal = _told(error)
-            if self.refusal is not None:
+                refusal = self._doubt = _told(error)
+            if self.refusal or self._doubt:
                 self._begin()
-                self._lie, self._held = [], []
+                self._left, self._lie, self._held, self._baked = None, [], [], []
             log.info("tokens are not replayed: %s", refusal)
         cache.context.replays.refusal = refusal
         return None
+
+    def passed(self) -> None:
+        """An ordinary forward took the token: what a replay died of was no fault of the token's."""
+        if self._doubt is not None:
+            self.refusal = self._doubt
+            if self._uncaptured:  # the next cache need not try again
+                FAILED[self.model] = self._doubt
 
     def _wait(self) -> None:
         """An ordinary forward is to come first; from it on the model is to stay what it is."""
@@ -408,8 +418,8 @@ class Replayer:
                 now = self.capture(self._forward, *given)
             except (torch.OutOfMemoryError, UnsupportedView):
                 raise
-            except Exception as error:  # the next cache need not try again
-                FAILED[self.model] = _told(error)
+            except Exception:
+                self._uncaptured = True
                 raise
             self.__dict__.update(_forward=now, _captured=True)  # in one call, as in _begin
             if isinstance(now, Replay):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 
 from engine.test_engine import alone, engine_for, finished, nothing_is_left, prompts
 from hf.zoo import build
+from kvant.engine.batch import Batch, Seat
 from kvant.generation import HostDecoder
 from kvant.hf import NATIVELY, HostCache
 from kvant.native import library
@@ -72,3 +75,17 @@ def test_a_model_that_is_not_replayed_is_served(replayed: list[tuple[int, bool]]
         finished(engine)
     assert not any(again for _, again in replayed)
     assert found == [alone(model, prompt, max_new_tokens=6) for prompt in asked]
+
+
+def test_an_empty_batch_keeps_no_memory_of_recordings(replayed: list[tuple[int, bool]]) -> None:
+    decoder = HostDecoder(build("llama"))
+    batch, seat = Batch(decoder, decoder.memory("raw")), Seat([3, 4, 5])
+    batch.read(seat, 3)
+    for token in (6, 7, 8):
+        seat.tokens.append(token)
+        batch.decode([seat])
+    blocks = ref(batch._blocks)
+    batch.drop(seat)
+    batch.clear()
+    gc.collect()
+    assert replayed == [(1, True)] * 3 and blocks() is None

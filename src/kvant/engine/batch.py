@@ -281,6 +281,7 @@ class Batch:
         self._seats, self._cache = [], None
         self._idle, self._blank = [], None
         self._replayers.clear()
+        self._blocks = Blocks()
         self._empty.clear()
 
     def check(self) -> None:

@@ -197,6 +197,23 @@ def test_a_forward_that_died_leaves_no_wrong_state_behind(
     assert torch.equal(step(name, model, cache, tokens(1, seed=1)), expected)
 
 
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_first_forward_that_died_is_begun_anew(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dead one was noticed at the first rows, when the first state was that of the new one."""
+    model = build(name)
+    cache, fresh = kvant.cache_for(model, "raw"), kvant.cache_for(model, "raw")
+    attending = [i for i, layer in enumerate(cache.described) if layer.attends]
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.layers[attending[-1]], "update", None)
+        with pytest.raises(TypeError):
+            step(name, model, cache, tokens(11, seed=1))
+    for ids in (tokens(11), tokens(1)):
+        expected = step(name, model, fresh, ids)
+        assert torch.equal(step(name, model, cache, ids), expected)
+
+
 def test_what_only_the_host_understands_is_told() -> None:
     model = build("deepseek_v32")
     cache = kvant.cache_for(model, "raw")

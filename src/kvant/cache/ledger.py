@@ -360,10 +360,10 @@ class Ledger:
             )
             self.abandoned += 1
         taken = tuple((kind, change.taken) for kind, change in book.changes.items())
+        self.keep(replace(book, changes={}, retired=book.retired + taken))
         if book.arrived:
             for follower in self.host_states:
                 follower.invalidate()
-        self.keep(replace(book, changes={}, retired=book.retired + taken))
 
     def swap(
         self,

@@ -85,6 +85,8 @@ class HostCache(Verbs, TransformersCache):
         return updated
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        if self._pace.again(layer_idx, state_idx):
+            self.states.rollback()  # before this forward brings a state
         self._pace.asked(layer_idx, state_idx, rows=not self.states.whole)
         state: Tensor | None = super().get_conv_state(layer_idx, state_idx)
         return state

@@ -201,6 +201,11 @@ class Pace:
         self._watches = bool(attending and recurring) and recurring[0] < attending[-1]
         self._beside = bool(recurring) and recurring[0] in attending
 
+    def again(self, layer: int, state: int) -> bool:
+        """Does a forward begin here, and did the one before it not end?"""
+        begins = (layer, state) == self._first
+        return begins and any(recurrence.touched for recurrence in self.recurrences)
+
     def asked(self, layer: int, state: int, rows: bool) -> None:
         """The host asks for a state: a forward of one token, unless `passed` says more.
 

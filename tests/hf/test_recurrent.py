@@ -214,6 +214,25 @@ def test_a_first_forward_that_died_is_begun_anew(
         assert torch.equal(step(name, model, cache, ids), expected)
 
 
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "zamba"])
+def test_tokens_of_a_forward_that_died_behind_all_rows_are_counted(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer recurs and has not seen them, and nothing tells: who goes back is right."""
+    model, cache = begun(name)
+    cache.checkpoint()
+    expected = step(name, model, cache, tokens(1, seed=1))
+    cache.rewind(11)
+    last = model.base_model.layers[-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(last, "forward", None)
+        with pytest.raises(TypeError):
+            step(name, model, cache, tokens(1, seed=2))
+    assert cache.get_seq_length() == 12
+    cache.rewind(11)
+    assert torch.equal(step(name, model, cache, tokens(1, seed=1)), expected)
+
+
 def test_what_only_the_host_understands_is_told() -> None:
     model = build("deepseek_v32")
     cache = kvant.cache_for(model, "raw")

@@ -36,6 +36,12 @@ def known() -> bool:
     return _PACK is not None and _LINEAR is not None
 
 
+def reads(weight: Tensor | PackedMatrix, bias: Tensor) -> bool:
+    """Is it a number for each output? oneDNN reads as many behind its address, whatever it is."""
+    alike = (bias.dtype, bias.device) == (weight.dtype, weight.device)
+    return alike and bias.shape == weight.shape[:1] and bias.is_contiguous()
+
+
 class Order:
     """How oneDNN adds the products with weights of one shape: the columns of a part, or 0."""
 

@@ -287,6 +287,8 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
         return None
     if x.dtype != weight.packed.dtype or not x.is_cpu or transformed() or dual():
         return None
+    if bias is not None and not packed.reads(weight.packed, bias):
+        return None
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
         return None
     if torch.is_grad_enabled() and any(
@@ -422,7 +424,9 @@ def _pack_layer(
     assert weight is not None
     if not packed.known():
         return f"unknown to torch {torch.__version__}"
-    shape = (weight.shape, weight.dtype, None if bias is None else bias.dtype)
+    if bias is not None and not packed.reads(weight, bias):
+        return "with a bias that oneDNN does not read"
+    shape = (weight.shape, weight.dtype, bias is None)
     matrix = None
     if shape not in tried:
         order = Order()

@@ -33,7 +33,7 @@ from hf.expected import problems, reading  # noqa: E402
 from hf.graphs import traced  # noqa: E402
 from hf.modes import MODES, played  # noqa: E402
 from hf.parity import TOLERANCE, Cell, compared, every_cell  # noqa: E402
-from hf.zoo import FAMILIES, NAMES, build  # noqa: E402
+from hf.zoo import FAMILIES, NAMES, build, worded  # noqa: E402
 from kvant.generation import HostDecoder  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
@@ -123,7 +123,7 @@ def _play(row: Row, mode: str) -> None:
 def _captured(name: str) -> str:
     """Why single tokens do not come from a graph, or that they do."""
     decoder = HostDecoder(build(name), capture=traced)
-    cache = decoder.memory("raw,capacity=8")
+    cache = decoder.memory(worded(name, "raw,capacity=8"))
     with patch("kvant.cache.storage.arrangement", lambda device: None):  # pages as on a GPU
         for tokens in ([3, 4, 5], [6], [7], [8]):
             decoder.logits(tokens, cache)

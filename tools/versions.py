@@ -3,7 +3,9 @@
 `python tools/versions.py OLD attend --lengths 8192` runs `kvant.bench.attend` with these options in
 OLD, the root of another checkout, and here, several rounds, each first in turn. Each runs in the
 environment that `make env` makes in it, so with its own kernels. A figure is the median over the
-rounds of the ratio of one round: above 1, this checkout takes longer.
+rounds of the ratio of one round: above 1, this checkout takes longer. With `--over stream` it is
+taken over that of the way `stream` beside as many rows in the same run: so it does not tell that
+the machine was slower while one of them ran.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def python(checkout: Path) -> Path:
     return found
 
 
-def measured(checkout: Path, bench: str, options: list[str], figure: str) -> dict[str, float]:
+def measured(
+    checkout: Path, bench: str, options: list[str], figure: str, over: str | None
+) -> dict[str, float]:
     """The figure of every row, by what else is the same of it in both checkouts."""
     run = [str(python(checkout)), "-m", f"kvant.bench.{bench}", *options, "--json"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=checkout, check=False)
@@ -36,13 +40,14 @@ def measured(checkout: Path, bench: str, options: list[str], figure: str) -> dic
         raise SystemExit(f"error: {' '.join(run[1:])} in {checkout}:\n{done.stderr}")
     rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
     found: dict[str, float] = {}
+    base = {row.get("rows"): row[figure] for row in rows if over is not None and row["way"] == over}
     for row in rows:
         words = [str(row[name]) for name in row if name in NAMING]
         name = " ".join(words)
         while name in found:  # as a baseline that is there once for each format
             name += " again"
         if row[figure] is not None:
-            found[name] = row[figure]
+            found[name] = row[figure] / base.get(row.get("rows"), 1.0)
     return found
 
 
@@ -55,13 +60,14 @@ def main() -> None:
     parser.add_argument("bench")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--figure", default="median_ms")
+    parser.add_argument("--over", metavar="WAY")
     given, options = parser.parse_known_args()
     old = given.old.resolve()
     rounds: list[tuple[dict[str, float], dict[str, float]]] = []
     for turn in range(given.rounds):
         progress(f"round {turn + 1} of {given.rounds}")
         order = (old, HERE) if turn % 2 == 0 else (HERE, old)  # neither always comes second
-        found = {c: measured(c, given.bench, options, given.figure) for c in order}
+        found = {c: measured(c, given.bench, options, given.figure, given.over) for c in order}
         rounds.append((found[old], found[HERE]))
     progress("")
     rows = [
@@ -74,7 +80,8 @@ def main() -> None:
         for name in rounds[0][0]
         if all(name in one for pair in rounds for one in pair)
     ]
-    facts = {"figure": given.figure, "rounds": given.rounds, "options": options}
+    facts = {"figure": given.figure, "over": given.over, "rounds": given.rounds}
+    facts["options"] = options
     show(f"{given.bench}, two versions", rows, facts, quiet=False)
 
 

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvant
+from kvant.cache import storage
 from kvant.cache.arrival import Arrival
-from kvant.cache.pieces import Pieces, bare, pages_of
+from kvant.cache.pieces import Pieces, bare, check_alike, pages_of, shapes_of
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
+from kvant.extent import PADDING
+from kvant.recipes import CacheSpec, RecurrentSpec
 
 SPECS = (
     *("raw", "affine8", "affine4", "turbo4v2", "fp8", "raw,page=128", "affine8,slack=70"),
@@ -37,7 +41,7 @@ def filled(spec: str, length: int) -> kvant.Cache:
 def pages_in(pieces: Pieces, kind: int, numbers: Sequence[int]) -> Fields:
     found = {
         name: torch.empty(len(numbers), *shape, dtype=dtype)
-        for name, (dtype, shape) in pieces.shapes(kind).items()
+        for name, (dtype, shape) in shapes_of(pieces.cache, kind).items()
     }
     if numbers:
         pieces.copy(kind, numbers, found)
@@ -125,8 +129,7 @@ def test_the_other_cache_moves_while_pages_come(spec: str) -> None:
 def test_whole_pages_need_no_rest(spec: str, came: int) -> None:
     cache = filled(spec, 300)
     pieces, empty = Pieces(cache), kvant.Cache(3, spec)
-    page = {0: {name: x[0] for name, x in pages_in(pieces, 0, range(1)).items()}}
-    arrival = Arrival(empty, 256, bare(empty, 256, page))
+    arrival = Arrival(empty, 256, bare(empty, 256, {0: shapes_of(cache, 0)}))
     count = came // cache.spec.layers[0].page
     arrival.put(0, range(count), pages_in(pieces, 0, range(count)))
     again = arrival.settled(came)
@@ -183,3 +186,82 @@ def test_what_does_not_fit_together_is_refused() -> None:
     assert not empty.length
     with pytest.raises(ValueError, match="one with tokens"):
         Pieces(empty)
+
+
+def numbered(rest: Snapshot, column: int, value: int) -> Snapshot:
+    """With another number in every layer."""
+    tensors = dict(rest.tensors)
+    for name in tensors:
+        if name.endswith("numbers"):
+            tensors[name] = tensors[name].clone()
+            tensors[name][0, column] = value
+    return Snapshot(tensors, rest.numbers)
+
+
+def test_sequences_of_another_length_or_number_are_refused() -> None:
+    cache = filled("affine4", 300)
+    rest = Pieces(cache).rest()
+    with pytest.raises(SnapshotMismatch, match="of 300 tokens"):
+        Arrival(kvant.Cache(3, "affine4"), 300, numbered(rest, PADDING, 5))
+    with pytest.raises(ValueError, match="a cache of 2 sequences"):
+        Arrival(kvant.merge([cache, cache]), 400, rest)
+    spec = CacheSpec((kvant.Cache(1, "raw").spec.layers[0], RecurrentSpec()))
+    hybrid = kvant.Cache(spec=spec)
+    hybrid[0].append(torch.ones(1, 2, 100, 64), torch.ones(1, 2, 100, 64))
+    hybrid[1].append(100, {"h": torch.zeros(1, 4)})
+    rest, empty = Pieces(hybrid).rest(), kvant.Cache(spec=spec)
+    for batch, length in ((1, 120), (1, 80), (2, 100)):
+        state = {"1/now.h": torch.zeros(batch, 4)}
+        told = Snapshot({**rest.tensors, **state}, {**rest.numbers, "1/now": length})
+        with pytest.raises(SnapshotMismatch, match=r"one at 100|batches of"):
+            Arrival(empty, 100, told)
+    empty.check()
+
+
+def test_a_rest_without_rows_is_of_the_tensors_of_its_pages() -> None:
+    cache = filled("affine8,slack=0", 256)
+    rest, shapes = Pieces(cache).rest(), {0: shapes_of(cache, 0)}
+    check_alike(rest, shapes)
+    for name in ("0/keys.open", "2/values.codes"):
+        tensor = rest.tensors[name]
+        for wrong in (tensor.new_empty(0, 9000, *tensor.shape[2:]), tensor.to(torch.int64)):
+            with pytest.raises(SnapshotMismatch, match=f"{name} is not"):
+                check_alike(Snapshot({**rest.tensors, name: wrong}, {}), shapes)
+
+
+def test_once_it_is_over_nothing_is_put() -> None:
+    cache, other = filled("affine8", 300), filled("affine8", 300)
+    empty, pieces = other.fork(), Pieces(cache)
+    empty.reset()
+    with Arrival(empty, 300, pieces.rest()) as arrival:
+        slots = arrival.missing[0]
+    for pool in empty._ledger.pools[0]:
+        pool.collect()
+    assert not other._ledger.pools[0].sealed.counts[list(slots.values())].any()
+    others = other.fork()  # takes these slots
+    for layer in range(3):
+        others[layer].append(torch.ones(1, 2, 300, 64), torch.ones(1, 2, 300, 64))
+    before = others.snapshot()
+    put(arrival, pieces)
+    after = others.snapshot()
+    assert all(torch.equal(after.tensors[name], x) for name, x in before.tensors.items())
+    other.check()
+
+
+def test_an_arrival_without_memory_takes_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, other = filled("raw", 6400), filled("raw", 300)
+    empty, pieces, reserved = other.fork(), Pieces(cache), storage.reserved
+    empty.reset()
+
+    def little(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if shape[0] > 60:
+            raise MemoryError("no memory")
+        return reserved(shape, dtype, device)
+
+    monkeypatch.setattr(storage, "reserved", little)
+    with pytest.raises(MemoryError):
+        Arrival(empty, 6400, pieces.rest())
+    for layer in range(3):
+        other[layer].append(torch.ones(1, 2, 300, 64), torch.ones(1, 2, 300, 64))
+    assert other.length == 600
+    other.check()

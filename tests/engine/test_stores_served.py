@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvant
+import kvant.engine.reuse as reuse
 from engine.test_engine import alone, engine_for, nothing_is_left
 from hf.zoo import build
+from kvant.cache.storage import Storage
 from kvant.generation import HostDecoder
 from kvant.prefixes import Prefixes
 from kvant.stores import Folder, Tiers
@@ -124,6 +129,101 @@ def test_many_at_once_in_memory_for_two(tmp_path: Path, monkeypatch: pytest.Monk
     assert stats["evicted"] and stats["store"]["tokens_restored"]
     leave_nothing(prefixes)
     prefixes.close()
+
+
+class Halting(Folder):
+    """A store whose pages behind the first come once they are let."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, min_free=0)
+        self.go, self.asked = threading.Event(), threading.Event()
+
+    def get(self, page: str, part: str) -> Any:
+        if not part.endswith("-0"):
+            self.asked.set()
+            self.go.wait(30)
+        return super().get(page, part)
+
+
+def kept(model: Any, spec: str, prompts: list[list[int]], path: Path) -> None:
+    """Let a store have prompts."""
+    with Prefixes(store=folder(path)) as prefixes:
+        with engine_for(model, spec, prefixes=prefixes) as engine:
+            for prompt in prompts:
+                engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
+        prefixes.flush()
+
+
+def test_who_comes_late_leaves_the_memory_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests for which a store is too slow, or that are cancelled: memory for one is enough."""
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)
+    monkeypatch.setattr(reuse, "PATIENCE", 0.5)
+    model, spec, prompts = build("llama"), "raw", [text(450, seed=n) for n in range(4)]
+    kept(model, spec, prompts, tmp_path)
+    limit, most = int(1.2 * kvant.plan(model, spec, context=500).nbytes), list[int]()
+    slow = Halting(tmp_path)
+    prefixes = Prefixes(store=Tiers([slow]))
+    with engine_for(model, spec, max_bytes=limit, prefixes=prefixes) as engine:
+
+        def look(step: Any) -> None:
+            told = engine.stats()
+            most.append(told["nbytes_held"] + told["nbytes_free"])
+
+        asked = {"max_new_tokens": 2, "ignore_end": True, "on_step": look}
+        engine.submit(text(70, seed=99), **asked).result()  # from now on there are pools
+        for prompt in prompts[:2]:
+            assert not engine.submit(prompt, **asked).result().usage.restored_tokens
+        cancelled = engine.submit(prompts[2], **asked)
+        assert slow.asked.wait(10)
+        cancelled.cancel()
+        assert not engine.submit(prompts[3], **asked).result().usage.restored_tokens
+        slow.go.set()
+        engine.submit(text(70, seed=98), **asked).result()
+        engine._batch.check()
+    assert max(most) <= limit
+    leave_nothing(prefixes)
+    prefixes.close()
+
+
+def test_a_page_that_came_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several ask at once after a restart: whose pools are there lends them to the others."""
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)
+    model, prompts = build("llama"), [text(450, seed=n) for n in range(4)]
+    kept(model, "affine8", prompts, tmp_path)
+    monkeypatch.setattr(Storage, "take", None)  # an error
+    prefixes = Prefixes(store=folder(tmp_path))
+    with engine_for(model, "affine8", max_bytes="64MiB", prefixes=prefixes) as engine:
+        streams = [engine.submit(p, max_new_tokens=2, ignore_end=True) for p in prompts]
+        assert [one.result().usage.restored_tokens for one in streams] == [448] * 4
+        engine._batch.check()
+        prefixes.flush()
+    leave_nothing(prefixes)
+    prefixes.close()
+
+
+def test_an_engine_that_is_closed_keeps_nothing_of_what_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)
+    model, prompt, slow = build("llama"), text(450, seed=0), Halting(tmp_path)
+    kept(model, "affine8", [prompt], tmp_path)
+    with Prefixes(store=Tiers([slow])) as prefixes:
+        with engine_for(model, "affine8", max_bytes="64MiB", prefixes=prefixes) as engine:
+            engine.submit(text(70, seed=1), max_new_tokens=2, ignore_end=True).result()
+            storages = [*engine._batch._empty.states._ledger.book.storages.values()]
+            there = weakref.ref(storages[0])
+            del storages
+            engine.submit(prompt, max_new_tokens=2, ignore_end=True)
+            assert slow.asked.wait(10)
+        slow.go.set()
+    prefixes.close()
+    until = time.monotonic() + 20
+    while there() is not None and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.05)
+    assert there() is None
 
 
 class Stuck(Folder):

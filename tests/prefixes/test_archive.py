@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,24 @@ def test_a_prefix_that_was_evicted_comes_back(
             before = prefixes.stats()["tokens_hit"]
             assert said(model, [*prompt, 9], prefixes=prefixes) == said(model, [*prompt, 9])
             assert prefixes.stats()["tokens_hit"] - before == 250
+
+
+def test_what_is_in_memory_is_used_and_written_anew_where_it_went(tmp_path: Path) -> None:
+    model, prompt = build("llama"), text(400, seed=0)
+    with Prefixes(store=folder(tmp_path)) as prefixes:
+        said(model, prompt, "raw", prefixes=prefixes)
+    with Prefixes(store=folder(tmp_path)) as prefixes:
+        said(model, prompt[:210], "raw", prefixes=prefixes)  # three of its pages are in memory
+        prefixes.flush()
+        pages = {path.name: path for path in tmp_path.rglob("k0-*")}
+        for path in pages.values():
+            os.utime(path, (1e9, 1e9))
+        pages["k0-1"].unlink()
+        said(model, [*prompt[:390], 7], "raw", prefixes=prefixes)
+        prefixes.flush()
+        assert prefixes.stats()["store"]["tokens_restored"] >= 192
+    assert pages["k0-1"].exists()
+    assert all(path.stat().st_mtime > 1e9 for path in pages.values())
 
 
 def test_pages_are_written_once(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ SPECS = [
     "fp8,window=70,sinks=3,prefill=stored",
     "affine6,page=128,prefill=stored",
     "affine8,select=2:0,prefill=stored",
+    "affine8,sinks=4,prefill=stored",
 ]
 
 

@@ -5,14 +5,16 @@ A long prompt is hundreds of MiB: each copy on its way takes as long as all that
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from threading import Condition
 
 import numpy as np
 import torch
 
 from kvant.cache.cache import Cache
 from kvant.cache.changes import placed, taken_for
-from kvant.cache.contents import described
+from kvant.cache.contents import Told, told_by
 from kvant.cache.pieces import layers_of, pages_of, shapes_of
 from kvant.cache.storage import Storage, copy_pages, retiled
 from kvant.contracts import Fields, Snapshot, Stored
@@ -24,62 +26,118 @@ Sides = Mapping[str, Stored]
 class Arrival:
     """A cache of one sequence in the pools of another, whose pages come one by one.
 
-    Its slots are taken at once, and nobody reads them before it is `settled`: until then any thread
-    may put pages there, whatever becomes of the other cache. Whole pages of tokens that the other
-    cache has are shared, and do not come.
+    Its slots are taken at once, and nobody reads them before it is `settled`: until then, or until
+    it is ended, any thread may put pages there, whatever becomes of the other cache. Whole pages of
+    tokens that the other cache has are shared, and do not come.
     """
 
     def __init__(self, like: Cache, length: int, rest: Snapshot) -> None:
         """Of so many tokens, of which `like` has the first ones, or none."""
+        if like.length and like.batch != 1:
+            raise ValueError(f"a cache of {like.batch} sequences: one, or none, is needed")
         ranges = pages_of(like, length, rest)
+        counts = {kind: len(pages) for kind, pages in ranges.items()}
+        told = told_by(like.contents, rest, counts)
+        self._take(like, length, told)
+        self._sides: dict[int, dict[str, Sides]] = {  # where pages are put, by kind and layer
+            kind: {name: one.sides for name, one in layers_of(self._cache, kind)} for kind in ranges
+        }
+        self._shapes = {kind: shapes_of(self._cache, kind) for kind in ranges}
+        # The slots of the pages that are to come, by kind and number.
+        self.missing = {kind: self._slots(kind, pages) for kind, pages in ranges.items()}
+        for kind, layers in self._sides.items():
+            for name, sides in layers.items():
+                self._fill(kind, sides, told.pieces[name], ranges[kind])
+        self._turn = Condition()
+        self._putting = 0  # threads that put pages now
+        self._over = self._settled = False
+
+    def _take(self, like: Cache, length: int, told: Told) -> None:
+        """Take the slots, once there is memory for them."""
         ledger, contents = like._ledger, like.contents
-        found = described(contents, rest, {kind: len(pages) for kind, pages in ranges.items()})
         for name, leaf in contents.attention():
-            rows, there = found.leaves[name].geometry, leaf.storage
+            rows, there = told.leaves[name].geometry, leaf.storage
             if there is not None and there.geometry != rows:
                 raise SnapshotMismatch(f"layer {name}: rows of {rows}, {there.geometry} are here")
         followers = {name: one.fork() for name, one in contents.host_states().items()}
         for name, follower in followers.items():
-            follower.becoming(found.followed[name])()
+            follower.becoming(told.followed[name])()
         begun = ledger.book.extents if like.length else (None,) * len(ledger.kinds)
+        storages: dict[int, Storage] = {}
         with ledger.counting():
+            for name, leaf in contents.attention():
+                one, pools = told.leaves[name], ledger.pools[leaf.kind]
+                storage = leaf.storage or Storage(leaf.spec, one.geometry, leaf.tiles)
+                storage.fit(pools.open.sized(len(one.opened)), pools.sealed.sized(one.sealed))
+                storages[leaf.leaf] = storage
             self._extents = [
-                placed(one, found.kinds[kind].numbers, ledger.pools[kind], begun[kind])
+                placed(one, told.kinds[kind].numbers, ledger.pools[kind], begun[kind])
                 for kind, one in enumerate(ledger.kinds)
             ]
             pairs = zip(self._extents, begun, strict=True)
             self._taken = [taken_for(extent, had) for extent, had in pairs]
             taken = list(enumerate(self._taken))
-            self._cache = like._twin(self._extents, tuple(found.pasts), followers, taken)
-            for name, leaf in self._cache.contents.attention():
-                if leaf.storage is None:
-                    one = Storage(leaf.spec, found.leaves[name].geometry, leaf.tiles)
-                    self._cache._ledger.book.storages[leaf.leaf] = one
-                leaf.make_room()
-            self._sides: dict[int, dict[str, Sides]] = {  # where pages are put, by kind and layer
-                kind: {name: one.sides for name, one in layers_of(self._cache, kind)}
-                for kind in ranges
-            }
-        # The slots of the pages that are to come, by kind and number.
-        self.missing = {kind: self._slots(kind, pages) for kind, pages in ranges.items()}
-        for kind, layers in self._sides.items():
-            for name, sides in layers.items():
-                self._fill(kind, sides, found.pieces[name], ranges[kind])
+            self._cache = like._twin(self._extents, tuple(told.pasts), followers, taken)
+            self._cache._ledger.book.storages.update(storages)
+            lengths = self._cache._ledger.book.lengths | {one.length for one in followers.values()}
+            if self._cache.batch != 1 or lengths != {length}:
+                raise SnapshotMismatch(
+                    f"{self._cache.batch} sequences at {sorted(lengths)} tokens: one at {length}"
+                )
 
-    def shapes(self, kind: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The tensors of a page: what the layers of a kind have of it."""
-        return shapes_of(self._cache, kind)
+    def __enter__(self) -> Arrival:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Leave the slots, unless it was settled."""
+        with self._alone():
+            if not self._settled:
+                self._cache.clear()
 
     def put(self, kind: int, numbers: range, pages: Fields) -> None:
-        """Pages that are missing, one an entry of every tensor."""
+        """Pages that are missing, one an entry of every tensor; once it is over, nothing."""
         told = {key: (x.dtype, tuple(x.shape)) for key, x in pages.items()}
-        for key, (dtype, shape) in (shapes := self.shapes(kind)).items():
+        for key, (dtype, shape) in (shapes := self._shapes[kind]).items():
             if told.get(key) != (dtype, (len(numbers), *shape)):
                 raise SnapshotMismatch(
                     f"{key} is {told.get(key)} of {len(numbers)} pages of {dtype} {shape}"
                 )
         if extra := told.keys() - shapes.keys():
             raise SnapshotMismatch(f"unknown tensors {sorted(extra)}")
+        with self._turn:
+            if self._over:
+                return
+            self._putting += 1
+        try:
+            self._copy(kind, numbers, pages)
+        finally:
+            with self._turn:
+                self._putting -= 1
+                self._turn.notify_all()
+
+    def settled(self, length: int) -> Cache:
+        """The cache, once so many of its tokens came, all or whole pages of each kind."""
+        ledger = self._cache._ledger
+        with self._alone(), ledger.lock:  # nobody moves it meanwhile
+            for kind, layers in self._sides.items():
+                for name, storage in layers_of(self._cache, kind):
+                    if storage.sides is not layers[name]:
+                        self._follow(kind, layers[name], storage.sides)
+            self._settled = True
+        if length < self._cache.length:
+            self._cache.rewind(length)
+        return self._cache
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Nobody puts a page any more."""
+        with self._turn:
+            self._over = True
+            while self._putting:
+                self._turn.wait()
+            yield
+
+    def _copy(self, kind: int, numbers: range, pages: Fields) -> None:
         slots = np.array([self.missing[kind][number] for number in numbers], np.int64)
         behind = bool((np.diff(slots) == 1).all())  # one slot behind the other
         there = slice(slots[0], slots[-1] + 1) if behind else torch.from_numpy(slots)
@@ -92,20 +150,6 @@ class Arrival:
                     tiled = retiled(key, pages[f"{name}/{key}"], None, stored.tiles, into)
                     if into is None:
                         tensor[there] = tiled
-
-    def settled(self, length: int) -> Cache:
-        """The cache, once so many of its tokens came, all or whole pages of each kind."""
-        ledger = self._cache._ledger
-        with ledger.lock:  # nobody moves it meanwhile
-            for kind, layers in self._sides.items():
-                for name, storage in layers_of(self._cache, kind):
-                    if storage.sides is not layers[name]:
-                        self._follow(kind, layers[name], storage.sides)
-        if length == self._cache.length:
-            return self._cache
-        found = self._cache.fork()  # pages behind it may still come
-        found.rewind(length)
-        return found
 
     def _slots(self, kind: int, pages: range) -> dict[int, int]:
         """Where these pages are put, but for those that are shared."""

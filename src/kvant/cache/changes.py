@@ -311,16 +311,12 @@ def placed(
 
 def sharing(extent: Extent, begun: Extent) -> Extent:
     """The same sequence, whose whole pages are those of one with the same first tokens."""
-    number = np.arange(*_whole(extent, begun))
-    if extent.kind.seals:
-        number = number[np.isin(number, extent.sealed_pages()[1])]
-        table = extent.sealed.copy()
-        table[0, number] = begun.sealed[0, number]
-        return replace(extent, sealed=table)
-    number = number[np.isin(number, extent.open_pages()[1])]
-    table = extent.open.copy()
-    table[0, number] = begun.open[0, number]
-    return replace(extent, open=table)
+    seals = extent.kind.seals
+    pages = extent.sealed_pages() if seals else extent.open_pages()
+    number = np.intersect1d(np.arange(*_whole(extent, begun)), pages[1])
+    table = (extent.sealed if seals else extent.open).copy()
+    table[0, number] = (begun.sealed if seals else begun.open)[0, number]
+    return replace(extent, sealed=table) if seals else replace(extent, open=table)
 
 
 def _whole(extent: Extent, begun: Extent) -> tuple[int, int]:

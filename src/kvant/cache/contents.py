@@ -242,22 +242,22 @@ def _pieces(snapshot: Snapshot, names: list[str]) -> dict[str, Snapshot]:
 
 
 @dataclass(frozen=True)
-class Described:
+class Told:
     """What a snapshot says of all layers, once it was compared with them and with itself."""
 
     pieces: Mapping[str, Snapshot]  # by layer
-    leaves: Mapping[str, snapshot.Described]  # attention layers that have tokens
-    kinds: Mapping[int, snapshot.Described]  # one of each kind, in order; none without tokens
+    leaves: Mapping[str, snapshot.Told]  # attention layers that have tokens
+    kinds: Mapping[int, snapshot.Told]  # one of each kind, in order; none without tokens
     pasts: Sequence[Past]
     followed: Mapping[str, Any]  # what states of the host are to become
 
 
-def described(layers: Layers, whole: Snapshot, apart: Mapping[int, int] | None = None) -> Described:
+def told_by(layers: Layers, whole: Snapshot, apart: Mapping[int, int] | None = None) -> Told:
     """What a snapshot for such layers says, but for so many pages, by kind, that come apart."""
     pieces = _pieces(whole, list(layers.leaves))
     apart = apart or {}
-    leaves: dict[str, snapshot.Described] = {}
-    told: dict[int, snapshot.Described | None] = {}
+    leaves: dict[str, snapshot.Told] = {}
+    told: dict[int, snapshot.Told | None] = {}
     pasts: list[Past] = []
     followed: dict[str, Any] = {}
     for name, leaf in layers.leaves.items():
@@ -269,7 +269,7 @@ def described(layers: Layers, whole: Snapshot, apart: Mapping[int, int] | None =
                 followed[name] = leaf.restored(pieces[name])
                 continue
             kind, count = layers.ledger.kinds[leaf.kind], apart.get(leaf.kind, 0)
-            found = snapshot.described(leaf.spec, kind, pieces[name], count)
+            found = snapshot.told_by(leaf.spec, kind, pieces[name], count)
             if found is not None:
                 leaves[name] = found
             known = told.setdefault(leaf.kind, found)
@@ -284,12 +284,12 @@ def described(layers: Layers, whole: Snapshot, apart: Mapping[int, int] | None =
     batches = sorted(sequences | ({past.batch for past in pasts} - {0}))
     if len(batches) > 1:
         raise SnapshotMismatch(f"layers with batches of {batches}")
-    return Described(pieces, leaves, kinds, pasts, followed)
+    return Told(pieces, leaves, kinds, pasts, followed)
 
 
 def restore_into(layers: Layers, whole: Snapshot) -> Mapping[str, Any]:
     """Fill layers that are empty; what states of the host are to become."""
-    found, ledger = described(layers, whole), layers.ledger
+    found, ledger = told_by(layers, whole), layers.ledger
     for name, leaf in layers.attention():
         if name in found.leaves:
             storage = snapshot.restored(

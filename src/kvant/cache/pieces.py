@@ -19,9 +19,10 @@ from kvant.cache.snapshot import NUMBERS, canonical, open_rows
 from kvant.cache.storage import Storage, retiled
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
-from kvant.extent import FIRST_OPEN, FIRST_SEALED, LENGTH, STOP_SEALED, Extent, Ints, Kind
+from kvant.extent import FIRST_OPEN, FIRST_SEALED, LENGTH, PADDING, STOP_SEALED, Extent, Ints, Kind
 
 Page = tuple[int, int]  # the kind of its layers, and its number
+Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # the tensors of a page
 
 
 class Pieces:
@@ -54,10 +55,6 @@ class Pieces:
             total += sum(leaf.nbytes for _, leaf in contents.recurrent())
             total += sum(state.nbytes for state in contents.host_states().values())
         return total
-
-    def shapes(self, kind: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """The tensors of a page: what the layers of a kind have of it."""
-        return shapes_of(self.cache, kind)
 
     def copy(self, kind: int, numbers: Sequence[int], into: Fields) -> None:
         """Pages of a kind, one an entry of every tensor, to where they are wanted."""
@@ -99,19 +96,17 @@ def page_sizes(cache: Cache) -> tuple[int, ...]:
     return tuple(kind.page for kind in cache._ledger.kinds)
 
 
-def pages_of(cache: Cache, length: int, rest: Snapshot | None) -> dict[int, range]:
-    """The pages, by kind, that a cache like this one needs to have so many tokens.
-
-    Without a rest, all that it may need is pages.
-    """
+def pages_of(cache: Cache, length: int, rest: Snapshot) -> dict[int, range]:
+    """The pages, by kind, that a cache like this one needs besides a rest of so many tokens."""
     found: dict[int, range] = {}
     for name, leaf in cache.contents.attention():
         kind = cache._ledger.kinds[leaf.kind]
-        numbers = _at(kind, length) if rest is None else rest.tensors.get(f"{name}/{NUMBERS}")
+        numbers = rest.tensors.get(f"{name}/{NUMBERS}")
         if numbers is None or numbers.shape != (1, 6) or numbers.dtype != torch.int64:
             raise SnapshotMismatch(f"layer {name}: {NUMBERS} is missing, or not of one sequence")
         row = numbers[0].numpy()
-        if int(row[LENGTH]) != length or not (row[1:] >= 0).all() or (row[1:] > length).any():
+        within = (row[1:] >= 0).all() and (row[1:] <= length).all()
+        if int(row[LENGTH]) != length or row[PADDING] or not within:
             raise SnapshotMismatch(f"layer {name}: numbers {row.tolist()} of {length} tokens")
         pages = _whole(kind, row)
         if pages.stop * kind.page > length:
@@ -121,15 +116,25 @@ def pages_of(cache: Cache, length: int, rest: Snapshot | None) -> dict[int, rang
     return found
 
 
-def bare(cache: Cache, length: int, pages: Mapping[int, Fields]) -> Snapshot:
-    """The rest of a cache like this one that is whole pages alone, given one page of each kind."""
+def bare(cache: Cache, length: int, shapes: Mapping[int, Shapes]) -> Snapshot:
+    """The rest of a cache like this one that is whole pages alone, of such tensors by kind."""
     tensors: dict[str, Tensor] = {}
     for name, leaf in cache.contents.attention():
         tensors[f"{name}/{NUMBERS}"] = _at(cache._ledger.kinds[leaf.kind], length)
-    for fields in pages.values():
-        for key, tensor in fields.items():
-            tensors[key] = (tensor if key.endswith(".open") else tensor[None])[:0]
+    for some in shapes.values():
+        for key, (dtype, shape) in some.items():
+            side = shape[1:] if key.endswith(".open") else shape
+            tensors[key] = torch.empty(0, *side, dtype=dtype)
     return Snapshot(tensors, {})
+
+
+def check_alike(rest: Snapshot, shapes: Mapping[int, Shapes]) -> None:
+    """Is a rest of the tensors that pages are of? It may claim anything where it has no rows."""
+    for some in shapes.values():
+        for key, (dtype, shape) in some.items():
+            tensor, side = rest.tensors.get(key), shape[1:] if key.endswith(".open") else shape
+            if tensor is None or (tensor.dtype, tuple(tensor.shape[1:])) != (dtype, side):
+                raise SnapshotMismatch(f"{key} is not {dtype} {list(side)}, as it is in pages")
 
 
 def layers_of(cache: Cache, kind: int) -> Iterator[tuple[str, Storage]]:
@@ -139,7 +144,7 @@ def layers_of(cache: Cache, kind: int) -> Iterator[tuple[str, Storage]]:
             yield name, leaf.storage
 
 
-def shapes_of(cache: Cache, kind: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+def shapes_of(cache: Cache, kind: int) -> Shapes:
     """The tensors of a page: what the layers of a kind have of it."""
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     one = cache._ledger.kinds[kind]

@@ -84,6 +84,12 @@ class Pool:
             takes[: self._fresh] = self.takes[: self._fresh]
             self.counts, self.takes = counts, takes
 
+    def sized(self, count: int) -> int:
+        """The slots that there are once so many are taken."""
+        self.collect()
+        stop = self._fresh + max(0, count - len(self._free))
+        return max(self.size, -(-stop // self.step) * self.step)
+
     def take(self, count: int) -> Ints:
         """Free slots, held once from now on; the pool grows where there are too few."""
         self.collect()

@@ -52,7 +52,7 @@ def shared_snapshot(storage: Storage | None, extent: Extent | None) -> Snapshot:
     return Snapshot(tensors, {HEADS: extent.heads} if extent.kind.own is not None else {})
 
 
-class Described(NamedTuple):
+class Told(NamedTuple):
     """What a snapshot says of an attention layer, once all of it was compared."""
 
     numbers: Ints  # of the tables
@@ -61,12 +61,12 @@ class Described(NamedTuple):
     opened: list[int]  # the rows of each open page
     sealed: int  # pages
 
-    def agrees(self, other: Described) -> bool:
+    def agrees(self, other: Told) -> bool:
         """Are these the same sequences?"""
         return self.heads == other.heads and np.array_equal(self.numbers, other.numbers)
 
 
-def described(spec: LayerSpec, kind: Kind, snapshot: Snapshot, apart: int = 0) -> Described | None:
+def told_by(spec: LayerSpec, kind: Kind, snapshot: Snapshot, apart: int = 0) -> Told | None:
     """What a snapshot holds, or an error; so many of its pages come apart. None: no tokens."""
     if not snapshot.tensors and not snapshot.numbers:
         return None
@@ -93,10 +93,10 @@ def described(spec: LayerSpec, kind: Kind, snapshot: Snapshot, apart: int = 0) -
         raise SnapshotMismatch(f"unknown tensors {sorted(extra)}")
     for name, codec in spec.sides.items():  # refuses another width
         codec.frame.rows(snapshot.tensors[f"{name}.open"][None, :0].transpose(1, 2))
-    return Described(numbers, heads, geometry, opened, sealed)
+    return Told(numbers, heads, geometry, opened, sealed)
 
 
-def restored(spec: LayerSpec, found: Described, snapshot: Snapshot, tiles: Tiles | None) -> Storage:
+def restored(spec: LayerSpec, found: Told, snapshot: Snapshot, tiles: Tiles | None) -> Storage:
     """A storage of its own with what a snapshot holds, pages in order."""
     storage = Storage(spec, found.geometry, tiles)
     storage.fit(len(found.opened), found.sealed)

@@ -95,19 +95,20 @@ class Batch:
         if self._shelf is not None:
             self._shelf.owner.flush(seconds)
 
-    def scout(self, seat: Seat, until: float) -> Callable[[], Coming | None]:
-        """What looks for a prompt in a store, in another thread, until then at most."""
+    def scout(self, seat: Seat, left: Callable[[], float]) -> Callable[[], Coming | None]:
+        """What looks for a prompt in a store, in another thread, while it has time."""
         shelf = self._shelf_of(seat)
         assert shelf is not None
         memory, tokens, own = (seat.cache or self._empty).fork(), list(seat.tokens), shelf.fork()
+        held = memory.length
         if not self._shares:  # what comes lies in pools of its own, and we take those
             memory.clear()
 
         def look() -> Coming | None:
             try:
-                return own.seek(tokens, memory, memory.length, until)
+                return own.seek(tokens, memory, held, left)
             finally:
-                memory.clear()  # who looks may go on keeping it
+                memory.clear()  # its pages may be needed before the thread forgets it
 
         return look
 

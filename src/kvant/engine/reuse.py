@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from threading import Event
+from functools import partial
 from typing import Any
 
 from kvant.engine.batch import Batch, Seat
@@ -24,7 +25,6 @@ log = logging.getLogger("kvant")
 
 PATIENCE = 10.0  # seconds that a request waits for a store at most,
 HURRY = 2.0  # and that prefixes whose memory is needed wait to be written
-LOOK = 0.1  # how often a thread looks whether all of it has ended
 
 
 class Reuse:
@@ -46,6 +46,8 @@ class Reuse:
         self._later = later
         self._fetching = ThreadPoolExecutor(1, "kvant-fetch", compute_alone)  # one prompt at a time
         self._flushing = ThreadPoolExecutor(1, "kvant-hurry")  # waits until prefixes are written
+        self._unasked: deque[tuple[Request, float]] = deque()  # to be looked for, until when
+        self._asking = False  # one of them is looked for
         self._hurrying = False  # it does that now
         self._late = False  # it did, and what must go may go
         self._closed = False
@@ -81,14 +83,9 @@ class Reuse:
         before = max((1e-3 * other.waits_until for other in self._requests), default=0.0)
         wait = max(before - now, 0.0) + self._batch.seconds(job.prompt - job.read)
         until = now + min(wait, PATIENCE)
-        try:
-            scout = self._batch.scout(request.seat, until)
-        except Exception as error:  # it can still be read
-            clear(error)
-            log.warning("a store was not looked into: %r", error)
-            return
         job.waits_until = int(1e3 * until)
-        self._fetching.submit(self._look, request, scout)
+        self._unasked.append((request, until))
+        self._ask()
 
     def keep(self, job: Job, seat: Seat) -> None:
         """Let others go on from a sequence of a request, if there is room for it."""
@@ -143,18 +140,49 @@ class Reuse:
 
     # ---- within
 
-    def _look(self, request: Request, scout: Callable[[], Coming | None]) -> None:
-        """Look for it, beside the engine's thread; the next one once this one was taken."""
-        coming, taken = None, Event()
-        with suppress(Exception):  # it can still be read; later than that it does not wait
-            coming = scout() if 1e3 * time.monotonic() < request.job.waits_until else None
-        self._later(lambda: self._arrived(request, coming, taken))
-        while not (taken.wait(LOOK) or self._closed):
-            pass
+    def _ask(self) -> None:
+        """Look for the next prompt, once the one before it was taken: it lies where that one does.
 
-    def _arrived(self, request: Request, coming: Coming | None, taken: Event) -> None:
+        In a thread of its own, beside the engine's.
+        """
+        while self._unasked and not self._asking:
+            request, until = self._unasked.popleft()
+            left = partial(self._left, request.job, until)
+            try:
+                scout = self._batch.scout(request.seat, left) if left() > 0 else None
+            except Exception as error:  # it can still be read
+                clear(error)
+                log.warning("a store was not looked into: %r", error)
+                scout = None
+            if scout is None:
+                self._schedule.arrived(request.job, 0)
+            else:
+                self._asking = True
+                self._fetching.submit(self._look, request, scout)
+
+    def _left(self, job: Job, until: float) -> float:
+        """The seconds for which a request waits; in any thread."""
+        waits = job.waits_until and not self._closed
+        return until - time.monotonic() if waits else 0.0
+
+    def _look(self, request: Request, scout: Callable[[], Coming | None]) -> None:
+        coming = None
+        with suppress(Exception):  # it can still be read
+            coming = scout()
+        self._later(lambda: self._arrived(request, coming))
+        if self._closed and coming is not None:  # then nobody does it any more
+            coming.restored.cache.clear()
+
+    def _arrived(self, request: Request, coming: Coming | None) -> None:
+        """Take what came for a prompt, and look for the next one."""
+        self._asking = False
+        try:
+            self._take(request, coming)
+        finally:
+            self._ask()
+
+    def _take(self, request: Request, coming: Coming | None) -> None:
         """Go on from what came for a prompt, in the bytes that it was promised."""
-        taken.set()
         job, length = request.job, 0 if coming is None else len(coming.restored.tokens)
         arrived = self._schedule.arrived(job, length)
         if coming is None:

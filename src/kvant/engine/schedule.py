@@ -325,9 +325,15 @@ class Schedule:
             if job.aside:
                 self.room.use(self._held())
                 return TakeBack(job)
-            if self.fetches:
+            if self._fetches(job):
                 return Fetch(job)
         return None
+
+    def _fetches(self, job: Job) -> bool:
+        """Is there a store, and room for all that it may have of a prompt?"""
+        if not self.fetches or self.overcommit == 1:
+            return self.fetches
+        return self.room.fits(self._held() - self._now(job) + self._at(job, job.prompt, 1))
 
     def _looks(self, job: Job) -> bool:
         """May there be more of its prompt than when it was looked for?"""
@@ -424,8 +430,8 @@ class Schedule:
 
     def _now(self, job: Job) -> Ints:
         """What it holds; the newest token is not stored before the next one is computed."""
-        if not job.decodes:
-            return self._at(job, job.read, 1)
+        if not job.decodes:  # what comes from a store takes its slots before it is here
+            return self._at(job, job.prompt if job.waits_until else job.read, 1)
         return self._at(job, job.prompt + job.said - 1, job.sequences)
 
     def _most(self, job: Job) -> Ints:

@@ -11,31 +11,39 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
 
 from kvant.cache import Cache
 from kvant.cache.arrival import Arrival
-from kvant.cache.pieces import Page, Pieces, bare, page_sizes
+from kvant.cache.pieces import (
+    Page,
+    Pieces,
+    Shapes,
+    bare,
+    check_alike,
+    page_sizes,
+    pages_of,
+    shapes_of,
+)
 from kvant.contracts import Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.hf import HostCache
 from kvant.openmp import compute_alone
 from kvant.prefixes.keys import PAGE, chain, digest
+from kvant.prefixes.reading import AT_ONCE, Left, Reading, shapes_in
 from kvant.prefixes.restores import Restores
 from kvant.stores import Blob, Layout, Payload, Tiers
 
 log = logging.getLogger("kvant")
 
-AT_ONCE = 4  # blobs that are read at a time
-RUN, RUN_BYTES = 8, 32 << 20  # pages that are put into memory at once, at most
 COPIED = 8 << 20  # bytes of pages that are copied at once, to be written
 LITTLE = 20  # tokens behind the last page are worth a blob where they are more than such a part
 REMEMBERED = 1 << 17  # names of blobs that are known to be there
@@ -122,7 +130,7 @@ class Write:
             held = Payload.of(rest.tensors)
             return [self._blob(some[0], begin, len(self.tokens), held, rest.numbers)]
         kind = pages[0][0]
-        size, layout = pieces.kinds[kind].page, Layout.of(pieces.shapes(kind))
+        size, layout = pieces.kinds[kind].page, Layout.of(shapes_of(pieces.cache, kind))
         data = torch.zeros(len(pages), layout.nbytes, dtype=torch.uint8)
         pieces.copy(kind, [number for _, number in pages], layout.fields(data))
         return [
@@ -141,13 +149,6 @@ class Write:
         before, own, prompt = self.names[begin // PAGE], self.tokens[begin:end], self.prompt
         names = due.name, due.part, before
         return Blob(*names, own, held, numbers or {}, min(prompt, end), self.about)
-
-
-class Came(NamedTuple):
-    """What was had of some pages."""
-
-    length: int  # up to here, none is missing
-    prompt: int  # of all tokens, so many at most were read as prompts
 
 
 class Archive:
@@ -221,13 +222,13 @@ class Archive:
         """
         names = _names(root, tokens)
         first = beyond // PAGE
-        parts_of = self.tiers.has(names[first:])
-        for name, parts in zip(names[first:], parts_of, strict=True):
+        parts_of = self.tiers.has(names)
+        for name, parts in zip(names, parts_of, strict=True):
             if name in self._there:
                 self._there[name] &= parts  # others may have dropped some
         sizes = page_sizes(cache)
         for count in range(len(names) - 1, first - 1, -1):
-            parts, length = parts_of[count - first], count * PAGE
+            parts, length = parts_of[count], count * PAGE
             most = min(len(tokens), length + PAGE - 1)
             for end in sorted({_end(part) for part in parts}, reverse=True):
                 if length <= end <= most and end > beyond and _rest(tokens[:end]) in parts:
@@ -247,17 +248,19 @@ class Archive:
         tokens: Sequence[int],
         memory: HostCache,
         device: torch.device,
-        seconds: float = math.inf,
+        left: Left = lambda: math.inf,
     ) -> Restored | None:
         """A cache of what was found, in the pools of `memory`; what comes too late is not used.
 
-        That is one of the same model and spec, which has no tokens, or the first of these.
+        That is one of the same model and spec, which has no tokens, or the first of these. `left`
+        tells for how many seconds somebody waits, if at all.
         """
-        begin = time.perf_counter()
+        begin, seconds = time.perf_counter(), left()
         try:
-            restored = self._read(found, tokens, memory, device, seconds)
+            restored = self._read(found, tokens, memory, device, left)
         except Exception as error:
-            log.warning("a prefix of %d tokens was not restored: %r", found.length, error)
+            told = repr(error)  # whoever keeps the error keeps what came
+            log.warning("a prefix of %d tokens was not restored: %s", found.length, told)
             self._counts["refused"] += 1
             if isinstance(error, SnapshotMismatch):
                 self._forget(found, page_sizes(memory.states))
@@ -292,100 +295,68 @@ class Archive:
         tokens: Sequence[int],
         memory: HostCache,
         device: torch.device,
-        seconds: float,
+        left: Left,
     ) -> Restored | None:
-        until = time.monotonic() + seconds
-        like, blobs = memory.states, dict[Page, Blob]()
+        like, sizes = memory.states, page_sizes(memory.states)
+        first = None
         if found.rest is not None:
             begin = (len(found.names) - 1) * PAGE
-            blob = self._get(found.names[-1], found.rest, tokens[begin : found.length])
-            if blob is None:
+            first = self._get(found.names[-1], found.rest, tokens[begin : found.length])
+            if first is None:
                 return None
-            rest, prompt = Snapshot(blob.payload.fields, blob.numbers), blob.prompt
+        shapes = self._shapes(found, tokens, like, first)
+        if shapes is None:
+            return None
+        if first is None:
+            rest, prompt = bare(like, found.length, shapes), found.length
         else:
-            for kind, size in enumerate(page_sizes(like)):
-                blob = self._page(found, tokens, (kind, 0), size)
+            rest, prompt = Snapshot(first.payload.fields, first.numbers), first.prompt
+            check_alike(rest, shapes)
+        rest = Snapshot({k: x.to(device) for k, x in rest.tensors.items()}, rest.numbers)
+        layouts = {kind: Layout.of(some) for kind, some in shapes.items()}
+
+        def get(page: Page) -> Blob | None:
+            blob = self._page(found, tokens, page, sizes)
+            if blob is not None and blob.payload.layout != layouts[page[0]]:
+                self._refuse(blob, "has other tensors than the pages before it")
+                raise SnapshotMismatch(f"{blob.part} has other tensors")
+            return blob
+
+        with Arrival(like, found.length, rest) as arrival:
+            reading = Reading(arrival, found.length, sizes, get, device)
+            reached = reading.all(self._threads, layouts, left)
+            self._counts["late"] += reading.late
+            length = reached.length
+            if length < found.length:  # pages of every kind end there
+                length = 0 if found.rest is not None else length // lcm(*sizes) * lcm(*sizes)
+            if not length:
+                return None
+            cache = memory.around(arrival.settled(length))
+        return Restored(tuple(tokens[:length]), cache, min(prompt, reached.prompt, length))
+
+    def _shapes(
+        self, found: Found, tokens: Sequence[int], like: Cache, rest: Blob | None
+    ) -> dict[int, Shapes] | None:
+        """The tensors of pages of each kind: those that are here, or that a store has.
+
+        What a rest says of them is believed only where it has rows. None: a page is missing.
+        """
+        sizes, shapes = page_sizes(like), dict[int, Shapes]()
+        told = bare(like, found.length, {}) if rest is None else Snapshot(rest.payload.fields, {})
+        for kind, pages in pages_of(like, found.length, told).items():
+            shapes[kind] = shapes_of(like, kind)
+            if not shapes[kind] and pages:
+                blob = self._page(found, tokens, (kind, pages.start), sizes)
                 if blob is None:
                     return None
-                blobs[kind, 0] = blob
-            pages = {kind: blob.payload.fields for (kind, _), blob in blobs.items()}
-            rest, prompt = bare(like, found.length, pages), found.length
-        rest = Snapshot({k: x.to(device) for k, x in rest.tensors.items()}, rest.numbers)
-        arrival = Arrival(like, found.length, rest)
-        came = self._bring(found, tokens, arrival, page_sizes(like), blobs, device, until)
-        if not came.length or (came.length < found.length and found.rest is not None):
-            return None
-        cache = memory.around(arrival.settled(came.length))
-        return Restored(tuple(tokens[: came.length]), cache, min(prompt, came.prompt, came.length))
+                shapes[kind] = shapes_in(blob.payload.layout)
+        return shapes
 
-    def _bring(
-        self,
-        found: Found,
-        tokens: Sequence[int],
-        arrival: Arrival,
-        sizes: Sequence[int],
-        blobs: Mapping[Page, Blob],
-        device: torch.device,
-        until: float,
-    ) -> Came:
-        """Put the pages into memory that are missing, in time, up to the first that is not had.
-
-        Some were read before.
-        """
-        layouts = {kind: Layout.of(arrival.shapes(kind)) for kind in arrival.missing}
-
-        def put(kind: int, numbers: range) -> Came:
-            layout, size, count, prompt = layouts[kind], sizes[kind], 0, found.length
-            data = torch.empty(len(numbers), layout.nbytes, dtype=torch.uint8)
-            for number in numbers:
-                page = kind, number
-                blob = blobs.get(page) or self._page(found, tokens, page, size)
-                if blob is None:
-                    break
-                if blob.payload.layout != layout:  # nobody knows which of them is right
-                    self._refuse(blob, "has other tensors than what it belongs to")
-                    raise SnapshotMismatch(f"{blob.part} has other tensors")
-                data[count] = blob.payload.data
-                count += 1
-                if blob.prompt < (number + 1) * size:  # of all tokens, so many were prompts
-                    prompt = min(prompt, number * size)
-            if count:
-                arrival.put(kind, numbers[:count], layout.fields(data[:count].to(device)))
-            return Came(found.length if count == len(numbers) else numbers[count] * size, prompt)
-
-        runs = [
-            (kind, run)
-            for kind, numbers in arrival.missing.items()
-            for run in _runs(numbers, min(RUN, max(1, RUN_BYTES // layouts[kind].nbytes)))
-        ]
-        runs.sort(key=lambda run: (run[1][0] * sizes[run[0]], run[0]))
-        coming, length, prompt, late = iter(runs), found.length, found.length, False
-        asked = deque((run, self._threads.submit(put, *run)) for run in islice(coming, AT_ONCE + 1))
-        try:
-            while asked and length:
-                (kind, numbers), future = asked.popleft()
-                if numbers[0] * sizes[kind] >= length:
-                    break
-                try:
-                    left = max(0.0, until - time.monotonic())
-                    came = future.result(None if math.isinf(left) else left)
-                except Late:
-                    came, late = Came(numbers[0] * sizes[kind], prompt), True
-                length, prompt = min(length, came.length), min(prompt, came.prompt)
-                if length < found.length and found.rest is not None:
-                    break
-                asked += [(run, self._threads.submit(put, *run)) for run in islice(coming, 1)]
-        finally:
-            for _, future in asked:
-                future.cancel()
-        self._counts["late"] += late
-        if length < found.length:  # a page of every kind ends there
-            length = length // max(sizes) * max(sizes)
-        return Came(length, prompt)
-
-    def _page(self, found: Found, tokens: Sequence[int], page: Page, size: int) -> Blob | None:
+    def _page(
+        self, found: Found, tokens: Sequence[int], page: Page, sizes: Sequence[int]
+    ) -> Blob | None:
         kind, number = page
-        begin, end = number * size, (number + 1) * size
+        begin, end = number * sizes[kind], (number + 1) * sizes[kind]
         return self._get(found.names[end // PAGE], f"k{kind}-{number}", tokens[begin:end])
 
     def _get(self, name: str, part: str, tokens: Sequence[int]) -> Blob | None:
@@ -434,16 +405,3 @@ def _end(part: str) -> int:
     """The length of the text that a rest is of; -1 for other parts."""
     kind, _, length = part.rpartition("-")
     return int(length) if kind.startswith("a-") and length.isdecimal() else -1
-
-
-def _runs(numbers: Iterable[int], most: int) -> Iterator[range]:
-    """Those that follow one another, so many at most."""
-    begin = stop = 0
-    for number in numbers:
-        if number != stop or stop - begin == most:
-            if begin < stop:
-                yield range(begin, stop)
-            begin = number
-        stop = number + 1
-    if begin < stop:
-        yield range(begin, stop)

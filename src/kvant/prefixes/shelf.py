@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -17,6 +18,7 @@ from kvant.errors import CacheError
 from kvant.hf import HostCache, continues
 from kvant.prefixes.archive import LITTLE, Restored
 from kvant.prefixes.keys import PAGE, nameless, root, salted
+from kvant.prefixes.reading import Left
 from kvant.prefixes.tree import EVERY, LONG, NEWEST, Lost, served
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, attention_in
 from kvant.spec import words
@@ -109,8 +111,9 @@ class Shelf:
             if names is None:
                 return range(0)
             held = max(memory.length, self.owner._held(names.tree, tokens))
-            empty = (self.home or memory).fork()
-            if self.home is None:  # what comes lies in pools of its own, and those become the home
+            home = self.home
+            empty = (home or memory).fork()
+            if home is None:  # what comes lies in pools of its own, and those become the home
                 empty.clear()
             coming = self.seek(tokens, empty, held)
             if coming is not None:
@@ -125,11 +128,11 @@ class Shelf:
         tokens: Sequence[int],
         memory: HostCache,
         held: int,
-        until: float = math.inf,
+        left: Left = lambda: math.inf,
     ) -> Coming | None:
         """What a store has of these tokens beyond those that are `held`, in the pools of a memory.
 
-        That is empty, or has the first of them. It ends `until` then, if not before.
+        That is empty, or has the first of them. `left` tells for how long somebody waits.
         """
         archive, model = self.owner.archive, self._model()
         names = None if archive is None else self._named()
@@ -137,10 +140,11 @@ class Shelf:
             return None
         find = archive.find(names.tree, tokens, memory.states, held, suffice=self._pages_suffice)
         for found in islice(find, TRIES):
-            reading, left = self.seconds(found.length - held), until - time.monotonic()
-            patience = min(reading, left)
-            if left <= 0 or not archive.restores.likely(found.length, reading):
+            reading = self.seconds(found.length - held)
+            if left() <= 0 or not archive.restores.likely(found.length, reading):
                 return None
+            until = time.monotonic() + reading
+            patience = partial(_sooner, until, left)
             restored = archive.read(found, tokens, memory, model.device, patience)
             if restored is not None and restored.cache.resumable(len(tokens) - 1) > held:
                 return Coming(names, restored, held)
@@ -304,6 +308,11 @@ def _settings(model: PreTrainedModel, backend: str) -> str:
     return f"{backend} {model.config._attn_implementation} {is_packed(model)}"
 
 
+def _sooner(until: float, left: Left) -> float:
+    """The seconds until then, or that are left otherwise."""
+    return min(until - time.monotonic(), left())
+
+
 def _parts(spec: CacheSpec) -> Iterator[Recipe]:
     """The recipes of all memories."""
     for recipe in spec.layers:
@@ -314,11 +323,12 @@ def _parts(spec: CacheSpec) -> Iterator[Recipe]:
 
 
 def pages_suffice(spec: CacheSpec) -> bool:
-    """Is a page boundary all that going on needs? Not a window, a state, or a dense tail."""
+    """Is a page boundary all that going on needs? No window, state, dense tail or open sinks."""
     if any(isinstance(part, RecurrentSpec) for part in _parts(spec)):
         return False
     return all(
-        layer.retention.window is None and not layer.paging.tail and not layer.dense_until
+        not (layer.retention.window or layer.paging.tail or layer.dense_until)
+        and not (layer.seals and layer.retention.sinks)
         for layer in attention_in(*spec.layers)
     )
 

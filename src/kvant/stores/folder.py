@@ -69,12 +69,18 @@ class Folder:
         return str(self.path)
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
-        return [parts_among(_names(self._folder(page))) for page in pages]
+        """Whoever asks for pages uses them, though some may be in memory already."""
+        found = [parts_among(_names(self._folder(page))) for page in pages]
+        for page, parts in zip(pages, found, strict=True):
+            for part in parts:
+                with suppress(OSError):  # a folder that is only read has its uses, too
+                    os.utime(self._folder(page) / part)
+        return found
 
     def get(self, page: str, part: str) -> Bytes | None:
         data = self.read(page, part)
         if data is not None:
-            with suppress(OSError):  # a folder that is only read has its uses, too
+            with suppress(OSError):
                 os.utime(self._file(page, part))
         return data
 

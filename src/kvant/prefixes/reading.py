@@ -42,7 +42,7 @@ class Reading:
         get: Get,
         device: torch.device,
     ) -> None:
-        """`sizes` are the tokens of a page of each kind; `get` gives no others than are expected."""
+        """`sizes` are the tokens of a page of each kind; `get` gives pages as they are expected."""
         self.arrival = arrival
         self.length = length
         self.sizes = sizes

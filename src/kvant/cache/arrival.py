@@ -10,13 +10,12 @@ from contextlib import contextmanager
 from threading import Condition
 
 import numpy as np
-import torch
 
 from kvant.cache.cache import Cache
 from kvant.cache.changes import placed, taken_for
 from kvant.cache.contents import Told, told_by
 from kvant.cache.pieces import layers_of, pages_of, shapes_of
-from kvant.cache.storage import Storage, copy_pages, retiled
+from kvant.cache.storage import Storage, copy_pages, in_runs, retiled
 from kvant.contracts import Fields, Snapshot, Stored
 from kvant.errors import SnapshotMismatch
 
@@ -139,17 +138,17 @@ class Arrival:
 
     def _copy(self, kind: int, numbers: range, pages: Fields) -> None:
         slots = np.array([self.missing[kind][number] for number in numbers], np.int64)
-        behind = bool((np.diff(slots) == 1).all())  # one slot behind the other
-        there = slice(slots[0], slots[-1] + 1) if behind else torch.from_numpy(slots)
-        for name, sides in self._sides[kind].items():
-            for side, stored in sides.items():
-                if not self._extents[kind].kind.seals:
-                    stored.open[there] = pages[f"{name}/{side}.open"].transpose(1, 2)
-                for field, tensor in stored.sealed.items():
-                    key, into = f"{side}.{field}", tensor[there] if behind else None
-                    tiled = retiled(key, pages[f"{name}/{key}"], None, stored.tiles, into)
-                    if into is None:
-                        tensor[there] = tiled
+        seals = self._extents[kind].kind.seals
+        for here, there in in_runs(np.arange(len(slots)), slots):
+            for name, sides in self._sides[kind].items():
+                for side, stored in sides.items():
+                    if not seals:
+                        rows = pages[f"{name}/{side}.open"][here]
+                        stored.open[there].copy_(rows.transpose(1, 2))
+                    for field, tensor in stored.sealed.items():
+                        key = f"{side}.{field}"
+                        some = pages[f"{name}/{key}"][here]
+                        retiled(key, some, None, stored.tiles, tensor[there])
 
     def _slots(self, kind: int, pages: range) -> dict[int, int]:
         """Where these pages are put, but for those that are shared."""

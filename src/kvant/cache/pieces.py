@@ -16,7 +16,7 @@ from torch import Tensor
 from kvant.cache.cache import Cache
 from kvant.cache.layer import Attention
 from kvant.cache.snapshot import NUMBERS, canonical, open_rows
-from kvant.cache.storage import Storage, retiled
+from kvant.cache.storage import Storage, in_runs, retiled
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.extent import FIRST_OPEN, FIRST_SEALED, LENGTH, PADDING, STOP_SEALED, Extent, Ints, Kind
@@ -60,16 +60,16 @@ class Pieces:
         """Pages of a kind, one an entry of every tensor, to where they are wanted."""
         extent = self._extents[kind]
         slots = (extent.sealed if extent.kind.seals else extent.open)[0, list(numbers)]
-        first = int(slots[0])
-        behind = bool((slots == np.arange(first, first + len(slots))).all())
-        there = slice(first, first + len(slots)) if behind else torch.from_numpy(slots)
-        for name, storage in layers_of(self.cache, kind):
-            for side, stored in storage.sides.items():
-                if not extent.kind.seals:
-                    into[f"{name}/{side}.open"].copy_(stored.open[there].transpose(1, 2))
-                for field, tensor in stored.sealed.items():
-                    key = f"{side}.{field}"
-                    retiled(key, tensor[there], stored.tiles, None, into[f"{name}/{key}"])
+        for there, here in in_runs(slots, np.arange(len(slots))):
+            for name, storage in layers_of(self.cache, kind):
+                for side, stored in storage.sides.items():
+                    if not extent.kind.seals:
+                        rows = into[f"{name}/{side}.open"][here]
+                        rows.copy_(stored.open[there].transpose(1, 2))
+                    for field, tensor in stored.sealed.items():
+                        key = f"{side}.{field}"
+                        some = into[f"{name}/{key}"][here]
+                        retiled(key, tensor[there], stored.tiles, None, some)
 
     def rest(self) -> Snapshot:
         """All that is in none of the pages."""

@@ -304,7 +304,7 @@ def _pairs(old: Ints, new: Ints, taken: Ints | None) -> tuple[Ints, Ints]:
     return old[lacking], new[lacking]
 
 
-def _runs(old: Ints, new: Ints) -> list[tuple[slice, slice]]:
+def in_runs(old: Ints, new: Ints) -> list[tuple[slice, slice]]:
     """Slots that lie one behind the other, here and there: they are copied together."""
     ends = np.flatnonzero((np.diff(old) != 1) | (np.diff(new) != 1)) + 1
     first, stop = [0, *ends.tolist()], [*ends.tolist(), len(old)]
@@ -317,7 +317,7 @@ def _runs(old: Ints, new: Ints) -> list[tuple[slice, slice]]:
 
 def copy_pages(source: Fields, target: Fields, old: Ints, new: Ints) -> None:
     """Pages from slots to slots, field by field, and no tensor in between."""
-    runs = _runs(old, new)
+    runs = in_runs(old, new)
     for name, tensor in target.items():
         for there, here in runs:
             tensor[here].copy_(source[name][there])

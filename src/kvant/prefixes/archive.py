@@ -323,8 +323,8 @@ class Archive:
             return blob
 
         with Arrival(like, found.length, rest) as arrival:
-            reading = Reading(arrival, found.length, sizes, get, device)
-            reached = reading.all(self._threads, layouts, left)
+            reading = Reading(arrival, found.length, sizes, layouts, get, device)
+            reached = reading.all(self._threads, left)
             self._counts["late"] += reading.late
             length = reached.length
             if length < found.length:  # pages of every kind end there

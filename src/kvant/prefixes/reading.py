@@ -39,24 +39,26 @@ class Reading:
         arrival: Arrival,
         length: int,
         sizes: Sequence[int],
+        layouts: Mapping[int, Layout],
         get: Get,
         device: torch.device,
     ) -> None:
-        """`sizes` are the tokens of a page of each kind; `get` gives pages as they are expected."""
+        """`sizes` are the tokens of a page of each kind, and `get` gives such as lie so."""
         self.arrival = arrival
         self.length = length
         self.sizes = sizes
+        self.layouts = layouts
         self.get = get
         self.device = device
         self.late = False  # did some come too late?
 
-    def all(self, threads: Executor, layouts: Mapping[int, Layout], left: Left) -> Reached:
+    def all(self, threads: Executor, left: Left) -> Reached:
         """Put all into memory, in time, up to the first that is not had."""
-        coming = iter(self._runs(layouts))
+        coming = iter(self._runs())
 
         def ask(count: int) -> Iterator[tuple[Run, Future[Reached]]]:
             for kind, numbers in islice(coming, count):
-                yield (kind, numbers), threads.submit(self.put, kind, numbers, layouts[kind])
+                yield (kind, numbers), threads.submit(self.put, kind, numbers)
 
         length = prompt = self.length
         asked = deque(ask(AT_ONCE + 1))
@@ -76,9 +78,9 @@ class Reading:
                 future.cancel()
         return Reached(length, prompt)
 
-    def put(self, kind: int, numbers: range, layout: Layout) -> Reached:
+    def put(self, kind: int, numbers: range) -> Reached:
         """Put some into memory, up to the first that is not had."""
-        size, count, prompt = self.sizes[kind], 0, self.length
+        layout, size, count, prompt = self.layouts[kind], self.sizes[kind], 0, self.length
         data = torch.empty(len(numbers), layout.nbytes, dtype=torch.uint8)
         for number in numbers:
             blob = self.get((kind, number))
@@ -92,12 +94,14 @@ class Reading:
             self.arrival.put(kind, numbers[:count], layout.fields(data[:count].to(self.device)))
         return Reached(self.length if count == len(numbers) else numbers[count] * size, prompt)
 
-    def _runs(self, layouts: Mapping[int, Layout]) -> list[Run]:
+    def _runs(self) -> list[Run]:
         """What is missing, in the order of positions."""
         found = [
             (kind, run)
             for kind, numbers in self.arrival.missing.items()
-            for run in runs(numbers, min(RUN, max(1, RUN_BYTES // max(layouts[kind].nbytes, 1))))
+            for run in runs(
+                numbers, min(RUN, max(1, RUN_BYTES // max(self.layouts[kind].nbytes, 1)))
+            )
         ]
         return sorted(found, key=lambda run: (run[1][0] * self.sizes[run[0]], run[0]))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import kvant
 from generation.speakers import Numbers
 from hf.zoo import build
+from kvant.cache.pieces import Pieces
 from kvant.generation import HostDecoder
 from kvant.prefixes import Prefixes
 from kvant.stores import Folder, Tiers
@@ -189,6 +191,36 @@ def test_pages_are_written_once(tmp_path: Path) -> None:
             said(model, text(192, seed=0) + text(30, seed=1 + seed), prefixes=prefixes)
         prefixes.flush()
         assert told(prefixes)["stores"][0]["written"] == 0
+
+
+def test_who_lets_go_of_a_prefix_has_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while its pages are being copied, to be written."""
+    model, copies, go, copy = build("llama"), Event(), Event(), Pieces.copy
+
+    def halting(self: Pieces, *given: Any) -> None:
+        copies.set()
+        go.wait(10)
+        copy(self, *given)
+
+    monkeypatch.setattr(Pieces, "copy", halting)
+    held: list[int] = []
+    with Prefixes(store=folder(tmp_path)) as prefixes:
+        said(model, text(200, seed=0), prefixes=prefixes)
+        (home,) = prefixes._homes.values()
+        assert copies.wait(10)
+
+        def let_go() -> None:
+            assert prefixes.evict(prefixes.nbytes)
+            held.append(home.states.pooled()["nbytes_held"])
+
+        evicting = Thread(target=let_go)
+        evicting.start()
+        evicting.join(0.2)
+        go.set()
+        evicting.join()
+        assert held == [0]
 
 
 class Dead(Folder):

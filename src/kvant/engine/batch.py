@@ -206,8 +206,11 @@ class Batch:
 
     def stats(self, seats: Sequence[Seat]) -> dict[str, int]:
         """Bytes of the pages, and of what recurrent layers keep of these sequences."""
-        caches = {self._cache, *(seat.cache for seat in seats)}
-        held = [cache.states.host_states for cache in caches if cache is not None]
+        held = [  # no cache is held: another thread may ask, and it would go later than we know
+            cache.states.host_states
+            for cache in {self._cache, *(seat.cache for seat in seats)}
+            if cache is not None
+        ]
         states = sum(state.nbytes for states in held for state in states)
         return self._empty.states.pooled() | {"nbytes_states": states}
 

@@ -14,9 +14,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import lcm
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -86,6 +87,7 @@ class Write:
     names: list[str]
     due: list[Due]
     about: Mapping[str, str]
+    _copying: RLock = field(default_factory=RLock)  # whoever copies pages has it
 
     def __call__(self) -> Iterator[int]:
         """Write, some pages at a time; the bytes of each."""
@@ -98,7 +100,7 @@ class Write:
             else:
                 lacking.append(one)
         for some in self._together(lacking):
-            for blob in self._blobs(some):
+            for blob in self._copies(some):
                 if self.pieces is None:
                     return
                 self.archive.put(blob)
@@ -106,24 +108,26 @@ class Write:
         self.cancel()
 
     def cancel(self) -> None:
-        """Let go of the pages."""
-        self.pieces = None
+        """Let go of the pages, once those are copied that are: their memory is free after that."""
+        with self._copying:
+            self.pieces = None
 
     def _together(self, due: Sequence[Due]) -> Iterator[Sequence[Due]]:
         """Pages of a kind, so many that they are copied at once, and all else by itself."""
         for _, group in groupby(due, lambda one: None if one.page is None else one.page[0]):
             some = list(group)
-            if (pieces := self.pieces) is None:
-                return
-            at_once = max(1, COPIED // max(pieces.nbytes(some[0].page), 1))
-            del pieces
+            with self._copying:
+                if self.pieces is None:
+                    return
+                at_once = max(1, COPIED // max(self.pieces.nbytes(some[0].page), 1))
             yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
 
-    def _blobs(self, some: Sequence[Due]) -> list[Blob]:
+    def _copies(self, some: Sequence[Due]) -> list[Blob]:
         """Copies of some that belong together; none where it was cancelled."""
-        pieces = self.pieces
-        if pieces is None:
-            return []
+        with self._copying:
+            return [] if self.pieces is None else self._blobs(some, self.pieces)
+
+    def _blobs(self, some: Sequence[Due], pieces: Pieces) -> list[Blob]:
         pages = [one.page for one in some if one.page is not None]
         if not pages:
             rest, begin = pieces.rest(), (len(self.names) - 1) * PAGE

@@ -237,7 +237,8 @@ class Behind:
                 for done in self._pieces(call):
                     nbytes -= self._did(min(done, nbytes))
             except Exception as error:
-                log.warning("it was not written: %r", error)
+                told = repr(error)  # whoever keeps the error keeps what was to be written
+                log.warning("it was not written: %s", told)
             with self._changed:
                 del self._calls[0]
                 self._nbytes -= nbytes

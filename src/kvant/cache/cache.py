@@ -84,10 +84,13 @@ class Cache(Refusals):
         return self.contents.ledger
 
     def __getitem__(self, layer: int) -> Any:
-        index = range(len(self))[layer]
-        if index not in self.layers:
-            raise ValueError(f"layer {index} remembers nothing: the spec gives it no memory")
-        return self.layers[index]
+        found = self.contents.by_layer.get(layer)
+        if found is None:
+            index = range(len(self))[layer]
+            if index not in self.layers:
+                raise ValueError(f"layer {index} remembers nothing: the spec gives it no memory")
+            found = self.layers[index]
+        return found
 
     def __len__(self) -> int:
         return len(self.spec.layers)

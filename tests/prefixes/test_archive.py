@@ -218,8 +218,9 @@ def test_who_lets_go_of_a_prefix_has_its_memory(
         evicting = Thread(target=let_go)
         evicting.start()
         evicting.join(0.2)
+        assert not held  # it waits
         go.set()
-        evicting.join()
+        evicting.join(10)
         assert held == [0]
 
 

@@ -85,12 +85,12 @@ class Cache(Refusals):
 
     def __getitem__(self, layer: int) -> Any:
         found = self.contents.by_layer.get(layer)
-        if found is None:
-            index = range(len(self))[layer]
-            if index not in self.layers:
-                raise ValueError(f"layer {index} remembers nothing: the spec gives it no memory")
-            found = self.layers[index]
-        return found
+        if found is not None:
+            return found
+        index = range(len(self))[layer]
+        if index not in self.layers:
+            raise ValueError(f"layer {index} remembers nothing: the spec gives it no memory")
+        return self.layers[index]
 
     def __len__(self) -> int:
         return len(self.spec.layers)

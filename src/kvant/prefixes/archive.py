@@ -45,6 +45,7 @@ from kvant.stores import Blob, Layout, Payload, Tiers
 
 log = logging.getLogger("kvant")
 
+PATIENCE = 1.0  # seconds that whoever cancels a write waits for a copy
 COPIED = 8 << 20  # bytes of pages that are copied at once, to be written
 LITTLE = 20  # tokens behind the last page are worth a blob where they are more than such a part
 REMEMBERED = 1 << 17  # names of blobs that are known to be there
@@ -87,10 +88,24 @@ class Write:
     names: list[str]
     due: list[Due]
     about: Mapping[str, str]
-    _copying: RLock = field(default_factory=RLock)  # whoever copies pages has it
+    # Whoever copies pages has it; a collection of garbage in the middle of that may cancel us.
+    _copying: RLock = field(default_factory=RLock, init=False, repr=False)
 
     def __call__(self) -> Iterator[int]:
         """Write, some pages at a time; the bytes of each."""
+        try:
+            yield from self._written()
+        finally:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Let go of the pages, behind the copy that is under way: their memory is free then."""
+        free = self._copying.acquire(timeout=PATIENCE)
+        self.pieces = None
+        if free:
+            self._copying.release()
+
+    def _written(self) -> Iterator[int]:
         names = list(dict.fromkeys(one.name for one in self.due))
         there = dict(zip(names, self.archive.tiers.has(names), strict=True))
         lacking = []
@@ -105,12 +120,6 @@ class Write:
                     return
                 self.archive.put(blob)
                 yield len(blob.payload.data)
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Let go of the pages, once those are copied that are: their memory is free after that."""
-        with self._copying:
-            self.pieces = None
 
     def _together(self, due: Sequence[Due]) -> Iterator[Sequence[Due]]:
         """Pages of a kind, so many that they are copied at once, and all else by itself."""
@@ -128,6 +137,7 @@ class Write:
             return [] if self.pieces is None else self._blobs(some, self.pieces)
 
     def _blobs(self, some: Sequence[Due], pieces: Pieces) -> list[Blob]:
+        """Pages of one kind, or a rest."""
         pages = [one.page for one in some if one.page is not None]
         if not pages:
             rest, begin = pieces.rest(), (len(self.names) - 1) * PAGE

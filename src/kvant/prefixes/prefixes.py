@@ -299,37 +299,42 @@ class Prefixes:
         waits for unless it may be `unwritten`. In the pools of `home`, or in all. `but` that, which
         is new, stays.
         """
-        while True:
-            groups = [x for x in self._by_home() if home in (None, x[0][0].home)]
-            accounts = [account(states(some)) for some in groups]
-            over, now = sum(one.nbytes for one in accounts) - nbytes, time.monotonic()
-            worth = sorted(
-                (
-                    (in_use, _worth(kept, now) / max(share, 1.0), own, share, tree, kept)
-                    for some, told in zip(groups, accounts, strict=True)
-                    for (tree, kept), own, share, in_use in zip(
-                        some,
-                        told.own,
-                        told.share,
-                        told.used,
-                        strict=False,  # others wait behind
-                    )
-                    if kept is not but
-                    and (used or not in_use)
-                    and (unwritten or not kept.unwritten)
-                ),
-                key=lambda one: one[:2],
-            )
-            if over <= 0 or not worth:
-                break
-            for _, _, own, share, tree, kept in worth:
-                tree.drop(kept)
-                kept.cancel()
-                self._counts["evicted"] += 1
-                over -= own
-                if over <= 0 or share > own:  # what it shared may be another one's alone by now
-                    break
+        while self._drop_least(nbytes, home, unwritten=unwritten, used=used, but=but):
+            pass  # nobody holds any more what went
         self._let_go()
+
+    def _drop_least(
+        self, nbytes: int, home: bytes | None, *, unwritten: bool, used: bool, but: Kept | None
+    ) -> bool:
+        """A round of that; False where nothing went."""
+        groups = [x for x in self._by_home() if home in (None, x[0][0].home)]
+        accounts = [account(states(some)) for some in groups]
+        over, now = sum(one.nbytes for one in accounts) - nbytes, time.monotonic()
+        worth = sorted(
+            (
+                (in_use, _worth(kept, now) / max(share, 1.0), own, share, tree, kept)
+                for some, told in zip(groups, accounts, strict=True)
+                for (tree, kept), own, share, in_use in zip(
+                    some,
+                    told.own,
+                    told.share,
+                    told.used,
+                    strict=False,  # others wait behind
+                )
+                if kept is not but and (used or not in_use) and (unwritten or not kept.unwritten)
+            ),
+            key=lambda one: one[:2],
+        )
+        if over <= 0:
+            return False
+        for _, _, own, share, tree, kept in worth:
+            kept.cancel()  # first: once it is in no tree, nobody else can
+            tree.drop(kept)
+            self._counts["evicted"] += 1
+            over -= own
+            if over <= 0 or share > own:  # what it shared may be another one's alone by now
+                break
+        return bool(worth)
 
     def _let_go(self) -> None:
         """Forget trees and pools in which nothing is kept."""

@@ -120,7 +120,8 @@ class Shelf:
                 self.add(coming)
                 return coming.came
         except Exception as error:  # they can still be read
-            log.warning("a store was not looked into: %r", error)
+            told = repr(error)  # whoever keeps the error keeps caches
+            log.warning("a store was not looked into: %s", told)
         return range(0)
 
     def seek(
@@ -251,7 +252,8 @@ class Shelf:
             if memory.spec == self._spec and self._named() == self._names:
                 self.owner._keep(self._names, tokens, memory, prompt)
         except (CacheError, MemoryError, RuntimeError, ValueError) as error:
-            log.warning("a prefix of %d tokens was not kept: %r", len(tokens), error)
+            told = repr(error)  # whoever keeps the error keeps the memory
+            log.warning("a prefix of %d tokens was not kept: %s", len(tokens), told)
 
     def told(self, tokenizer: Any) -> str | None:
         """Where the last prompt left what is kept, or why nothing is, in words."""

@@ -187,6 +187,44 @@ def test_who_comes_late_leaves_the_memory_to_others(
     prefixes.close()
 
 
+class Silent(Folder):
+    """A store that does not say what it has, once it is to be silent."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, min_free=0)
+        self.silent, self.asked, self.go = threading.Event(), threading.Event(), threading.Event()
+
+    def has(self, pages: Any) -> Any:
+        if self.silent.is_set():
+            self.asked.set()
+            self.go.wait(30)
+        return super().has(pages)
+
+
+def test_who_looks_into_a_silent_store_holds_no_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages that a prompt had are free once it ended, though they are still being looked for."""
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)
+    monkeypatch.setattr(reuse, "PATIENCE", 0.3)
+    model, prompt, silent = build("llama"), text(200, seed=0), Silent(tmp_path)
+    prefixes = Prefixes(store=Tiers([silent]))
+    with engine_for(model, max_bytes="64MiB", prefixes=prefixes) as engine:
+        engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
+        prefixes.flush()
+        silent.silent.set()
+        asked = [*prompt, *text(200, seed=1)]
+        result = engine.submit(asked, max_new_tokens=2, ignore_end=True).result()
+        assert silent.asked.is_set() and result.usage.cached_tokens >= 192
+        while engine._requests:
+            time.sleep(0.001)
+        prefixes.clear()
+        held = engine.stats()["nbytes_held"]
+        silent.go.set()
+    assert held == 0
+    prefixes.close()
+
+
 def test_a_page_that_came_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several ask at once after a restart: whose pools are there lends them to the others."""
     monkeypatch.setattr(Prefixes, "_took", lambda *given: None)

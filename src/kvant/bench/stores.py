@@ -21,6 +21,7 @@ from kvant.bench.cache_race import SHAPES, filled, opened, random_rows
 from kvant.bench.device import CPU
 from kvant.bench.report import Json, progress, run, show
 from kvant.hf import HostCache
+from kvant.prefixes import Waiting
 from kvant.prefixes.archive import Archive
 from kvant.prefixes.keys import PAGE
 from kvant.stores import open_tiers
@@ -59,7 +60,7 @@ class Rounds:
         found = next(self.archive.find(root, prompt, self.cache.states, 0, suffice=True))
         empty = self.cache.fork()
         empty.reset()
-        restored = self.archive.read(found, prompt, empty, self.model.device)
+        restored = self.archive.read(found, prompt, empty, self.model.device, Waiting())
         if restored is None or len(restored.tokens) < len(self.tokens) // PAGE * PAGE:
             raise RuntimeError(f"{self.archive.stats()}: it was not read back")
         self.read.append(time.perf_counter() - begin)

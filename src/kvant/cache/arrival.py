@@ -89,9 +89,13 @@ class Arrival:
 
     def __exit__(self, *error: object) -> None:
         """Leave the slots, unless it was settled."""
+        if not self._settled:
+            self.clear()
+
+    def clear(self) -> None:
+        """Leave the slots, also those of the cache that was settled."""
         with self._alone():
-            if not self._settled:
-                self._cache.clear()
+            self._cache.clear()
 
     def put(self, kind: int, numbers: range, pages: Fields) -> None:
         """Pages that are missing, one an entry of every tensor; once it is over, nothing."""
@@ -122,9 +126,9 @@ class Arrival:
                 for name, storage in layers_of(self._cache, kind):
                     if storage.sides is not layers[name]:
                         self._follow(kind, layers[name], storage.sides)
+            if length < self._cache.length:
+                self._cache.rewind(length)
             self._settled = True
-        if length < self._cache.length:
-            self._cache.rewind(length)
         return self._cache
 
     @contextmanager

@@ -29,7 +29,7 @@ from kvant.errors import UnsupportedView
 from kvant.extent import Kind
 from kvant.generation import HostDecoder
 from kvant.hf import HostCache, Replayer, loaded
-from kvant.prefixes import Coming, Prefixes, Shelf
+from kvant.prefixes import Coming, Prefixes, Shelf, Waiting
 from kvant.recipes import CacheSpec
 from kvant.recording import Blocks
 
@@ -95,20 +95,21 @@ class Batch:
         if self._shelf is not None:
             self._shelf.owner.flush(seconds)
 
-    def scout(self, seat: Seat, left: Callable[[], float]) -> Callable[[], Coming | None]:
-        """What looks for a prompt in a store, in another thread, while it has time."""
+    def scout(self, seat: Seat, waiting: Waiting) -> Callable[[], Coming | None]:
+        """What looks for a prompt in a store, in another thread, while somebody waits."""
         shelf = self._shelf_of(seat)
         assert shelf is not None
         memory, tokens, own = (seat.cache or self._empty).fork(), list(seat.tokens), shelf.fork()
         held = memory.length
         if not self._shares:  # what comes lies in pools of its own, and we take those
             memory.clear()
+        waiting.hold(lambda: memory)
 
         def look() -> Coming | None:
             try:
-                return own.seek(tokens, memory, held, left)
+                return own.seek(tokens, memory, held, waiting)
             finally:
-                memory.clear()  # its pages may be needed before the thread forgets it
+                waiting.drop(memory)  # its pages may be needed before the thread forgets it
 
         return look
 

@@ -368,6 +368,7 @@ class Engine:
             request.served = True
             self._batch.count(action.job.prompt, action.job.read)
             self._figures.found(request.stream.usage)
+        self._reuse.leave(action.job)
         last = action.job.read + action.count == action.job.prompt
         try:
             logits = self._batch.read(request.seat, action.count)
@@ -437,6 +438,7 @@ class Engine:
     def _move(self, action: PutAside | TakeBack) -> None:
         """Pages of a request to files, or back."""
         request, job = self._requests[action.job], action.job
+        self._reuse.leave(job)
         self._figures.put_aside += isinstance(action, PutAside)
         try:
             if self._folder is None:
@@ -457,6 +459,7 @@ class Engine:
             self._figures.failed += 1
             clear(error)
         self._schedule.remove(request.job)
+        self._reuse.leave(request.job)
         for seat in request.seats:
             if error is None and self._open:
                 self._reuse.keep(request.job, seat)

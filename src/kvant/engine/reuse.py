@@ -19,7 +19,7 @@ from kvant.engine.batch import Batch, Seat
 from kvant.engine.request import Request, clear
 from kvant.engine.schedule import Job, Schedule
 from kvant.openmp import compute_alone
-from kvant.prefixes import Coming
+from kvant.prefixes import Coming, Waiting
 
 log = logging.getLogger("kvant")
 
@@ -47,7 +47,7 @@ class Reuse:
         self._fetching = ThreadPoolExecutor(1, "kvant-fetch", compute_alone)  # one prompt at a time
         self._flushing = ThreadPoolExecutor(1, "kvant-hurry")  # waits until prefixes are written
         self._unasked: deque[tuple[Request, float]] = deque()  # to be looked for, until when
-        self._asking = False  # one of them is looked for
+        self._asking: tuple[Job, Waiting] | None = None  # who is looked for
         self._hurrying = False  # it does that now
         self._late = False  # it did, and what must go may go
         self._closed = False
@@ -55,6 +55,8 @@ class Reuse:
     def close(self) -> None:
         """Wait for no store any more."""
         self._closed = True
+        if self._asking is not None:
+            self._asking[1].leave()
         for beside in (self._fetching, self._flushing):
             beside.shutdown(wait=False, cancel_futures=True)
 
@@ -86,6 +88,11 @@ class Reuse:
         job.waits_until = int(1e3 * until)
         self._unasked.append((request, until))
         self._ask()
+
+    def leave(self, job: Job) -> None:
+        """It goes on without what a store has: what was taken for that is free."""
+        if self._asking is not None and self._asking[0] is job:
+            self._asking[1].leave()
 
     def keep(self, job: Job, seat: Seat) -> None:
         """Let others go on from a sequence of a request, if there is room for it."""
@@ -145,11 +152,11 @@ class Reuse:
 
         In a thread of its own, beside the engine's.
         """
-        while self._unasked and not self._asking:
+        while self._unasked and self._asking is None:
             request, until = self._unasked.popleft()
-            left = partial(self._left, request.job, until)
+            waiting = Waiting(partial(self._left, request.job, until))
             try:
-                scout = self._batch.scout(request.seat, left) if left() > 0 else None
+                scout = self._batch.scout(request.seat, waiting) if waiting.left() > 0 else None
             except Exception as error:  # it can still be read
                 clear(error)
                 log.warning("a store was not looked into: %r", error)
@@ -157,7 +164,7 @@ class Reuse:
             if scout is None:
                 self._schedule.arrived(request.job, 0)
             else:
-                self._asking = True
+                self._asking = request.job, waiting
                 self._fetching.submit(self._look, request, scout)
 
     def _left(self, job: Job, until: float) -> float:
@@ -170,14 +177,13 @@ class Reuse:
         with suppress(Exception):  # it can still be read
             coming = scout()
         self._later(lambda: self._arrived(request, coming))
-        if self._closed and coming is not None:  # then nobody does it any more
-            coming.restored.cache.clear()
 
     def _arrived(self, request: Request, coming: Coming | None) -> None:
         """Take what came for a prompt, and look for the next one."""
-        self._asking = False
+        assert self._asking is not None
+        (_, waiting), self._asking = self._asking, None
         try:
-            self._take(request, coming)
+            self._take(request, None if waiting.over else coming)
         finally:
             self._ask()
 

@@ -4,5 +4,6 @@ from kvant.prefixes.keys import fingerprint
 from kvant.prefixes.prefixes import Prefixes
 from kvant.prefixes.shelf import Coming, Shelf
 from kvant.prefixes.tree import Lost
+from kvant.prefixes.waiting import Waiting
 
-__all__ = ["Coming", "Lost", "Prefixes", "Shelf", "fingerprint"]
+__all__ = ["Coming", "Lost", "Prefixes", "Shelf", "Waiting", "fingerprint"]

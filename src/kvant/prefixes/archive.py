@@ -9,7 +9,6 @@ are written once, whoever has them, and a window reads only those that it still 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,8 +38,9 @@ from kvant.errors import SnapshotMismatch
 from kvant.hf import HostCache
 from kvant.openmp import compute_alone
 from kvant.prefixes.keys import PAGE, chain, digest
-from kvant.prefixes.reading import AT_ONCE, Left, Reading, shapes_in
+from kvant.prefixes.reading import AT_ONCE, Reading, shapes_in
 from kvant.prefixes.restores import Restores
+from kvant.prefixes.waiting import Waiting
 from kvant.stores import Blob, Layout, Payload, Tiers
 
 log = logging.getLogger("kvant")
@@ -262,21 +262,20 @@ class Archive:
         tokens: Sequence[int],
         memory: HostCache,
         device: torch.device,
-        left: Left = lambda: math.inf,
+        waiting: Waiting,
     ) -> Restored | None:
         """A cache of what was found, in the pools of `memory`; what comes too late is not used.
 
-        That is one of the same model and spec, which has no tokens, or the first of these. `left`
-        tells for how many seconds somebody waits, if at all.
+        That is one of the same model and spec, which has no tokens, or the first of these.
         """
-        begin, seconds = time.perf_counter(), left()
+        begin, seconds = time.perf_counter(), waiting.left()
         try:
-            restored = self._read(found, tokens, memory, device, left)
+            restored = self._read(found, tokens, memory, device, waiting)
         except Exception as error:
             told = repr(error)  # whoever keeps the error keeps what came
             log.warning("a prefix of %d tokens was not restored: %s", found.length, told)
             self._counts["refused"] += 1
-            if isinstance(error, SnapshotMismatch):
+            if isinstance(error, SnapshotMismatch) and not waiting.over:
                 self._forget(found, page_sizes(memory.states))
             return None
         took = max(time.perf_counter() - begin, 1e-6)
@@ -309,7 +308,7 @@ class Archive:
         tokens: Sequence[int],
         memory: HostCache,
         device: torch.device,
-        left: Left,
+        waiting: Waiting,
     ) -> Restored | None:
         like, sizes = memory.states, page_sizes(memory.states)
         first = None
@@ -336,9 +335,12 @@ class Archive:
                 raise SnapshotMismatch(f"{blob.part} has other tensors")
             return blob
 
-        with Arrival(like, found.length, rest) as arrival:
+        arrival = waiting.hold(lambda: Arrival(like, found.length, rest))
+        if arrival is None:
+            return None
+        with arrival:
             reading = Reading(arrival, found.length, sizes, layouts, get, device)
-            reached = reading.all(self._threads, left)
+            reached = reading.all(self._threads, waiting)
             self._counts["late"] += reading.late
             length = reached.length
             if length < found.length:  # pages of every kind end there

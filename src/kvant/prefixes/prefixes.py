@@ -129,8 +129,10 @@ class Prefixes:
     def clear(self) -> None:
         """Let go of all of them; what is in a store stays there."""
         with self._changing():
-            for kept in (kept for tree in self._trees.values() for kept in tree):
-                kept.cancel()
+            for tree in self._trees.values():
+                for kept in list(tree):
+                    kept.cancel()
+                    tree.drop(kept)  # its nodes know each other, and would go later
             self._trees, self._homes, self._most = {}, {}, 0
 
     def evict(self, nbytes: int) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from kvant.cache.arrival import Arrival
 from kvant.cache.pieces import Page, Shapes
+from kvant.prefixes.waiting import Waiting
 from kvant.stores import Blob, Layout
 
 AT_ONCE = 4  # threads that read
@@ -21,7 +22,6 @@ LOOK = 0.1  # seconds: how often it is looked whether somebody still waits
 
 Run = tuple[int, range]  # pages of a kind that follow one another
 Get = Callable[[Page], "Blob | None"]  # a page from a store
-Left = Callable[[], float]  # the seconds for which somebody waits
 
 
 class Reached(NamedTuple):
@@ -52,7 +52,7 @@ class Reading:
         self.device = device
         self.late = False  # did some come too late?
 
-    def all(self, threads: Executor, left: Left) -> Reached:
+    def all(self, threads: Executor, waiting: Waiting) -> Reached:
         """Put all into memory, in time, up to the first that is not had."""
         coming = iter(self._runs())
 
@@ -67,7 +67,7 @@ class Reading:
                 (kind, numbers), future = asked.popleft()
                 if numbers[0] * self.sizes[kind] >= length:
                     break
-                reached = self._result(future, left)
+                reached = self._result(future, waiting)
                 if reached is None:
                     reached = Reached(numbers[0] * self.sizes[kind], prompt)
                 length, prompt = min(length, reached.length), min(prompt, reached.prompt)
@@ -105,10 +105,10 @@ class Reading:
         ]
         return sorted(found, key=lambda run: (run[1][0] * self.sizes[run[0]], run[0]))
 
-    def _result(self, future: Future[Reached], left: Left) -> Reached | None:
+    def _result(self, future: Future[Reached], waiting: Waiting) -> Reached | None:
         """None where nobody waits any more."""
         while True:
-            seconds = left()
+            seconds = waiting.left()
             try:
                 return future.result(min(max(seconds, 0.0), LOOK))
             except Late:

@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
@@ -18,8 +17,8 @@ from kvant.errors import CacheError
 from kvant.hf import HostCache, continues
 from kvant.prefixes.archive import LITTLE, Restored
 from kvant.prefixes.keys import PAGE, nameless, root, salted
-from kvant.prefixes.reading import Left
 from kvant.prefixes.tree import EVERY, LONG, NEWEST, Lost, served
+from kvant.prefixes.waiting import Waiting
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, attention_in
 from kvant.spec import words
 from kvant.weights import is_packed
@@ -115,7 +114,7 @@ class Shelf:
             empty = (home or memory).fork()
             if home is None:  # what comes lies in pools of its own, and those become the home
                 empty.clear()
-            coming = self.seek(tokens, empty, held)
+            coming = self.seek(tokens, empty, held, Waiting())
             if coming is not None:
                 self.add(coming)
                 return coming.came
@@ -129,11 +128,11 @@ class Shelf:
         tokens: Sequence[int],
         memory: HostCache,
         held: int,
-        left: Left = lambda: math.inf,
+        waiting: Waiting,
     ) -> Coming | None:
         """What a store has of these tokens beyond those that are `held`, in the pools of a memory.
 
-        That is empty, or has the first of them. `left` tells for how long somebody waits.
+        That is empty, or has the first of them.
         """
         archive, model = self.owner.archive, self._model()
         names = None if archive is None else self._named()
@@ -141,14 +140,16 @@ class Shelf:
             return None
         find = archive.find(names.tree, tokens, memory.states, held, suffice=self._pages_suffice)
         for found in islice(find, TRIES):
-            reading = self.seconds(found.length - held)
-            if left() <= 0 or not archive.restores.likely(found.length, reading):
+            waiting.until, reading = math.inf, self.seconds(found.length - held)
+            if waiting.left() <= 0 or not archive.restores.likely(found.length, reading):
                 return None
-            until = time.monotonic() + reading
-            patience = partial(_sooner, until, left)
-            restored = archive.read(found, tokens, memory, model.device, patience)
-            if restored is not None and restored.cache.resumable(len(tokens) - 1) > held:
+            waiting.until = time.monotonic() + reading
+            restored = archive.read(found, tokens, memory, model.device, waiting)
+            if restored is None:
+                continue
+            if restored.cache.resumable(len(tokens) - 1) > held:
                 return Coming(names, restored, held)
+            restored.cache.clear()
         return None
 
     def add(self, coming: Coming) -> None:
@@ -308,11 +309,6 @@ class Shelf:
 def _settings(model: PreTrainedModel, backend: str) -> str:
     """What rounds otherwise, beside what computes other rows."""
     return f"{backend} {model.config._attn_implementation} {is_packed(model)}"
-
-
-def _sooner(until: float, left: Left) -> float:
-    """The seconds until then, or that are left otherwise."""
-    return min(until - time.monotonic(), left())
 
 
 def _parts(spec: CacheSpec) -> Iterator[Recipe]:

@@ -43,3 +43,15 @@ def test_who_leaves_holds_nothing(spec: str, when: str) -> None:
         waiting.leave()
     memory.check()
     assert memory.pooled()["nbytes_held"] == nbytes
+
+
+def test_what_cannot_be_cleared_keeps_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        def clear(self) -> None:
+            raise RuntimeError("no memory to clear it with")
+
+    memory, waiting = filled("raw", 128), Waiting()
+    waiting.hold(Broken)
+    waiting.hold(lambda: memory)
+    waiting.leave()
+    assert not memory.length and "no memory to clear it with" in caplog.text

@@ -95,6 +95,7 @@ class Arrival:
     def clear(self) -> None:
         """Leave the slots, also those of the cache that was settled."""
         with self._alone():
+            self._sides.clear()  # a thread that reads may keep us for long
             self._cache.clear()
 
     def put(self, kind: int, numbers: range, pages: Fields) -> None:
@@ -128,6 +129,7 @@ class Arrival:
                         self._follow(kind, layers[name], storage.sides)
             if length < self._cache.length:
                 self._cache.rewind(length)
+            self._sides.clear()
             self._settled = True
         return self._cache
 

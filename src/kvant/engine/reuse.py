@@ -62,6 +62,7 @@ class Reuse:
 
     def begin(self, job: Job) -> None:
         """Go on from what there is of a prompt."""
+        self.leave(job)
         request = self._requests[job]
         try:
             held, stops = self._batch.begin(request.seat, request.marks)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable
 from threading import Lock
 from typing import Protocol, TypeVar
+
+log = logging.getLogger("kvant")
 
 
 class Held(Protocol):
@@ -55,6 +58,10 @@ class Waiting:
         """Wait no longer, and hold nothing."""
         with self._lock:
             self.over = True
-            for held in self._held:
-                held.clear()
-            self._held.clear()
+            every, self._held = self._held, []
+            for held in every:
+                try:
+                    held.clear()
+                except Exception as error:  # whoever leaves goes on
+                    told = repr(error)  # and whoever keeps the error keeps the memory
+                    log.warning("what came of a prompt was not let go of: %s", told)

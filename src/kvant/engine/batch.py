@@ -207,17 +207,12 @@ class Batch:
 
     def stats(self, seats: Sequence[Seat]) -> dict[str, int]:
         """Bytes of the pages, and of what recurrent layers keep of these sequences."""
-        states = 0
+        told, states = self._empty.states.pooled(), 0
         if self._empty.states.host_states:  # else nobody but us holds a cache, be it for a moment
             caches = {self._cache, *(seat.cache for seat in seats)}
-            states = sum(
-                state.nbytes
-                for cache in caches
-                if cache is not None
-                for state in cache.states.host_states
-            )
-            del caches
-        return self._empty.states.pooled() | {"nbytes_states": states}
+            held = [cache.states.host_states for cache in caches if cache is not None]
+            states = sum(state.nbytes for every in held for state in every)
+        return told | {"nbytes_states": states}
 
     def read(self, seat: Seat, count: int) -> Tensor:
         """The logits [vocabulary] behind the next tokens of a prompt."""

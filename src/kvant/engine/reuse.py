@@ -50,11 +50,9 @@ class Reuse:
         self._asking: tuple[Job, Waiting] | None = None  # who is looked for
         self._hurrying = False  # it does that now
         self._late = False  # it did, and what must go may go
-        self._closed = False
 
     def close(self) -> None:
         """Wait for no store any more."""
-        self._closed = True
         if self._asking is not None:
             self._asking[1].leave()
         for beside in (self._fetching, self._flushing):
@@ -170,8 +168,7 @@ class Reuse:
 
     def _left(self, job: Job, until: float) -> float:
         """The seconds for which a request waits; in any thread."""
-        waits = job.waits_until and not self._closed
-        return until - time.monotonic() if waits else 0.0
+        return until - time.monotonic() if job.waits_until else 0.0
 
     def _look(self, request: Request, scout: Callable[[], Coming | None]) -> None:
         coming = None

@@ -75,6 +75,7 @@ class Due(NamedTuple):
     name: str  # of the page at which it ends
     part: str
     page: Page | None  # None: what is no pages
+    nbytes: int  # of it in memory; about those, without a page
 
 
 @dataclass(eq=False)
@@ -121,14 +122,12 @@ class Write:
                 self.archive.put(blob)
                 yield len(blob.payload.data)
 
-    def _together(self, due: Sequence[Due]) -> Iterator[Sequence[Due]]:
+    @staticmethod
+    def _together(due: Sequence[Due]) -> Iterator[Sequence[Due]]:
         """Pages of a kind, so many that they are copied at once, and all else by itself."""
         for _, group in groupby(due, lambda one: None if one.page is None else one.page[0]):
             some = list(group)
-            with self._copying:
-                if self.pieces is None:
-                    return
-                at_once = max(1, COPIED // max(self.pieces.nbytes(some[0].page), 1))
+            at_once = max(1, COPIED // max(some[0].nbytes, 1))
             yield from (some[i : i + at_once] for i in range(0, len(some), at_once))
 
     def _copies(self, some: Sequence[Due]) -> list[Blob]:
@@ -199,18 +198,18 @@ class Archive:
         pieces = Pieces(cache)
         new: list[Due] = []
         for kind, numbers in enumerate(pieces.ranges):
-            size = pieces.kinds[kind].page
+            size, nbytes = pieces.kinds[kind].page, pieces.nbytes((kind, 0))
             new += [
-                Due(names[(number + 1) * size // PAGE], f"k{kind}-{number}", (kind, number))
+                Due(names[(number + 1) * size // PAGE], f"k{kind}-{number}", (kind, number), nbytes)
                 for number in numbers
                 if upto is None or (number + 1) * size <= upto
             ]
         whole = upto is None or upto == len(tokens)
         if whole and (not suffice or len(tokens) % max(page_sizes(cache)) * LITTLE > len(tokens)):
-            new.append(Due(names[-1], _rest(tokens), None))
+            new.append(Due(names[-1], _rest(tokens), None, pieces.nbytes(None)))
         new = [one for one in new if one.part not in self._there.get(one.name, ())]
         write = Write(self, pieces, tuple(tokens), prompt, names, new, about)
-        if new and not self.tiers.behind.add(sum(pieces.nbytes(one.page) for one in new), write):
+        if new and not self.tiers.behind.add(sum(one.nbytes for one in new), write):
             write.cancel()
         return write
 

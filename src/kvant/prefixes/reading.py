@@ -9,10 +9,12 @@ from concurrent.futures import TimeoutError as Late
 from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from kvant.cache.arrival import Arrival
 from kvant.cache.pieces import Page, Shapes
+from kvant.cache.storage import in_runs
 from kvant.prefixes.waiting import Waiting
 from kvant.stores import Blob, Layout
 
@@ -119,15 +121,10 @@ class Reading:
 
 def runs(numbers: Iterable[int], most: int) -> Iterator[range]:
     """Numbers that follow one another, so many at most."""
-    begin = stop = 0
-    for number in numbers:
-        if number != stop or stop - begin == most:
-            if begin < stop:
-                yield range(begin, stop)
-            begin = number
-        stop = number + 1
-    if begin < stop:
-        yield range(begin, stop)
+    every = np.array(list(numbers), np.int64)
+    for found, _ in in_runs(every, every):
+        for begin in range(found.start, found.stop, most):
+            yield range(begin, min(begin + most, found.stop))
 
 
 def shapes_in(layout: Layout) -> Shapes:

@@ -56,6 +56,30 @@ def test_who_writes_copies_the_page_that_is_begun_and_no_other(text: str) -> Non
     cache.check()
 
 
+@pytest.mark.parametrize("text", ["raw", "affine8"])
+def test_the_last_holder_of_a_page_appends_to_it_in_place(text: str) -> None:
+    """Four continuations of an open page need four pages, also while they are copied."""
+    cache = grown(text, 64 + 7)
+    before = slots(cache)
+    cache.select([0] * 4)
+    forward(cache, 1, batch=4)
+    assert [after - n for after, n in zip(slots(cache), before, strict=True)] == [3, 0]
+    assert len({tuple(told(cache[0], which)) for which in range(4)}) == 4
+    assert all(told(cache[1], which)[:71] == told(cache[1])[:71] for which in range(4))
+    cache.check()
+
+
+@pytest.mark.parametrize("text", ["raw", "affine8"])
+def test_a_page_with_a_holder_elsewhere_is_copied_for_every_continuation(text: str) -> None:
+    cache = grown(text, 64 + 7)
+    before, twin = slots(cache), cache.fork()
+    cache.select([0] * 4)
+    forward(cache, 1, batch=4)
+    assert [after - n for after, n in zip(slots(cache), before, strict=True)] == [4, 0]
+    assert told(twin[0]) == list(range(71))
+    cache.check()
+
+
 def test_a_fork_at_the_end_of_a_page_copies_nothing() -> None:
     cache = grown("raw", 128)
     twin = cache.fork()

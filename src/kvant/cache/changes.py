@@ -123,7 +123,7 @@ def _opened(
 ) -> tuple[Ints, Ints, Ints, Ints]:
     """The table of open pages, new slots in it, the pages to copy first, and where rows go.
 
-    New pages get slots, and the page that a sequence has begun is copied where others hold it.
+    New pages get slots, and the page that a sequence has begun is copied where others keep it.
     """
     page, before, seen, rows = extent.kind.page, extent.lengths, extent.rows, np.maximum(after, 0)
     new_page, stop = -(-seen // page), -(-rows // page)
@@ -134,13 +134,13 @@ def _opened(
     begun = np.flatnonzero((seen % page != 0) & (after > before))
     begun_page = seen[begun] // page
     old_slots = table[begun, begun_page]
-    shared = pool.shared(old_slots)
-    copies = np.zeros((int(shared.sum()), 2), np.int64)
-    if shared.any():
+    copied = _copied(old_slots, pool)
+    copies = np.zeros((len(copied), 2), np.int64)
+    if len(copied):
         table = table.copy()
-        copies[:, 0] = old_slots[shared]
+        copies[:, 0] = old_slots[copied]
         copies[:, 1] = pool.take(len(copies))
-        table[begun[shared], begun_page[shared]] = copies[:, 1]
+        table[begun[copied], begun_page[copied]] = copies[:, 1]
     table[which, number] = fresh
 
     # Rows go to new pages that stay, and to the page that is begun.
@@ -149,6 +149,19 @@ def _opened(
     end = np.minimum(rows[which] - number * page, page)
     column = number * page + row - before[which]
     return table, fresh, copies, np.stack([which, table[which, number], row, end - row, column], 1)
+
+
+def _copied(slots: Ints, pool: Pool) -> Ints:
+    """Indices of the pages to copy before rows are added to them: those with another holder.
+
+    Where these sequences are all the holders of a page, the first of them adds to it in place:
+    copies are made before rows are added, and take the rows that all of them have.
+    """
+    copied = pool.shared(slots)
+    if copied.any():
+        _, first, count = np.unique(slots, return_index=True, return_counts=True)
+        copied[first[pool.counts[slots[first]] == count]] = False
+    return np.flatnonzero(copied)
 
 
 def _own(count: int, needed: Bools) -> bool:

@@ -54,8 +54,18 @@ def nothing_is_left() -> Iterator[None]:
     assert not caches
 
 
+class Watched(Engine):
+    """An engine that ends with an error where its pools pass its limit after any step."""
+
+    def _do(self, action: Any) -> None:
+        super()._do(action)
+        pools, limit = self._batch.stats([]), self._schedule.max_bytes
+        now = pools["nbytes_held"] + pools["nbytes_free"]
+        assert limit is None or now <= limit, f"{now} bytes of {limit} after {action}"
+
+
 def engine_for(model: Any, spec: str = "raw", **given: Any) -> Engine:
-    return Engine(model, Numbers(), spec, **given)
+    return Watched(model, Numbers(), spec, **given)
 
 
 def finished(engine: Engine) -> None:

@@ -71,6 +71,42 @@ def test_a_limit_of_bytes_counts_what_is_kept(spec: str) -> None:
     leave_nothing(prefixes)
 
 
+@pytest.mark.parametrize(
+    ("spec", "count"),
+    [("raw", 40), ("affine8", 60), pytest.param("affine8", 600, marks=pytest.mark.laws)],
+)
+def test_continuations_and_prefixes_share_a_limit_of_bytes(spec: str, count: int) -> None:
+    """`n` sequences copy the page that all begin to write; `Watched` compares every step."""
+    model, prefixes, chance = build("llama"), Prefixes(None), random.Random(3)
+    limit = 5 * kvant.plan(model, spec, context=230).nbytes
+    with engine_for(
+        model, spec, max_bytes=limit, max_sequences=5, prefixes=prefixes, pack=False
+    ) as engine:
+        streams = []
+        for number in range(count):
+            prompt = text(chance.choice((0, 60, 130)), chance.randrange(3))
+            prompt = prompt + text(chance.choice((3, 30, 64)), number)
+            streams.append(
+                engine.submit(
+                    prompt,
+                    max_new_tokens=12,
+                    ignore_end=True,
+                    n=chance.choice((1, 2, 4)),
+                    temperature=0.8,
+                    seed=number,
+                )
+            )
+            if chance.random() < 0.1:
+                streams.pop(chance.randrange(len(streams))).cancel()
+            if chance.random() < 0.5:
+                streams[0].results()
+        for stream in streams:
+            assert all(len(result.tokens) == 12 for result in stream.results())
+        settled(engine)
+    assert prefixes.stats()["evicted"] > 0
+    leave_nothing(prefixes)
+
+
 def test_a_prompt_that_is_all_there_is_read_by_its_last_token() -> None:
     """nano-vllm #144: a full hit gave an empty input."""
     model, prefixes, prompt = build("llama"), Prefixes(), text(128, seed=0)

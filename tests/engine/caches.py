@@ -43,7 +43,12 @@ class Caches:
     @property
     def nbytes(self) -> int:
         """Bytes that pools have allocated; they give nothing back before `renew`."""
-        return int(np.array([pool.size for pool in self._pools]) @ self.sizes)
+        return int(self.allocated @ self.sizes)
+
+    @property
+    def allocated(self) -> Ints:
+        """Pages that each pool has allocated."""
+        return np.array([pool.size for pool in self._pools])
 
     @property
     def held(self) -> int:
@@ -195,3 +200,5 @@ def _append(cache: Ledger, count: int) -> None:
         cache.begin(kind, max(cache.batch, 1), count, dense=count > 1)
     for kind in range(len(cache.kinds)):
         cache.arrive(kind)
+    with cache.counting():
+        cache.release()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
+from engine.caches import Caches, Line
 from engine.crowd import (
     BUDGET,
+    CHUNK,
     FOOTPRINT,
     RAW,
     SEALED,
     WINDOW,
     Life,
+    footprint,
     milliseconds,
     requests,
     world,
@@ -83,6 +88,22 @@ def test_prefixes_take_only_what_no_request_needs(
     assert here.hit > 20 * count and here.gone > count
     assert (here.came > 50 * count) == fetches and (here.late > count // 20) == fetches
     assert (here.overdue > count // 20) == fetches
+
+
+@pytest.mark.parametrize("pages", CROWDS)
+def test_a_footprint_counts_the_pages_that_close_with_a_chunk(pages: str) -> None:
+    """Pages that were open before a chunk are there until its last query has read them."""
+    chance = random.Random(0)
+    for _ in range(100):
+        one = footprint(*CROWDS[pages])
+        caches, line, length = Caches(one), Line(), 0
+        for _ in range(chance.randint(1, 4)):
+            count = chance.choice((1, chance.randint(1, 70), chance.randint(1, CHUNK)))
+            caches.read(line, count)
+            length += count
+        most = (one.slots(length) + one.beside)[:-1]
+        assert (caches.allocated <= most).all(), f"{caches.allocated} of {most}"
+        assert caches.held == sum(map(len, caches.slots(line)))  # nothing waits to be freed
 
 
 def test_the_next_one_is_looked_for_while_it_waits_for_a_place() -> None:

@@ -216,6 +216,12 @@ class Cache(Refusals):
         with self._ledger.lock:
             self._ledger.rollback()
 
+    def release(self) -> None:
+        """Free the pages that the last forward retired: its views must not be read any more."""
+        if self._ledger.book.retired:
+            with self._ledger.counting():
+                self._ledger.release()
+
     def expect(self, *, seals: bool = False) -> list[Change]:
         """Make room for one more token of every sequence, the rows of which somebody else writes.
 

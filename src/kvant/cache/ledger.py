@@ -276,7 +276,7 @@ class Ledger:
         extent = self._beginning(kind, batch, count, given, heads)
         pools = self.pools[kind]
         with self.counting():
-            self._release()
+            self.release()
             if self.blank:
                 self._reserve(kind, extent.tables, pools)
             change = self.book.changes[kind] = advanced(extent, count, pools, dense=dense)
@@ -378,7 +378,7 @@ class Ledger:
 
         They are held before the old ones go. Of what their tokens asked, `asked` stays known.
         """
-        self._release()
+        self.release()
         new = tuple(extents)
         for pools, extent in zip(self.pools, new, strict=False):
             pools.hold(extent)
@@ -387,7 +387,7 @@ class Ledger:
         self.seen = {}
         now = replace(self.book, extents=new, states=states, changes={}, retired=retired)
         self.keep(replace(now, asked=dict(asked or {}), prompted=prompted))
-        self._release()
+        self.release()
 
     def check(self) -> None:
         """Are the slots of all pools free, or counted as often as they are held?"""
@@ -418,7 +418,8 @@ class Ledger:
             for pool in pools:
                 pool.torn = False
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Drop the slots that the last forward retired, while counts change."""
         retired = self.book.retired
         if retired:
             self.book = replace(self.book, retired=())

@@ -220,6 +220,7 @@ class Batch:
         held = cache.length
         with cache.prompting():
             logits = self.decoder.logits(seat.tokens[held : held + count], cache)[-1]
+        cache.states.release()
         seat.cache = cache
         if seat.prompt == held:
             seat.prompt += count
@@ -346,7 +347,9 @@ class Batch:
         tokens = [seat.tokens[-1] for seat in seats]
         positions = [len(seat.tokens) - 1 for seat in seats]
         with _or_back(cache):
-            return self.decoder.rows(tokens, positions, cache, replayer)
+            logits = self.decoder.rows(tokens, positions, cache, replayer)
+        cache.states.release()
+        return logits
 
     @property
     def _replays(self) -> bool:

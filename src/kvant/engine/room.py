@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
@@ -64,17 +64,29 @@ class Footprint:
         found = [count for kind in self.kinds for count in pages.get(kind, (0, 0))]
         return np.array([*found, -(-caches // STATES)])
 
-    @property
+    @cached_property
     def beside(self) -> Ints:
-        """What pools need once: a chunk brings pages that a window lets go of, memory has steps."""
+        """Slots that pools need once, besides those of sequences.
+
+        A chunk of a prompt holds pages that a window lets go of, and the pages that were open
+        before it and close with it. Memory grows by steps.
+        """
         found = []
         for kind in self.kinds:
-            passing = 0 if kind.window is None else self.chunk // kind.page + 2
-            found += [passing + Pools.of(kind).open.step - 1] * 2
+            windowed, step = kind.window is not None, Pools.of(kind).open.step
+            passing = self.chunk // kind.page + 2 if windowed else 0
+            closing = _pages(kind, _settled(kind))[0] if kind.seals else 0
+            found += [max(passing, closing) + step - 1, passing + step - 1]
         return np.array([*found, 0]) + self.idle * self.slots(IDLE)
 
 
 _pages = lru_cache(1 << 16)(most_pages)  # asked for every sequence and token where bytes are short
+
+
+def _settled(kind: Kind) -> int:
+    """A length from which on the number of open pages of a sequence only repeats."""
+    paging = kind.paging
+    return paging.dense_until + (paging.tail or 0) + kind.slack + 2 * kind.page
 
 
 class Room:

@@ -56,6 +56,16 @@ class CapacityError(CacheError):
     """
 
 
+class ContextError(CapacityError):
+    """A prompt too long for the context, or for the memory, that it would have.
+
+    >>> kvant.generate(model, tokenizer, [1] * 5000)
+    Traceback (most recent call last):
+    ...
+    kvant.errors.ContextError: a prompt of 5000 tokens for a context of 2048: ...
+    """
+
+
 class UnknownSequence(CacheError, LookupError):
     """An id that no sequence has: it never was, was removed, or was evicted.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import random
 import threading
 from collections.abc import Iterator
@@ -474,6 +475,22 @@ def test_a_wrong_engine_is_refused(
 ) -> None:
     with pytest.raises(error, match=told):
         engine_for(llama, **given)
+
+
+def test_half_of_a_surrogate_pair_is_no_prompt(llama: Any) -> None:
+    with (
+        engine_for(llama) as engine,
+        pytest.raises(kvant.PromptError, match=r"U\+D800 at character 1: half of a surrogate"),
+    ):
+        engine.submit("a\ud800", max_new_tokens=1)
+
+
+def test_a_fork_of_the_process_cannot_submit(llama: Any) -> None:
+    """The engine's thread is of the parent: the child would wait for ever."""
+    with engine_for(llama) as engine:
+        engine._process = os.getpid() + 1
+        with pytest.raises(kvant.EngineError, match="make an engine in the child"):
+            engine.submit([5, 6], max_new_tokens=1)
 
 
 def test_only_models_of_transformers_are_served() -> None:

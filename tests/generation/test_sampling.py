@@ -209,9 +209,9 @@ def test_logits_of_any_type(dtype: torch.dtype) -> None:
         ("min_p", 1.1, "0 to 1"),
         ("top_k", 0, "1 or more"),
         ("top_k", -3, "1 or more"),
-        ("repetition_penalty", 0.0, "more than 0"),
-        ("repetition_penalty", -1.0, "more than 0"),
-        ("repetition_penalty", float("nan"), "more than 0"),
+        ("repetition_penalty", 0.0, "0.01 to 100"),
+        ("repetition_penalty", -1.0, "0.01 to 100"),
+        ("repetition_penalty", float("nan"), "0.01 to 100"),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(name: str, value: float, allowed: str) -> None:

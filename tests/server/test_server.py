@@ -99,8 +99,14 @@ def test_where_the_memory_goes(running: tuple[Any, str], inside: tuple[Any, Any]
         (b'{"prompt": "a", "model": "other"}', 404, "this server has 'inside'"),
         (b'{"prompt": "' + b"a" * (5 << 20) + b'"}', 413, "a body of more than 4194304 bytes"),
         (b'{"prompt": "' + b"a b " * 100_000 + b'"}', 400, "context"),
+        (b'{"prompt": "\\ud800abc"}', 400, "the body has U+D800: half of a surrogate pair"),
+        (b'{"prompt": "\xed\xa0\x80"}', 400, "the body has U+D800: half of a surrogate pair"),
+        (b'{"prompt": "a", "metadata": {"\\uDC00": "a"}}', 400, "the body has U+DC00"),
+        (b'{"prompt": "a", "repetition_penalty": 1e-45}', 400, "0.01 to 100.0 is needed"),
+        ('{"prompt": "a", "logit_bias": {"\u0663": 5}}'.encode(), 400, "is no token id"),
+        (b'{"prompt": "a", "logit_bias": {"01": 5, "1": -5}}', 400, "'01' is no token id"),
     ],
-    ids=range(12),
+    ids=range(18),
 )
 def test_malformed_bodies_are_refused(
     running: tuple[Any, str], body: bytes, status: int, told: str
@@ -110,6 +116,30 @@ def test_malformed_bodies_are_refused(
     assert found.status_code == status
     error = found.json()["error"]
     assert told in error["message"] and error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_of_a_surrogate_pair_is_refused_before_a_reply(
+    running: tuple[Any, str], stream: bool
+) -> None:
+    """Also where a reply would only repeat it; a whole pair is a character."""
+    body = '{"input": "a", "max_output_tokens": 2, "stream": %s, "metadata": {"a": "%s"}}'
+    headers = {"Content-Type": "application/json"}
+    for half, status in (("\\ud800", 400), ("\\ud83d\\ude00", 200)):
+        content = body % (str(stream).lower(), half)
+        found = httpx.post(f"{running[1]}/v1/responses", content=content, headers=headers)
+        assert found.status_code == status
+
+
+def test_more_continuations_than_places_are_no_matter_of_the_context(
+    running: tuple[Any, str],
+) -> None:
+    asked = {"prompt": "a", "n": 1000, "max_tokens": 1}
+    error = httpx.post(f"{running[1]}/v1/completions", json=asked).json()["error"]
+    assert error["message"].startswith("n=1000 with max_sequences=8") and error["code"] is None
+    asked = {"prompt": "a b " * 5000, "max_tokens": 1}
+    error = httpx.post(f"{running[1]}/v1/completions", json=asked).json()["error"]
+    assert error["code"] == "context_length_exceeded"
 
 
 def test_other_parts_than_text_are_named(running: tuple[Any, str]) -> None:

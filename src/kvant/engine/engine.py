@@ -9,6 +9,7 @@ after the other, and only the requests that fail then fail.
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -140,6 +141,7 @@ class Engine:
         )
         self._figures = Figures()
         self._numbers = count()
+        self._process = os.getpid()  # threads do not follow into a fork of it
         self._requests: dict[Job, Request] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._folder: Path | None = None  # of what is put aside
@@ -247,6 +249,11 @@ class Engine:
         request = Request(
             job, Seat(tokens, salt=salt), samplers, limits, logprobs, stream, marks, since=now
         )
+        if os.getpid() != self._process:
+            raise EngineError(
+                f"submit in process {os.getpid()} to an engine of process {self._process}: its "
+                "thread did not follow into the fork; make an engine in the child"
+            )
         with self._door:
             if not self._open:
                 raise CacheError("an engine that was closed serves no more: make another one")

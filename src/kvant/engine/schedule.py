@@ -23,7 +23,7 @@ import numpy as np
 
 from kvant.engine.pace import LEEWAY, Pace
 from kvant.engine.room import Footprint, Room
-from kvant.errors import CapacityError
+from kvant.errors import CapacityError, ContextError
 from kvant.extent import Ints
 from kvant.sizes import format_size
 
@@ -165,7 +165,7 @@ class Schedule:
             )
         need = self.room.alone(self._most(job))
         if self.max_bytes is not None and need > self.max_bytes:
-            raise CapacityError(
+            raise ContextError(
                 f"{job.prompt} tokens and {job.new} new ones need {format_size(need)} of a limit "
                 f"of {format_size(self.max_bytes)}: a smaller format, a window, a shorter prompt, "
                 "a smaller max_new_tokens or n, or a larger max_bytes"

@@ -135,6 +135,18 @@ class Messages:
         return text
 
 
+def check_text(text: str) -> str:
+    """Return a prompt as it is; refuse one that is no Unicode text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"the prompt has U+{ord(text[error.start]):04X} at character {error.start}: half of a "
+            "surrogate pair is no Unicode text; send the character itself, or both halves"
+        ) from None
+    return text
+
+
 def templated(tokenizer: Any, asked: Messages) -> list[int]:
     """The tokens before the reply to the last of these."""
     template = getattr(tokenizer, "chat_template", None)
@@ -146,7 +158,7 @@ def templated(tokenizer: Any, asked: Messages) -> list[int]:
         text = asked.text(tokenizer, asked.messages, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return list(tokenizer.encode(check_text(text), add_special_tokens=False))
 
 
 def marks_of(tokenizer: Any, asked: Messages, prompt: Sequence[int]) -> list[int]:
@@ -178,7 +190,7 @@ Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Messages
 def tokens_of_prompt(tokenizer: Any, prompt: Prompt) -> str | list[int]:
     """Text as it is; of ids [T] or [1, T] the numbers; of messages what the template makes."""
     if isinstance(prompt, str):
-        return prompt
+        return check_text(prompt)
     if (asked := _messages(prompt)) is not None:
         return templated(tokenizer, asked)
     if isinstance(prompt, Mapping):

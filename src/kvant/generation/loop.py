@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvant.errors import CapacityError, PromptError
+from kvant.errors import ContextError, PromptError
 from kvant.generation.drafts import Aim, Drafter, NoDrafts
 from kvant.generation.reader import Progress, Reader
 from kvant.generation.sampling import Draft, Drawn, Sampler, Sampling
@@ -167,7 +167,7 @@ class Limits:
             allowed = "0 or more" if most is None else f"0 to {most - 1}"
             raise PromptError(f"the prompt has token {wrong}: {allowed} is needed")
         if self.max_context is not None and count >= self.max_context:
-            raise CapacityError(
+            raise ContextError(
                 f"a prompt of {count} tokens for a context of {self.max_context}: shorten it, or "
                 "keep a window (window=N in the spec) and allow a longer context"
             )

@@ -20,6 +20,7 @@ from kvant.generation.grammar import Rules
 
 NEVER = float("-inf")
 LIKELIEST = (256, 4096)  # tokens that are looked at before all of them are
+MAX_PENALTY = 100.0  # a larger factor makes logits infinite, and so does its inverse
 SMALLEST = 1e-30  # a temperature below it would divide 0 by 0
 
 
@@ -48,8 +49,11 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k}: 1 or more, or None for all tokens")
         if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
             raise ValueError(f"seed={self.seed}: a number of 64 bits is needed")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty={self.repetition_penalty}: more than 0 is needed")
+        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty}: {1 / MAX_PENALTY} to {MAX_PENALTY} "
+                "is needed; 1 changes nothing"
+            )
         for name, number in (
             ("presence_penalty", self.presence_penalty),
             ("frequency_penalty", self.frequency_penalty),

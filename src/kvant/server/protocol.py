@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -421,7 +422,9 @@ class Tokenize(Asked):
 
 
 def token_of(name: str) -> int:
-    """The keys of `logit_bias` are numbers as text."""
-    if not name.isdecimal() or len(name) > 9:
-        raise ValueError(f"logit_bias: {name!r} is no token id")
+    """Read a key of `logit_bias`: a token id in decimal digits, without leading zeros."""
+    if not re.fullmatch("0|[1-9][0-9]{0,8}", name):
+        raise ValueError(
+            f'logit_bias: {name!r} is no token id; a number in digits 0 to 9, such as "17"'
+        )
     return int(name)

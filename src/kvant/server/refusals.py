@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
-from kvant.errors import CacheError, CapacityError
+from kvant.errors import CacheError, ContextError
 from kvant.server.replies import refused
 from kvant.server.service import Busy, status_of
 
@@ -76,7 +76,7 @@ def told_of(error: BaseException, *, began: bool = False) -> tuple[int, dict[str
     param = code = None
     if isinstance(error, Wrong):
         status, param, code = error.status, error.param, error.code
-    elif isinstance(error, CapacityError):  # as clients know it who cut a conversation then
+    elif isinstance(error, ContextError):  # as clients know it who cut a conversation then
         code = "context_length_exceeded"
     told = str(error) if status < 500 or status == 503 else "the request failed"
     return status, refused(told, kind, param, code)

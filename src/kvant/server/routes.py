@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +13,9 @@ from typing import Annotated, Any
 import anyio
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvant.generation import Messages
@@ -60,7 +63,37 @@ async def _tenant(http: Request, service: Serving) -> str:
 
 
 Tenant = Annotated[str, Depends(_tenant)]
-router = APIRouter()
+
+
+class TextRequest(Request):
+    """A request whose JSON is Unicode text: half of a surrogate pair is refused."""
+
+    async def json(self) -> Any:
+        found, body = await super().json(), await self.body()
+        if b"\\u" in body or b"\xed" in body or b"\0" in body:  # else it cannot have one
+            try:
+                json.dumps(found, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                wrong = ord(error.object[error.start])
+                raise HTTPException(
+                    400, f"the body has U+{wrong:04X}: half of a surrogate pair is no Unicode text"
+                ) from None
+        return found
+
+
+class TextRoute(APIRoute):
+    """A route that reads bodies as `TextRequest` does."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(http: Request) -> Response:
+            return await handler(TextRequest(http.scope, http.receive))
+
+        return handle
+
+
+router = APIRouter(route_class=TextRoute)
 
 
 # ---- what a server says of itself

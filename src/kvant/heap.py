@@ -18,7 +18,17 @@ KEPT = {TRIM_THRESHOLD: 1 << 30, TOP_PAD: 1 << 26, MMAP_THRESHOLD: 1 << 26}
 
 def keep() -> None:
     """Keep memory that is freed, from now on; another C library than glibc does as it did."""
-    runtime = CDLL(None) if sys.platform == "linux" else None
-    if runtime is not None and hasattr(runtime, "gnu_get_libc_version"):
+    if (glibc := _glibc()) is not None:
         for name, value in KEPT.items():
-            runtime.mallopt(name, value)
+            glibc.mallopt(name, value)
+
+
+def trim() -> None:
+    """Give freed memory back to the system: after work that took far more than a forward does."""
+    if (glibc := _glibc()) is not None:
+        glibc.malloc_trim(0)
+
+
+def _glibc() -> CDLL | None:
+    runtime = CDLL(None) if sys.platform == "linux" else None
+    return runtime if hasattr(runtime, "gnu_get_libc_version") else None

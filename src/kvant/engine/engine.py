@@ -44,7 +44,7 @@ from kvant.engine.schedule import (
 )
 from kvant.engine.stream import Stream
 from kvant.errors import CacheError, EngineError
-from kvant.generation.conversation import Prompt, marks_of_prompt, tokens_of_prompt
+from kvant.generation.conversation import Prompt, encode, marks_of_prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, decoder_of
 from kvant.generation.grammar import Grammar, rules_of
 from kvant.generation.loop import Limits, Reply, Step
@@ -270,9 +270,13 @@ class Engine:
         return self._schedule.max_sequences
 
     def tokens_of(self, prompt: Prompt) -> list[int]:
-        """What a model is shown of a prompt: text, token ids, or messages with roles."""
-        tokens = tokens_of_prompt(self.tokenizer, prompt)
-        return list(self.tokenizer.encode(tokens)) if isinstance(tokens, str) else tokens
+        """The tokens of a prompt: of text, token ids, or messages with roles.
+
+        A text that cannot fit into the context is refused before all of it is encoded.
+        """
+        longest = self.limits.max_context
+        tokens = tokens_of_prompt(self.tokenizer, prompt, longest)
+        return encode(self.tokenizer, tokens, longest) if isinstance(tokens, str) else tokens
 
     def _biases(self, given: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
         """Of tokens of the vocabulary."""

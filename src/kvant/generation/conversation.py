@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from kvant.errors import CacheError, CacheFileError, PromptError
+from kvant.errors import CacheError, CacheFileError, ContextError, PromptError
 from kvant.generation.reader import shared_prefix
+
+CHARACTERS = 4  # of a token, as a first guess
+CUT = 64  # tokens by which a part of a text may have more than the same part of the whole
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,29 @@ def check_text(text: str) -> str:
     return text
 
 
-def templated(tokenizer: Any, asked: Messages) -> list[int]:
+def encode(
+    tokenizer: Any, text: str, max_context: int | None = None, *, special: bool = True
+) -> list[int]:
+    """Encode a prompt, which may have fewer tokens than a context of `max_context`.
+
+    A tokenizer takes hundreds of bytes a token while it works. So a long text is encoded from its
+    front, in slices that double: one that is too long is refused by a part of it.
+    """
+    check_text(text)
+    size = len(text) if max_context is None else CHARACTERS * (max_context + CUT)
+    while size < len(text):
+        count = len(tokenizer.encode(text[:size], add_special_tokens=special))
+        if max_context is not None and count - CUT >= max_context:
+            raise ContextError(
+                f"a prompt of {len(text)} characters has {max_context} tokens or more in its first "
+                f"{size}, for a context of {max_context}: shorten it, or keep a window (window=N "
+                "in the spec) and allow a longer context"
+            )
+        size *= 2
+    return list(tokenizer.encode(text, add_special_tokens=special))
+
+
+def templated(tokenizer: Any, asked: Messages, max_context: int | None = None) -> list[int]:
     """The tokens before the reply to the last of these."""
     template = getattr(tokenizer, "chat_template", None)
     if template is None:
@@ -158,7 +183,7 @@ def templated(tokenizer: Any, asked: Messages) -> list[int]:
         text = asked.text(tokenizer, asked.messages, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
-    return list(tokenizer.encode(check_text(text), add_special_tokens=False))
+    return encode(tokenizer, text, max_context, special=False)
 
 
 def marks_of(tokenizer: Any, asked: Messages, prompt: Sequence[int]) -> list[int]:
@@ -187,12 +212,14 @@ ONE = (
 Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Messages
 
 
-def tokens_of_prompt(tokenizer: Any, prompt: Prompt) -> str | list[int]:
+def tokens_of_prompt(
+    tokenizer: Any, prompt: Prompt, max_context: int | None = None
+) -> str | list[int]:
     """Text as it is; of ids [T] or [1, T] the numbers; of messages what the template makes."""
     if isinstance(prompt, str):
         return check_text(prompt)
     if (asked := _messages(prompt)) is not None:
-        return templated(tokenizer, asked)
+        return templated(tokenizer, asked, max_context)
     if isinstance(prompt, Mapping):
         raise PromptError("a mapping is no prompt: of a tokenizer's output give ['input_ids']")
     parts: Any = prompt if isinstance(prompt, list | tuple) else [prompt]

@@ -5,16 +5,19 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvant import heap
 from kvant.server.refusals import refuse
 from kvant.server.replies import Refused
 from kvant.server.routes import router
 from kvant.server.service import Service
 
 LARGEST = 4 << 20  # bytes of a body
+LARGE = 1 << 20  # bytes of one whose objects take so much that the system gets them back
 TOO_LARGE = f"a body of more than {LARGEST} bytes"
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 
@@ -39,7 +42,7 @@ def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
 
 
 class Bounded:
-    """Bodies that are too long are refused as they come."""
+    """Refuse bodies that are too long as they arrive; free the memory that large ones took."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -58,7 +61,11 @@ class Bounded:
                 raise HTTPException(413, TOO_LARGE)
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            if came > LARGE:
+                await run_in_threadpool(heap.trim)
 
 
 class Counted:

@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 
 from kvant.errors import CacheError, ContextError
 from kvant.server.replies import refused
-from kvant.server.service import Busy, status_of
+from kvant.server.service import status_of
+from kvant.server.tokenizing import Busy
 
 log = logging.getLogger("kvant")
 

@@ -146,7 +146,7 @@ async def tokenize(asked: Tokenize, service: Serving, tenant: Tenant) -> dict[st
     messages = [message.shown for message in asked.messages or ()]
     told = service.prompt(Messages(messages, [one.shown for one in asked.tools or ()]))
     prompt = told if asked.prompt is None else asked.prompt
-    tokens = await anyio.to_thread.run_sync(service.tokens, prompt)
+    tokens = await service.tokens(prompt, tenant)
     most = service.engine.limits.max_context
     return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
 

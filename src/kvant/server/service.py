@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from kvant.engine import Engine, Stream, Usage
@@ -21,19 +22,11 @@ from kvant.server.metrics import Metrics
 from kvant.server.protocol import Drawing
 from kvant.server.replies import Reply
 from kvant.server.speech import Listed, Listener, Parsed, Plainly, Template, template_of
+from kvant.server.tokenizing import Busy, Prompt, Tokenizing
 
 log = logging.getLogger("kvant")
 
-Prompt = str | list[int] | Messages
 NEAR = 512  # tokens of a prompt at its end, which may begin a reply
-
-
-class Busy(CacheError):
-    """As many requests wait as are let wait."""
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__("too many requests wait: try again later")
-        self.seconds = seconds
 
 
 class Closing(CacheError):
@@ -61,6 +54,7 @@ class Service:
         self._template = template_of(engine.model, engine.tokenizer)
         with suppress(GrammarError):  # the first one of a model takes a second
             rules_of(Grammar.json(), engine.tokenizer, engine.end_tokens)
+        self._tokenizing = Tokenizing()
         self._closing = False
         self._most = engine.max_sequences + max_waiting
         self._asked: Counter[str] = Counter()  # continuations under way, by tenant
@@ -91,8 +85,8 @@ class Service:
             return asked
         return "".join(str(message["content"]) for message in asked.messages)
 
-    def tokens(self, prompt: Prompt) -> list[int]:
-        return self.engine.tokens_of(prompt)
+    async def tokens(self, prompt: Prompt, tenant: str) -> list[int]:
+        return await self._tokenizing.run(prompt, tenant, partial(self.engine.tokens_of, prompt))
 
     async def ask(self, prompts: Sequence[Prompt], asked: Drawing, tenant: str) -> Replies:
         """Have the engine continue all of these prompts; what is wrong with one is said now."""
@@ -125,7 +119,8 @@ class Service:
 
         try:
             for prompt in prompts:
-                stream = await asyncio.to_thread(self.engine.submit, prompt, **given)
+                submit = partial(self.engine.submit, prompt, **given)
+                stream = await self._tokenizing.run(prompt, tenant, submit)
                 stream.add_done_callback(told)
                 streams.append(stream)
                 listeners += self._listeners(asked, stream)

@@ -1,0 +1,122 @@
+"""Who encodes when: short prompts at once, long ones in turn by tenant, too long ones by a part."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from kvant import ContextError
+from kvant.generation import Messages
+from kvant.generation.conversation import encode
+from kvant.server.tokenizing import MAX_WAITING, SHORT, Busy, Tokenizing, characters
+from server.conftest import served
+
+LONG = "a" * (SHORT + 1)
+
+
+def test_tenants_take_turns_with_long_prompts() -> None:
+    """Those of one do not wait for all of another's."""
+    order: list[str] = []
+
+    async def main() -> None:
+        queue, gate = Tokenizing(), threading.Event()
+        first = asyncio.create_task(queue.run(LONG, "a", gate.wait))
+        await asyncio.sleep(0)
+        tasks = [
+            asyncio.create_task(queue.run(LONG, name[0], lambda name=name: order.append(name)))
+            for name in ("a1", "a2", "a3", "b1", "c1", "b2")
+        ]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        gate.set()
+        await asyncio.gather(first, *tasks, return_exceptions=True)
+
+    asyncio.run(main())
+    assert order == ["a1", "b1", "c1", "a3", "b2"]
+
+
+def test_a_turn_that_is_cancelled_as_it_comes_is_passed_on() -> None:
+    async def main() -> list[Any]:
+        queue, gate = Tokenizing(), threading.Event()
+        first = asyncio.create_task(queue.run(LONG, "", gate.wait))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(queue.run(LONG, "", lambda: 2))
+        third = asyncio.create_task(queue.run(LONG, "", lambda: 3))
+        await asyncio.sleep(0)
+        first.add_done_callback(lambda _: second.cancel())
+        gate.set()
+        return await asyncio.gather(first, second, third, return_exceptions=True)
+
+    first, second, third = asyncio.run(main())
+    assert first is True and third == 3
+    assert second == 2 or isinstance(second, asyncio.CancelledError)
+
+
+def test_long_prompts_that_wait_are_bounded_in_characters() -> None:
+    async def main() -> None:
+        queue, gate = Tokenizing(), threading.Event()
+        first = asyncio.create_task(queue.run("a" * MAX_WAITING, "", gate.wait))
+        await asyncio.sleep(0)
+        with pytest.raises(Busy, match="too many long prompts wait"):
+            await queue.run(LONG, "", lambda: None)
+        assert await queue.run("short", "", lambda: "at once") == "at once"
+        gate.set()
+        await first
+        await queue.run(LONG, "", lambda: None)
+
+    asyncio.run(main())
+
+
+def test_the_characters_of_messages_are_those_of_all_their_fields() -> None:
+    tools = [{"type": "function", "function": {"name": "f" * 100}}]
+    asked = Messages([{"role": "user", "content": "x" * 50}], tools)
+    assert 150 < characters(asked) < 250
+    assert characters("abc") == 3 and characters([1, 2, 3]) == 0
+
+
+def test_a_text_that_is_too_long_is_refused_by_its_front(inside: tuple[Any, Any]) -> None:
+    tokenizer, seen = inside[1], []
+
+    class Counting:
+        def encode(self, text: str, **how: Any) -> list[int]:
+            seen.append(len(text))
+            return list(tokenizer.encode(text, **how))
+
+    with pytest.raises(ContextError, match="a prompt of 2000000 characters has 2048 tokens"):
+        encode(Counting(), "a " * 1_000_000, 2048)
+    assert sum(seen) < 20_000
+    text = "import os\n" * 600
+    for most in (None, 10_000, len(tokenizer.encode(text)) + 1):
+        assert encode(Counting(), text, most) == tokenizer.encode(text)
+
+
+def test_a_short_request_is_never_behind_a_long_prompt(
+    inside: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    with served(*inside, max_sequences=2) as (service, url), ThreadPoolExecutor(8) as threads:
+        tokens_of = service.engine.tokens_of
+
+        def slow(prompt: Any) -> list[int]:
+            if len(prompt) > SHORT:
+                assert gate.wait(60)
+            return list(tokens_of(prompt))
+
+        monkeypatch.setattr(service.engine, "tokens_of", slow)
+
+        def ask(prompt: str, path: str = "/v1/completions", **more: Any) -> httpx.Response:
+            return httpx.post(f"{url}{path}", json={"prompt": prompt, **more}, timeout=90)
+
+        long = [threads.submit(ask, "a b " * SHORT, max_tokens=1) for _ in range(6)]
+        long += [threads.submit(ask, "a b " * SHORT, "/tokenize") for _ in range(2)]
+        assert ask("import os", max_tokens=1).status_code == 200
+        assert ask("import os", "/tokenize").status_code == 200
+        assert httpx.get(f"{url}/health").status_code == 200
+        assert not any(one.done() for one in long)
+        gate.set()
+        assert [one.result().status_code for one in long] == [400] * 8

@@ -24,6 +24,7 @@ def served(model: Any, tokenizer: Any, keys: Keys | None = None, **given: Any) -
         service = Service(engine, "inside", keys or Keys(), **limits)
         server, begun = server_of(create_app(service), "127.0.0.1", 0, 5), threading.Event()
         server.begun = lambda port: begun.set()
+        service.app_server = server  # for tests of its connections
         thread = threading.Thread(target=server.run, name="served")
         thread.start()
         assert begun.wait(30)

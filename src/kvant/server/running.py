@@ -12,6 +12,8 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
+from kvant.server.connections import MAX_HEADERS, Connection, Connections
+
 IDLE = 75  # seconds that a connection without a request is kept
 
 
@@ -20,6 +22,10 @@ class Server(uvicorn.Server):
 
     begun: Callable[[int], None] | None = None
     ending: Callable[[], None] | None = None
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.server_state = Connections()
 
     @property
     def port(self) -> int:
@@ -58,6 +64,9 @@ def server_of(app: FastAPI, host: str, port: int, grace: int) -> Server:
             app,
             host=host,
             port=port,
+            http=Connection,
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADERS,
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -1,0 +1,137 @@
+"""Connections of a server: how many there are, how long one may be idle, how long headers may be.
+
+A connection is idle while no whole request of it is being answered. Where there are as many as may
+be, the one that is idle longest makes room for a new one; so idle ones keep no client out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import json
+import resource
+import sys
+from typing import Any, cast
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from kvant.server.replies import refused
+
+MAX_HEADERS = 64 << 10  # bytes of a request line and headers in all
+REQUEST_SECONDS = 60.0  # from the first byte of a request, or from the connection, to its last
+LINGER_SECONDS = 1.0  # for a client to read why it is refused: what it still sends would reset that
+MAX_REFUSED = 64  # connections that linger
+SHARE_OF_FILES = 0.75  # of the files that the process may open
+
+
+def max_connections() -> int:
+    """Connections that leave files for everything else."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 4096 if files == resource.RLIM_INFINITY else max(16, int(SHARE_OF_FILES * files))
+
+
+class Connections(ServerState):
+    """All connections of a server, and those that are idle, the longest first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = max_connections()
+        self.idle: dict[Connection, None] = {}
+        self.refused: set[Connection] = set()  # that are yet to read why
+
+    def make_room(self) -> bool:
+        """Close idle connections until there is room for the newest; return whether there is."""
+        while len(self.connections) > self.limit and len(self.idle) > 1:
+            next(iter(self.idle)).drop()
+        return len(self.connections) <= self.limit
+
+
+class Connection(H11Protocol):
+    """A connection with deadlines, limits, and errors in OpenAI's shape."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def _all(self) -> Connections:
+        return cast(Connections, self.server_state)
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._wait()
+        if not self._all.make_room():
+            self._refuse(503, f"{self._all.limit} connections are being answered: try again later")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+        self._all.refused.discard(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self in self._all.refused:
+            return  # it reads the answer, once it has sent all that is on its way
+        if self._deadline is None and self._answered:
+            self._wait()
+        super().data_received(data)
+        if not self._answered and not self.cycle.more_body:
+            self._end_wait()  # the request is whole
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._all.idle[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, or has too many headers; called while the error is handled."""
+        status = getattr(sys.exception(), "error_status_hint", 400)
+        if status == http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
+            msg = f"a request line and headers of more than {MAX_HEADERS} bytes"
+        self._refuse(status, msg)
+
+    def drop(self) -> None:
+        """Close the connection; a request that is not whole is over."""
+        self._end_wait()
+        self.connections.discard(self)
+        self._all.refused.discard(self)
+        self.transport.close()
+
+    @property
+    def _answered(self) -> bool:
+        """Whether no request is being read or answered, apart from headers."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _wait(self) -> None:
+        """Wait for a whole request, not for ever."""
+        self._all.idle[self] = None
+        self._deadline = self.loop.call_later(REQUEST_SECONDS, self._expire)
+
+    def _end_wait(self) -> None:
+        self._all.idle.pop(self, None)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _expire(self) -> None:
+        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+            self._refuse(408, f"no whole request within {REQUEST_SECONDS:.0f} s")
+        self.drop()
+
+    def _refuse(self, status: int, reason: str) -> None:
+        """Answer with an error, and close the connection."""
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        body = json.dumps(refused(reason, kind)).encode()
+        phrase = http.HTTPStatus(status).phrase
+        head = (
+            f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self._end_wait()
+        self.connections.discard(self)
+        if self.transport.can_write_eof() and len(self._all.refused) < MAX_REFUSED:
+            self.transport.write_eof()
+            self._all.refused.add(self)
+            self._deadline = self.loop.call_later(LINGER_SECONDS, self.drop)
+        else:
+            self.transport.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import fields
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf import zoo
 from kvant.attention import attending
@@ -32,15 +34,32 @@ def test_raw_does_no_damage_at_all() -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_chunks_and_what_the_spec_says_of_prompts_change_nothing(spec: str) -> None:
-    """But for a code here and there that rounding of another matrix product tips over."""
+    """But for a code here and there that rounding of another matrix product tips over.
+
+    How many do, and where, depends on the order of sums, thus on the processor. So the bound is
+    measured: what raw rows change, and what codes do where weights move by a part in a million.
+    """
     model, text = zoo.build("llama"), pieces(200)
     whole = divergence(model, text, spec)
     assert whole.mean_kl > 1e-4
     assert torch.equal(divergence(model, text, f"{spec},prefill=dense").kl, whole.kl)
     other = divergence(model, text, spec, chunk=37)
-    assert float((other.kl - whole.kl).abs().quantile(0.9)) < 1e-5
+    moved = divergence(with_moved_weights(model), text, spec)
+    rounding = (other.raw_loss - whole.raw_loss).abs().max()
+    assert rounding < (moved.raw_loss - whole.raw_loss).abs().max()
+    tipped = (moved.kl - whole.kl).abs().quantile(0.9)
+    assert (other.kl - whole.kl).abs().quantile(0.9) <= rounding + tipped
     assert other.mean_kl == pytest.approx(whole.mean_kl, rel=0.05)
     assert other.perplexity == pytest.approx(whole.perplexity, rel=0.002)
+
+
+def with_moved_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy whose weights differ by about 16 times what rounding of one product may change."""
+    moved, generator = copy.deepcopy(model), torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight.mul_(1 + 1e-6 * torch.randn(weight.shape, generator=generator))
+    return moved
 
 
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "gpt2"])

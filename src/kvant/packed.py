@@ -36,6 +36,18 @@ def known() -> bool:
     return _PACK is not None and _LINEAR is not None
 
 
+def explain_refusal(dtype: torch.dtype) -> str | None:
+    """Explain why no weight of this dtype can be packed here; None where one can."""
+    if not known():
+        return f"torch {torch.__version__} has no operators to pack weights with"
+    try:
+        PackedMatrix(torch.zeros(PACKED_OUTS, PACKED_WIDTH, dtype=dtype), Order())
+    except RuntimeError as error:
+        name, reason = str(dtype).removeprefix("torch."), str(error).splitlines()[0]
+        return f"oneDNN packs no {name} weights on this processor ({reason})"
+    return None
+
+
 def reads(weight: Tensor | PackedMatrix, bias: Tensor) -> bool:
     """Is it a number for each output? oneDNN reads as many behind its address, whatever it is."""
     alike = (bias.dtype, bias.device) == (weight.dtype, weight.device)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import kvant.bench
 from kvant.cli.main import NAMES
@@ -55,6 +56,26 @@ def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
     found = [info.name for info in pkgutil.iter_modules(kvant.bench.__path__)]
     mains = [name for name in found if hasattr(import_module(f"kvant.bench.{name}"), "main")]
     assert set(mains) - {"markdown"} == set(NAMES)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=str)
+def test_a_processor_that_packs_no_weights_is_named_and_the_rest_is_measured(
+    flags: tuple[str, ...], call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: oneDNN packs no bfloat16 without AVX-512, which was a traceback."""
+
+    def refuse(weight: Tensor, rows: int | None) -> Tensor:
+        raise RuntimeError("bf16 path needs the cpu support avx512bw\nat some line of C++")
+
+    monkeypatch.setattr("kvant.packed._PACK", refuse)
+    monkeypatch.setattr("kvant.bench.products.BYTES", 10**5)
+    small = ("--shapes", "128x64", "--rows", "1,2", "--repeats", "1")
+    code, out, error = call("bench", "products", *small, *flags)
+    report = json.loads(out.splitlines()[-1])
+    assert code == 0 and [row["way"] for row in report["rows"]] == ["torch", "stream"] * 2
+    why = "oneDNN packs no bfloat16 weights on this processor (bf16 path needs the cpu support"
+    assert error == f"skipped: packed and kernel: {why} avx512bw)\n"
+    assert [f"skipped: {line}\n" for line in report["skipped"]] == [error]
 
 
 @pytest.mark.parametrize(

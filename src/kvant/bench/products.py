@@ -3,12 +3,14 @@
 `torch` packs the weight in every call, `packed` once, with products by oneDNN, and `kernel` has
 them by our own. `stream` reads as many bytes as the weights have, and is what memory gives. Weights
 of a shape are as many as the caches do not hold, and taken in turn, as the layers of a model are.
+Where oneDNN packs no such weights, `packed` and `kernel` are left out, and the reason is printed.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
@@ -21,7 +23,7 @@ from torch.nn.functional import linear
 from kvant.bench.clock import Wall
 from kvant.bench.device import CPU
 from kvant.bench.report import Json, numbers, progress, run, show
-from kvant.packed import Order, PackedMatrix, known
+from kvant.packed import Order, PackedMatrix, explain_refusal
 
 QWEN3 = "2048x1024,1024x2048,3072x1024,1024x3072,151936x1024"  # of 0.6B: four kinds, and the head
 BYTES = 300_000_000  # of weights of a shape
@@ -49,21 +51,22 @@ def by_kernel(x: Tensor, weights: list[PackedMatrix]) -> None:
         weight.times(x, None)
 
 
-def measure(outs: int, width: int, counts: list[int], repeats: int) -> list[dict[str, Any]]:
+def measure(
+    outs: int, width: int, counts: list[int], repeats: int, *, packs: bool
+) -> list[dict[str, Any]]:
     nbytes = outs * width * 2
     order = Order()
     plain = [torch.randn(outs, width).bfloat16() for _ in range(max(1, BYTES // nbytes))]
-    packed = [PackedMatrix(weight, order) for weight in plain]
+    packed = [PackedMatrix(weight, order) for weight in plain if packs]
     stream, clock = CPU.stream(nbytes * len(plain)), Wall()
     rows = []
     for count in counts:
         x = torch.randn(count, width).bfloat16()
-        ways: dict[str, Callable[[], Any]] = {
-            "torch": partial(plainly, x, plain),
-            "packed": partial(by_onednn, x, packed),
-            "stream": stream,
-        }
-        if packed[0].kernel_part(x, None):
+        ways: dict[str, Callable[[], Any]] = {"torch": partial(plainly, x, plain)}
+        if packs:
+            ways["packed"] = partial(by_onednn, x, packed)
+        ways["stream"] = stream
+        if packs and packed[0].kernel_part(x, None):
             ways["kernel"] = partial(by_kernel, x, packed)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(repeats + 1):
@@ -81,7 +84,7 @@ def measure(outs: int, width: int, counts: list[int], repeats: int) -> list[dict
                 "us": medians[way] * 1e6,
                 "gb_s": nbytes / medians[way] / 1e9,
                 "of_stream": medians["stream"] / medians[way],
-                "times": medians["packed"] / medians[way],
+                "times": medians["packed"] / medians[way] if packs else None,
             }
             for way in ways
         ]
@@ -96,17 +99,24 @@ def main(
     json: Json = False,
 ) -> None:
     """Products of few rows with packed weights."""
-    if not known():
-        raise ValueError(f"torch {torch.__version__} has no operators to pack weights with")
     wanted, counts = pairs(shapes), numbers("rows", rows)
     if min(counts) < 1:
         raise ValueError(f"--rows {rows}: 1 row or more")
     if threads is not None:
         torch.set_num_threads(threads)
+    reason = explain_refusal(torch.bfloat16)
     with torch.no_grad():
-        found = [row for shape in wanted for row in measure(*shape, counts, repeats)]
+        found = [
+            row
+            for shape in wanted
+            for row in measure(*shape, counts, repeats, packs=reason is None)
+        ]
     progress("")
-    show("products", found, {"dtype": "bfloat16", "repeats": repeats}, quiet=json)
+    skipped = [] if reason is None else [f"packed and kernel: {reason}"]
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    facts = {"dtype": "bfloat16", "repeats": repeats, "skipped": skipped}
+    show("products", found, facts, quiet=json)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from kvant.cli import options
 from kvant.cli.options import blank
 from kvant.contracts import View
 from kvant.native import library
-from kvant.packed import FEW, Order, PackedMatrix, known
+from kvant.packed import FEW, Order, PackedMatrix, explain_refusal
 from kvant.sizes import format_size
 
 EXTRAS = ("server", "ray", "redis", "object", "grammar", "plot", "gpu")
@@ -99,14 +99,11 @@ def _memory() -> int | None:
 
 def _packs() -> str:
     """What `kvant.pack` does with weights in bfloat16 here."""
-    if not known():
-        return f"no: torch {torch.__version__} has no operators for it"
-    try:
-        drawn = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-        matrix = PackedMatrix(drawn.bfloat16(), Order())
-        kernel = matrix.kernel_part(torch.ones(1, 256).bfloat16(), None)
-    except RuntimeError as error:
-        return f"no: {str(error).splitlines()[0]}"
+    if (reason := explain_refusal(torch.bfloat16)) is not None:
+        return f"no: {reason}"
+    drawn = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
+    matrix = PackedMatrix(drawn.bfloat16(), Order())
+    kernel = matrix.kernel_part(torch.ones(1, 256).bfloat16(), None)
     return f"yes, and up to {FEW} rows by our kernel" if kernel else "yes, computed by oneDNN"
 
 

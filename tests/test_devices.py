@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvant.devices import named_device, named_dtype
+from kvant import devices
+from kvant.devices import (
+    describe_slow_weights,
+    is_slow,
+    named_device,
+    named_dtype,
+    warn_of_slow_weights,
+)
+from kvant.packed import explain_refusal, known
+
+BF16 = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 
 
 @pytest.fixture
@@ -49,3 +59,33 @@ def test_dtypes_have_names() -> None:
         ValueError, match="--dtype int8: known are auto, float32, bfloat16, float16"
     ):
         named_dtype("int8")
+
+
+@pytest.mark.skipif(not known(), reason=f"torch {torch.__version__} packs no weights")
+def test_a_dtype_is_slow_where_onednn_has_no_kernel_for_it() -> None:
+    """It packs none there either: two operators of torch, one fact of the processor."""
+    for dtype in (torch.bfloat16, torch.float16):
+        assert is_slow(dtype, torch.device("cpu")) == (explain_refusal(dtype) is not None)
+        assert not is_slow(dtype, torch.device("cuda"))
+    assert not is_slow(torch.float32, torch.device("cpu"))
+
+
+def test_where_torch_cannot_tell_nothing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "SUPPORT", {torch.bfloat16: "_no_such_operator"})
+    assert not is_slow(torch.bfloat16, torch.device("cpu"))
+
+
+def test_slow_weights_are_a_line_with_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_slow", lambda dtype, device: dtype == torch.bfloat16)
+    line = describe_slow_weights(torch.nn.Sequential(BF16, torch.nn.Linear(64, 64, bias=False)))
+    assert line is not None and "bfloat16" in line and "\n" not in line
+    assert "weights then take 32 KiB in place of 24 KiB" in line
+    assert describe_slow_weights(torch.nn.Linear(64, 64)) is None
+
+
+def test_a_model_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "is_slow", lambda dtype, device: dtype == torch.bfloat16)
+    lines: list[str] = []
+    for model in (BF16, BF16, torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16()):
+        warn_of_slow_weights(model, lines.append)
+    assert len(lines) == 2

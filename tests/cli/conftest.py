@@ -13,6 +13,12 @@ from kvant.cli.main import main
 Call = Callable[..., tuple[int, str, str]]
 
 
+@pytest.fixture(autouse=True)
+def fast_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make no dtype slow, so that standard error is the same on every processor."""
+    monkeypatch.setattr("kvant.devices.is_slow", lambda dtype, device: False)
+
+
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """`call("run", "--stats")`: exit code, standard output, standard error."""

@@ -78,6 +78,18 @@ def finished(engine: Engine) -> None:
     assert not any(engine._batch.stats([]).values()) and not engine._requests
 
 
+def test_a_slow_dtype_is_logged_once_a_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("kvant.devices.is_slow", lambda dtype, device: dtype == torch.bfloat16)
+    model = build("llama").bfloat16()
+    for served in (model, model, build("llama")):
+        engine_for(served).close()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("kvant", "WARNING")
+    assert "dtype=torch.float32" in record.getMessage()
+
+
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,window=30,sinks=4", "turbo4v4"])
 def test_tokens_are_those_of_each_alone(llama: Any, spec: str) -> None:
     asked = prompts(9, longest=90)

@@ -297,7 +297,7 @@ def free_port() -> int:
 def begun(*words: str) -> tuple[subprocess.Popen[str], str]:
     port = free_port()
     process = subprocess.Popen(
-        [KVANT, "serve", "--port", str(port), "--no-guard", *words],
+        [KVANT, "serve", "--port", str(port), "--no-guard", "--dtype", "float32", *words],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

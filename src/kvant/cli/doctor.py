@@ -20,6 +20,7 @@ from kvant.cache import Cache
 from kvant.cli import options
 from kvant.cli.options import blank
 from kvant.contracts import View
+from kvant.devices import list_slow_dtypes
 from kvant.native import library
 from kvant.packed import FEW, Order, PackedMatrix, explain_refusal
 from kvant.sizes import format_size
@@ -46,6 +47,7 @@ def doctor(
         "memory": _memory(),
         "kernels": library().isa or library().reason,
         "packed_weights": _packs(),
+        "slow_dtypes": list_slow_dtypes(),
         "gpu": _gpu(),
         "backends": {device: _backends(device) for device in _devices()},
         "extras": dict(_extras()),
@@ -163,6 +165,9 @@ def _show(told: dict[str, Any]) -> None:
     table.add_row("GPU", told["gpu"])
     table.add_row("kernels", told["kernels"])
     table.add_row("packed weights", told["packed_weights"])
+    slow = " and ".join(told["slow_dtypes"])
+    reads = f"{slow} read prompts slower than float32: --dtype float32" if slow else "none is slow"
+    table.add_row("dtypes", reads)
     for device, backends in told["backends"].items():
         first = next(name for name, reason in backends.items() if reason is None)
         for name, reason in backends.items():

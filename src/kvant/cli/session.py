@@ -17,7 +17,7 @@ from typing import Any
 from kvant import checkpoints, heap
 from kvant.attention import check_backend
 from kvant.cli.options import check_asked, check_saved, spec_of
-from kvant.devices import named_device, named_dtype
+from kvant.devices import named_device, named_dtype, warn_of_slow_weights
 from kvant.planner import plan
 from kvant.progress import Bar
 from kvant.sizes import counted, format_size, parse_size
@@ -173,9 +173,13 @@ def prefixes_in(store: list[str] | None, *, quiet: bool, most: str | None = None
 
 
 def attached(model: Any, asked: str, tokenizer: Any, guard: bool) -> Any:
-    """The spec that the model is attached with; what it does to the model is said."""
+    """The spec that the model is attached with; what it does to the model is said.
+
+    So is what the dtype of its weights costs.
+    """
     from kvant import probing
 
+    warn_of_slow_weights(model, lambda line: show(f"warning: {line}"))
     with Bar("trying formats") as tried:
         spec, told = probing.attached(model, asked, tokenizer, guard=guard, progress=tried.show)
     if spec != asked:

@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from kvant import openmp, weights
+from kvant.devices import warn_of_slow_weights
 from kvant.engine.batch import Batch, Seat, most_idle
 from kvant.engine.figures import Figures
 from kvant.engine.pace import Pace
@@ -148,6 +149,7 @@ class Engine:
         self._open = True
         self._door = Lock()  # held by who asks, and by the thread as it ends
         self._reuse = Reuse(self._batch, self._schedule, self._requests, tokenizer, self._inbox.put)
+        warn_of_slow_weights(model, log.warning)
         self._undo = self._prepared(model, own, backend, pack=pack)
         openmp.release()  # the engine's thread computes from now on
         self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)

@@ -1,6 +1,7 @@
 """What every test starts from: the same seed, one thread, reproducible hypothesis examples."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +32,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("library"):
         native.__path__.insert(0, config.getoption("library"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count skipped tests by their reason."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    for reason, count in Counter(report.longrepr[2] for report in skipped).most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from isas import ISAS, loaded_for
 from kvant import packed
 from kvant.native import Library, library, multiplied
-from kvant.packed import FEW, Order, PackedMatrix
+from kvant.packed import FEW, Order, PackedMatrix, explain_refusal
 
 BLOCK = 64
 
@@ -73,10 +73,9 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def matrix(outs: int = 192, width: int = 640) -> PackedMatrix:
-    try:
-        return PackedMatrix(drawn(outs, width, seed=1), Order())
-    except (AssertionError, RuntimeError) as error:
-        pytest.skip(f"this torch or processor packs nothing: {error}")
+    if (reason := explain_refusal(torch.bfloat16)) is not None:
+        pytest.skip(reason)
+    return PackedMatrix(drawn(outs, width, seed=1), Order())
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:

@@ -17,18 +17,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.nn.utils import parametrize
 
 import kvant
-from kvant import CacheError, packed, weights
+from kvant import CacheError, weights
 from kvant.packed import PackedMatrix
+from packing import find_unpacked_reasons
 
 IN, OUT = 96, 128
-
-packs = nn.Linear(IN, OUT, bias=False, dtype=torch.bfloat16)
-pytestmark = pytest.mark.skipif(
-    not kvant.pack(packs).layers, reason=f"this torch or processor packs nothing: {packs}"
-)
 
 
 class Model(nn.Module):
@@ -42,6 +37,10 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.up(x).relu())
         return out
+
+
+REASONS = find_unpacked_reasons(Model)
+pytestmark = pytest.mark.skipif(REASONS != "", reason=f"kvant.pack leaves layers: {REASONS}")
 
 
 def rows(*shape: int) -> Tensor:
@@ -354,80 +353,6 @@ def test_a_conversion_of_a_tied_weight_is_refused() -> None:
         assert torch.equal(packed(TOKENS), plain.float()(TOKENS))
 
 
-class Linear(nn.Linear):
-    """What computes otherwise has a class of its own."""
-
-
-def hold(layer: nn.Linear, **changes: Any) -> nn.Module:
-    model = nn.Module()
-    model.layer = layer
-    for name, value in changes.items():
-        setattr(model, name, value)
-    return model
-
-
-def tied() -> nn.Module:
-    layer, words = nn.Linear(IN, OUT).bfloat16(), nn.Embedding(OUT, IN).bfloat16()
-    layer.weight = words.weight
-    return hold(layer, words=words)
-
-
-def one_memory() -> nn.Module:
-    layer = nn.Linear(IN, OUT).bfloat16()
-    return hold(layer, other=nn.Parameter(layer.weight.detach()))
-
-
-def parametrized() -> nn.Module:
-    layer = nn.Linear(IN, OUT).bfloat16()
-    parametrize.register_parametrization(layer, "weight", nn.Identity())
-    return hold(layer)
-
-
-def mamba() -> nn.Module:
-    model = nn.Module()
-    model.dt_proj = nn.Linear(IN, OUT).bfloat16()
-    return model
-
-
-LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "tied": (tied, "1 tied"),
-    "one memory": (one_memory, "1 tied"),
-    "float32": (lambda: hold(nn.Linear(IN, OUT)), "1 of float32"),
-    "another class": (lambda: hold(Linear(IN, OUT).bfloat16()), "1 of class Linear"),
-    "parametrized": (parametrized, "1 of class ParametrizedLinear"),
-    "meta": (lambda: hold(nn.Linear(IN, OUT, device="meta").bfloat16()), "1 on meta"),
-    "small": (lambda: hold(nn.Linear(IN, 2).bfloat16()), "1 too small"),
-    "no rows": (lambda: hold(nn.Linear(IN, 0).bfloat16()), "1 too small"),
-    "read": (mamba, "1 read by other code"),
-    "mixed": (lambda: hold(mixed()), "1 with a bias that oneDNN does not read"),
-}
-
-
-def mixed() -> nn.Linear:
-    layer = nn.Linear(IN, OUT, dtype=torch.bfloat16)
-    layer.bias = nn.Parameter(torch.zeros(OUT, dtype=torch.float64))
-    return layer
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize("name", LEFT)
-def test_other_layers_are_left_and_it_is_said_why(name: str) -> None:
-    build, why = LEFT[name]
-    model = build()
-    before = list(model.parameters())
-    told = kvant.pack(model)
-    assert not told.layers and told.nbytes == 0 and len(told.left) == 1
-    assert str(told) == f"0 linear layers packed, 0 B; left: {why}"
-    assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-
-
-def test_nothing_is_packed_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_LINEAR", None)
-    model = Model()
-    assert set(kvant.pack(model).left.values()) == {f"unknown to torch {torch.__version__}"}
-    assert type(model.up.weight) is nn.Parameter
-
-
 def test_nothing_is_packed_whose_bits_would_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One value in some thousand, as another order of sums gives it."""
     times, calls = PackedMatrix.times, []
@@ -590,12 +515,6 @@ def test_a_compiled_model_computes_the_same(backend: str) -> None:
     for training in (False, True):
         with torch.set_grad_enabled(training):
             assert torch.equal(compiled(rows(2)), plain(rows(2)))
-
-
-@pytest.mark.parametrize("verb", [kvant.pack, kvant.unpack])
-def test_what_is_no_model_is_refused(verb: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match="str is no model: a loaded"):
-        verb("Qwen/Qwen3-0.6B")
 
 
 SCRIPT = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ from hf.zoo import FAMILIES, NAMES, build, worded
 from kvant import weights
 from kvant.checkpoints import load
 from kvant.hf import identity
+from packing import find_unpacked_reasons
 
 DEFAULT = ("llama", "gpt2", "gpt_oss", "deepseek_v3", "falcon_h1", "mamba", "bart")
 EVERY = [name if name in DEFAULT else pytest.param(name, marks=pytest.mark.laws) for name in NAMES]
 
-tiny = torch.nn.Linear(96, 96, dtype=torch.bfloat16)
-pytestmark = pytest.mark.skipif(
-    not kvant.pack(tiny).layers, reason="this torch or processor packs nothing"
-)
+REASONS = find_unpacked_reasons(partial(torch.nn.Linear, 96, 96, dtype=torch.bfloat16))
+pytestmark = pytest.mark.skipif(REASONS != "", reason=f"kvant.pack leaves layers: {REASONS}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,14 @@
-"""The native library on each instruction set that it was compiled for."""
+"""The native library on each instruction set that it was compiled for.
+
+`python tests/isas.py` prints those that the processor has, and which are missing to standard error.
+"""
 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -13,7 +18,15 @@ ISAS = ("amx", "avx512", "avx2", "plain")
 
 
 def loaded_for(isa: str, folder: Path) -> Library:
-    """A copy of the library for one instruction set: it is chosen once, when it is loaded."""
+    """A copy of the library for one instruction set; a test of one that is missing is skipped."""
+    found = load_copy(isa, folder)
+    if found.functions is None:
+        pytest.skip(found.reason)
+    return found
+
+
+def load_copy(isa: str, folder: Path) -> Library:
+    """Load a copy of the library: its instruction set is chosen once, when it is loaded."""
     functions = library().functions
     assert functions is not None
     copy = folder / Path(functions._name).name
@@ -21,7 +34,28 @@ def loaded_for(isa: str, folder: Path) -> Library:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVANT_ISA", isa)
         found = load(copy)
-    if found.functions is None:
-        pytest.skip(found.reason)
-    assert found.isa == isa
+    assert found.functions is None or found.isa == isa
     return found
+
+
+def list_available_isas() -> list[str]:
+    """List the instruction sets that the processor has."""
+    found = []
+    for isa in ISAS:
+        with TemporaryDirectory() as folder:
+            if load_copy(isa, Path(folder)).functions is not None:
+                found.append(isa)
+    return found
+
+
+def main() -> None:
+    if library().functions is None:
+        raise SystemExit(f"no native library: {library().reason}")
+    found = list_available_isas()
+    if missing := [isa for isa in ISAS if isa not in found]:
+        print(f"not on this processor: {', '.join(missing)}", file=sys.stderr)
+    print(*found)
+
+
+if __name__ == "__main__":
+    main()

@@ -164,7 +164,10 @@ class Mask:
 
 @dataclass(frozen=True)
 class Selection:
-    """How many of the sealed pages a query reads: the best by the bounds of their keys."""
+    """How many of the sealed pages a query reads: the best by the bounds of their keys.
+
+    The first page of a sequence is read in any case, and does not count.
+    """
 
     pages: int = 0  # at least so many
     percent: float = 0.0  # and at least this share of those that there are

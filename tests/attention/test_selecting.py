@@ -17,7 +17,10 @@ from kvant.spec import parse
 
 HEADS, GROUP, DIM, PAGE = 2, 2, 32, 64
 FORMATS = ("raw", "affine8", "affine4", "affine2,rotate", "turbo4v2", "fp8", "affine8v4,sinks=70")
-KEPT = ("affine8,window=600", "affine8,window=600,sinks=5", "affine4,tail=100,page=128")
+KEPT = (
+    *("affine8,window=600,sinks=0", "affine8,window=600", "affine8,window=600,sinks=5"),
+    "affine4,tail=100,page=128",
+)
 NATIVE = pytest.param(
     "native",
     marks=pytest.mark.skipif(library().functions is None, reason="the native library is not here"),
@@ -70,7 +73,8 @@ def best(cache: Cache, view: View, q: Tensor, found: Tensor) -> None:
             begin = 0 if mask.window is None else max(0, at - mask.window + 1)
             begin = max(begin, view.extent.kind.sinks, page * int(view.extent.first_sealed[b]))
             seen = [n for n in range(due) if (n + 1) * page > begin]
-            whole = [n for n in seen[: -256 // page] if n * page >= begin]  # not the newest
+            first = int(view.extent.begins[b]) // page  # of the sequence: its sinks lie there
+            whole = [n for n in seen[: -256 // page] if n * page >= begin and n != first]
             selection = cache.spec.layers[0].select  # type: ignore[union-attr]
             assert selection is not None
             count = min(
@@ -102,6 +106,36 @@ def test_the_pages_that_are_read_are_the_best(spec: str, select: str, backend: s
         assert found is not None or spec in KEPT  # where there may be too few to choose among
         if found is not None:
             best(cache, view, q, found)
+
+
+@by_backend
+def test_the_first_page_of_a_sequence_is_read_on_top_of_what_is_selected(backend: str) -> None:
+    """Its keys are made the worst there are: none of them is read for its bounds."""
+    caches = []
+    for length in (700, 1000):
+        rows, q = torch.randn(2, 1, HEADS, length, DIM), torch.ones(1, HEADS * GROUP, 1, DIM)
+        rows[0, :, :, :PAGE] = -50.0
+        caches.append(Cache(1, "affine8,select=1:0"))
+        caches[-1][0].append(*rows)
+    together = merge(caches)
+    view = together[0].append(*torch.randn(2, 2, HEADS, 1, DIM), prefill="stored")
+    found = chosen(q.expand(2, -1, -1, -1).contiguous(), view, backend)
+    assert found is not None
+    for b, stop in enumerate((10, 15)):  # pages that are sealed, of which the newest 4 are read
+        for read in found[b].flatten(0, 1).tolist():
+            pages = [n for n in read if n >= 0]
+            assert pages[0] == 0 and pages[2:] == list(range(stop - 4, stop)), pages
+            assert 0 < pages[1] < stop - 4, "one page that was selected, beside the first"
+
+
+def test_a_window_that_left_the_first_page_selects_among_all_it_sees() -> None:
+    cache = grown("affine8,window=600,sinks=0,select=1:0", 1000)
+    view, q = more(cache)
+    found = chosen(q, view, "reference")
+    assert found is not None
+    seen = range((1001 - 600) // PAGE, 15)
+    assert {len([n for n in heads if n >= 0]) for heads in found[0, :, 0].tolist()} == {6}
+    assert set(found.flatten().tolist()) <= {*seen}
 
 
 @by_backend
@@ -178,7 +212,7 @@ def same_choice(cache: Cache) -> bool:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_summary_is_of_what_lies_in_a_slot(spec: str, seed: int) -> None:
     """Slots are given back and taken again, in any life."""
-    rng, cache = random.Random(seed), grown(f"{spec},select=1:0", 500)
+    rng, cache = random.Random(seed), grown(f"{spec},select=1:0", 800)
     others, chose = list[Cache](), 0
     for _ in range(25):
         what = rng.choice(
@@ -255,7 +289,7 @@ def test_sinks_of_somebody_elses_mask_read_all() -> None:
 
 def test_a_view_of_what_a_chunk_let_go_knows_all_its_pages() -> None:
     """Bug: tables were taken for known that an extent of fewer pages shares."""
-    cache = Cache(1, "affine8,window=600,tail=0,select=1:0")
+    cache = Cache(1, "affine8,window=600,sinks=0,tail=0,select=1:0")
     cache[0].append(*torch.randn(2, 1, HEADS, 1000, DIM))
     kept = cache.fork()
     view = cache[0].append(*torch.randn(2, 1, HEADS, 500, DIM), prefill="stored")
@@ -301,5 +335,5 @@ def test_the_first_layers_read_all() -> None:
 
 
 def test_a_window_of_fewer_pages_than_are_chosen_is_read_whole() -> None:
-    view, q = more(grown("affine8,window=200,select=3:0", 600))
+    view, q = more(grown("affine8,window=200,sinks=0,select=3:0", 600))
     assert chosen(q, view, "reference") is None

@@ -65,7 +65,7 @@ def test_a_prune_and_an_edge_are_in_the_figures(call: Any) -> None:
         ("f16", "raw in that dtype"),
         ("aura3", "3 bits of a codebook"),
         ("affine5v2", "2 bits"),
-        ("affine8,select=12%", "a token reads N pages"),
+        ("affine8,select=12%", "a token reads the first sealed page"),
     ],
 )
 def test_what_has_no_line_of_its_own_is_explained_too(spec: str, what: str, call: Any) -> None:

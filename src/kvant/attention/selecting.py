@@ -6,7 +6,8 @@ differ much have one that stands out. Query heads that share a key head read the
 where these bounds are the largest in sum.
 
 A query chooses among pages all of whose rows it sees. The newest sealed ones are always read, and
-so are pages that it sees in part.
+so are the first page of a sequence, since many models attend to its first tokens whatever they say
+(attention sinks), and pages that a query sees in part. What a selection counts comes on top.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def _ranges(view: View, rule: Mask, queries: int) -> Ints:
     high = np.minimum(kind.paging.all_due(np.maximum(at + 1, 0)), stop_sealed)
     low = np.minimum(row // page, high)
     stop = np.maximum(high - -(-NEWEST // page), low)
-    first = np.minimum(-(-row // page), stop)
+    # Of a sequence whose first row is still seen, the page that holds it is no page to choose.
+    first = np.where(low == begins // page, low + 1, -(-row // page))
+    first = np.minimum(first, stop)
     count = view.selecting.selection.count(stop - first)
     return np.stack([low, first, stop, high, count], -1)
 

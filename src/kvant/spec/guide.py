@@ -45,7 +45,12 @@ AUTO = Word(
 OPTIONS = (
     Word("window=N", "the last N tokens stay", "a bound on memory, whatever comes", "all stay"),
     Word("sinks=N", "the first N stay too, dense", "beside a window: models lean on them", "0"),
-    Word("select=N", "a token reads N pages, or P%, of those that are sealed", "speed", "all"),
+    Word(
+        "select=N",
+        "a token reads the first sealed page, and N others or P% of them",
+        "speed",
+        "all",
+    ),
     Word(
         "prune=SCORE:KEEP",
         "behind a prompt a head keeps its best rows",

@@ -17,6 +17,8 @@ from hf.zoo import build
 from kvant.generation import HostDecoder
 from kvant.prefixes import Prefixes, fingerprint
 from kvant.prefixes.keys import digest, key, root, salted
+from kvant.recipes import CacheSpec
+from kvant.spec import to_json
 from kvant.weights import is_packed
 from prefixes.test_prefixes import said, text
 
@@ -81,6 +83,25 @@ def test_another_rope() -> None:
     model.model.rotary_emb.inv_freq *= 0.5
     told.add(root(model, spec))
     assert len(told) == 3
+
+
+def root_of_before(model: Any, spec: CacheSpec) -> bytes:
+    """A root as stores have it that were written before the first page was always read."""
+    told = f"{model.device} {torch.is_autocast_enabled('cpu')} {torch.get_autocast_dtype('cpu')}"
+    return digest(b"kvant prefix 2", fingerprint(model), told.encode(), to_json(spec).encode())
+
+
+@pytest.mark.parametrize("spec", ["raw", "affine8", "affine8,window=64,sinks=0"])
+def test_a_root_of_before_is_found(spec: str) -> None:
+    model = build("llama")
+    full = HostDecoder(model).memory(spec).spec
+    assert root(model, full) == root_of_before(model, full)
+
+
+def test_a_root_of_before_is_of_other_rows_where_pages_are_selected() -> None:
+    model = build("llama")
+    full = HostDecoder(model).memory("affine8,select=1:1").spec
+    assert root(model, full) != root_of_before(model, full)
 
 
 def test_another_salt() -> None:

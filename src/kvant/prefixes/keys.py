@@ -22,12 +22,15 @@ from transformers import PreTrainedModel
 
 from kvant.hf import held, named_modules, plain
 from kvant.openmp import compute_alone
-from kvant.recipes import CacheSpec
+from kvant.recipes import CacheSpec, attention_in
 from kvant.spec.headers import dumps
 from kvant.weights import PackedWeight, named_weights
 
 PAGE = 64  # tokens under one key
 EDITION = b"kvant prefix 2"
+# Part of the root where a layer selects pages: rows of before the first page of a sequence was
+# always read are other rows under the same spec.
+SELECTION = b"kvant selection 2"
 LOOKED_AT = 16  # values of a weight, by which a change is noticed that nothing else tells
 Media = Sequence[tuple[int, bytes]]  # where in a page one begins, and its digest
 
@@ -45,7 +48,10 @@ def root(model: PreTrainedModel, spec: CacheSpec) -> bytes:
     """The key before the first page: who computes rows, in what, and how they are stored."""
     kind = model.device.type
     told = f"{model.device} {torch.is_autocast_enabled(kind)} {torch.get_autocast_dtype(kind)}"
-    return digest(EDITION, fingerprint(model), told.encode(), dumps(spec).encode())
+    parts = [EDITION, fingerprint(model), told.encode(), dumps(spec).encode()]
+    if any(layer.select is not None for layer in attention_in(*spec.layers)):
+        parts.append(SELECTION)
+    return digest(*parts)
 
 
 def salted(root: bytes, *words: str) -> bytes:

@@ -85,7 +85,7 @@ def test_a_rewind_out_of_range_is_refused(to: int) -> None:
 
 
 def test_a_rewind_beyond_a_window_names_the_layer_and_the_limit_and_changes_nothing() -> None:
-    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=5,slack=3"))))
+    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=5,sinks=0,slack=3"))))
     forward(cache, 40)
     before = cache.snapshot()
     with pytest.raises(RewindError, match=r"layer 1: length 36 .* from 40: .* is 0"):
@@ -147,7 +147,7 @@ def test_a_range_reads_its_rows() -> None:
     assert cache[1].read(70, 75)[0][0, 0, :, 0].tolist() == [70, 71, 72, 73, 74]
 
 
-@pytest.mark.parametrize("text", ["raw", "affine8", "raw,window=50"])
+@pytest.mark.parametrize("text", ["raw", "affine8", "raw,window=50,sinks=0"])
 def test_what_was_read_can_be_written_to_without_harm(text: str) -> None:
     cache = grown(text, 40)
     for side in cache[0].read():
@@ -155,7 +155,7 @@ def test_what_was_read_can_be_written_to_without_harm(text: str) -> None:
     assert told(cache[0]) == list(range(40))
 
 
-@pytest.mark.parametrize("text", ["raw", "affine8", "raw,window=50"])
+@pytest.mark.parametrize("text", ["raw", "affine8", "raw,window=50,sinks=0"])
 def test_what_was_read_stays_after_other_rows_came(text: str) -> None:
     cache = grown(text, 40)
     keys, before = cache[0].read()[0], cache[0].read()[0].clone()
@@ -173,7 +173,7 @@ def test_rows_come_and_go_sequence_first() -> None:
     assert torch.equal(cache[0].read()[0], new.transpose(1, 2))
 
 
-@pytest.mark.parametrize("text", [*SPECS, "affine8,window=70,sinks=3", "raw,window=9"])
+@pytest.mark.parametrize("text", [*SPECS, "affine8,window=70,sinks=3", "raw,window=9,sinks=0"])
 def test_select_takes_sequences_in_order_with_repeats(text: str) -> None:
     cache = grown(text, 131, batch=3)
     expected = [told(cache[0], sequence) for sequence in range(3)]
@@ -280,7 +280,7 @@ def put_tags(cache: Cache, tag: int) -> None:
 
 
 def test_a_fork_takes_as_many_bytes() -> None:
-    for text in (*SPECS, "raw,capacity=300", "affine8,window=70", "raw,window=9"):
+    for text in (*SPECS, "raw,capacity=300", "affine8,window=70,sinks=0", "raw,window=9,sinks=0"):
         cache = grown(text, 130)
         assert cache.fork().nbytes == cache.nbytes
 
@@ -300,7 +300,7 @@ def test_capacity_refuses_with_value_limit_and_way_out_and_changes_nothing(text:
     assert (cache.length, cache.capacity, cache.max_held) == (10, 10, 10)
 
 
-@pytest.mark.parametrize("text", ["affine8", "affine4", "affine8,window=100"])
+@pytest.mark.parametrize("text", ["affine8", "affine4", "affine8,window=100,sinks=0"])
 def test_a_capacity_is_taken_once_with_the_first_token(text: str) -> None:
     cache = grown(f"{text},capacity=1000", 1)
     taken, place = cache.nbytes, cache[0].view().keys.open.data_ptr()
@@ -346,7 +346,7 @@ def test_statistics_of_an_empty_cache_divide_by_nothing() -> None:
 
 
 def test_a_snapshot_comes_back_bit_for_bit() -> None:
-    for text in (*SPECS, "affine8,window=70,sinks=3", "raw,window=9"):
+    for text in (*SPECS, "affine8,window=70,sinks=3", "raw,window=9,sinks=0"):
         cache = grown(text, 131, batch=2)
         kept = cache.snapshot()
         forward(cache, 200, batch=2)
@@ -393,8 +393,8 @@ def test_num_layers_and_a_spec_must_agree() -> None:
 
 
 def test_a_recipe_for_all_layers_serves_all_layers() -> None:
-    cache = Cache(3, layer("affine8,window=70"))
-    assert cache.spec == Cache(3, "affine8,window=70").spec
+    cache = Cache(3, layer("affine8,window=70,sinks=0"))
+    assert cache.spec == Cache(3, "affine8,window=70,sinks=0").spec
 
 
 def seen(means: torch.Tensor, squares: torch.Tensor, window: int, sinks: int, p: int) -> bool:
@@ -456,7 +456,10 @@ def test_a_compressed_window_lets_pages_go(text: str) -> None:
 
 def test_layers_with_different_windows_have_masks_of_their_own() -> None:
     """A mask built from the first layer alone once served all of them."""
-    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=3"), layer("raw,window=2"))))
+    cache = Cache(
+        None,
+        CacheSpec((layer("raw"), layer("raw,window=3,sinks=0"), layer("raw,window=2,sinks=0"))),
+    )
     forward(cache, 20)
     views = forward(cache, 4)
     means = [attend(torch.zeros(1, 1, 4, 8), view)[0, 0, :, 0].tolist() for view in views]
@@ -570,7 +573,7 @@ def test_a_move_takes_back_a_forward_that_died() -> None:
 
 def test_a_deep_copy_is_a_fork() -> None:
     """Its layers told the ledger of the original, which committed and undid for them."""
-    cache = Cache(2, "raw,window=8")
+    cache = Cache(2, "raw,window=8,sinks=0")
     forward(cache, 10)
     twin = copy.deepcopy(cache)
     for _ in range(40):

@@ -119,7 +119,7 @@ def test_pages_that_begin_where_there_are_none_are_refused(tmp_path: Path) -> No
 @pytest.mark.parametrize(("page", "batch"), [(2**24, 1), (2**23, 3), (2**40, 1)])
 def test_a_length_whose_tables_of_pages_are_huge_is_refused(page: int, batch: int) -> None:
     """A window of 70 rows, and an entry for each page before it: gigabytes for 15 KB."""
-    cache = Cache(1, "raw,window=70")
+    cache = Cache(1, "raw,window=70,sinks=0")
     forward(cache, 300, batch=batch)
     snapshot = cache.snapshot()
     numbers = snapshot.tensors["0/numbers"]

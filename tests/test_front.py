@@ -81,8 +81,8 @@ def test_what_things_hold_is_in_their_repr() -> None:
     with kvant.Engine(model, tokenizer, "affine8", max_bytes="1MiB") as engine:
         assert repr(engine).startswith("Engine(affine8: 0 running, 0 waiting, ")
         assert repr(engine).endswith(" of 1 MiB)")
-    cache = kvant.Cache(2, "affine4,window=64")
-    assert repr(cache) == "Cache(affine4,window=64: 2 layers, length 0, 0 B)"
+    cache = kvant.Cache(2, "affine4,window=64,sinks=0")
+    assert repr(cache) == "Cache(affine4,window=64,sinks=0: 2 layers, length 0, 0 B)"
 
 
 def test_a_text_that_was_read_can_be_gone_back_to() -> None:

@@ -25,7 +25,7 @@ from kvant.contracts import Snapshot
 # Python says where an interrupt struck the end of a cache that nobody holds, and goes on.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-SPECS = ("raw", "raw,window=70,sinks=3", "affine8,window=70", "affine4,tail=0,step=64")
+SPECS = ("raw", "raw,window=70,sinks=3", "affine8,window=70,sinks=0", "affine4,tail=0,step=64")
 LENGTH = 2 * 64 + 63  # a page falls due, and memory grows, with the next token
 
 
@@ -101,7 +101,7 @@ def test_the_next_append_ends_what_was_interrupted_too() -> None:
 
     A first layer whose append died before it was counted had its row twice.
     """
-    start = filled("raw,window=70")
+    start = filled("raw,window=70,sinks=0")
     twin = start.fork()
     for at in range(1, interrupted(lambda: forward(twin, 1), None) + 1, 7):
         cache = start.fork()
@@ -313,7 +313,7 @@ def test_a_rewind_to_where_it_is_loses_no_state() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("text", ["raw", "affine8,window=70"])
+@pytest.mark.parametrize("text", ["raw", "affine8,window=70,sinks=0"])
 def test_an_interrupted_select_has_acted_on_all_layers_or_on_none(text: str) -> None:
     start = Cache(3, text)
     for _ in range(2):
@@ -371,7 +371,7 @@ def test_a_prompt_is_pruned_whatever_was_interrupted(verb: str) -> None:
 @pytest.mark.parametrize("count", [500, pytest.param(2000, marks=pytest.mark.laws)])
 def test_interrupts_of_a_decoding_loop_leave_a_committed_length(count: int) -> None:
     """Real signals at random moments; the loop goes on, and its rows are the right ones."""
-    rng, hits, cache, tokens = random.Random(0), 0, Cache(8, "raw,window=64"), 0
+    rng, hits, cache, tokens = random.Random(0), 0, Cache(8, "raw,window=64,sinks=0"), 0
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt

@@ -32,9 +32,9 @@ SPECS = (
     "affine8,capacity=5000",
     "affine4,start=400",
     "affine8,window=100,sinks=4",
-    "affine4,window=1000,capacity=5000,slack=70",
+    "affine4,window=1000,sinks=0,capacity=5000,slack=70",
     "turbo4v2,page=128",
-    "raw/affine8,window=300,step=64",
+    "raw/affine8,window=300,sinks=0,step=64",
     "affine8,edge=1:raw",
 )
 
@@ -122,7 +122,7 @@ def test_open_pages_come_on_top_of_sealed_ones(text: str, tail: int) -> None:
 
 
 def test_a_window_costs_nothing_more_in_the_long_run() -> None:
-    for text in ("raw,window=4096,sinks=4", "affine4,window=4096"):
+    for text in ("raw,window=4096,sinks=4", "affine4,window=4096,sinks=0"):
         short, long = (plan(QWEN3_1_7B, text, context=n) for n in (10_000, 10_000_000))
         assert short.nbytes_per_token == 0.0
         assert short.nbytes == long.nbytes
@@ -262,7 +262,7 @@ def test_a_plan_says_in_what_its_rows_come() -> None:
 
 
 def test_a_window_that_grew_by_a_long_chunk_takes_what_was_planned() -> None:
-    cache = Cache(1, "raw,window=130,page=128,slack=1")
+    cache = Cache(1, "raw,window=130,sinks=0,page=128,slack=1")
     for count in (1, 1, 200, 65):
         cache[0].append(*torch.zeros(2, 1, 1, count, 16))
     shape = Shape(1, 1, 16, 16, torch.float32)

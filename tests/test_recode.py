@@ -72,7 +72,7 @@ def test_a_recoded_cache_goes_on(tmp_path: Path) -> None:
 def test_earlier_forks_and_snapshots_stay_what_they_are() -> None:
     cache = grown("raw", 300)
     twin, before = cache.fork(), cache.snapshot()
-    cache.recode("affine4,window=50")
+    cache.recode("affine4,window=50,sinks=0")
     assert (twin.spec, twin.stats()["recodes"]) == (parse("raw", 2), 0)
     same(twin.snapshot(), before)
 
@@ -128,8 +128,8 @@ def test_an_error_from_anywhere_undoes_all(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_an_empty_cache_takes_the_spec() -> None:
-    cache = Cache(2, "raw,window=10")
-    cache.recode("affine8,window=70")
+    cache = Cache(2, "raw,window=10,sinks=0")
+    cache.recode("affine8,window=70,sinks=0")
     forward(cache, 300)
     assert told(cache[0]) == list(range(230, 300))
 
@@ -142,9 +142,9 @@ def test_without_a_window_the_one_that_is_there_stays() -> None:
 
 
 def test_a_wider_window_than_all_layers_have_is_not_passed_over() -> None:
-    cache = grown("raw,window=50", 300)
+    cache = grown("raw,window=50,sinks=0", 300)
     with pytest.raises(CacheError, match=r"layer 0: window=60 of 300 tokens.*last 50 are held"):
-        cache.recode("affine8,window=60")
+        cache.recode("affine8,window=60,sinks=0")
     assert windows(cache) == [50, 50]
 
 
@@ -158,7 +158,7 @@ def test_layers_that_are_narrower_than_others_have_it_from_the_model() -> None:
     assert windows(cache) == [8, 100]
     assert [r.retention.sinks for r in cache.spec.layers] == [0, 4]  # type: ignore[union-attr]
     assert [r.chunk for r in cache.spec.layers] == [8, 200]  # type: ignore[union-attr]
-    cache.recode("affine4,window=5")
+    cache.recode("affine4,window=5,sinks=0")
     assert windows(cache) == [5, 5]
 
 
@@ -191,8 +191,8 @@ def hybrid() -> Cache:
 @pytest.mark.parametrize("full", [False, True])
 def test_a_recode_concerns_attention_only(full: bool) -> None:
     cache = hybrid()
-    cache.recode(kinds("affine8,window=50") if full else "affine8,window=50")
-    assert cache.spec == kinds("affine8,window=50")
+    cache.recode(kinds("affine8,window=50,sinks=0") if full else "affine8,window=50,sinks=0")
+    assert cache.spec == kinds("affine8,window=50,sinks=0")
     assert cache.length == 100
     for state in (cache[0], cache[1]["attention"], cache[2]):  # type: ignore[index]
         assert told(state) == list(range(50, 100))

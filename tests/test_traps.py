@@ -28,7 +28,7 @@ def means(view: View, queries: int, **rest) -> list[float]:
 
 
 def test_a_window_that_shows_one_token_too_many() -> None:
-    state = One(layer("raw,window=3"))
+    state = One(layer("raw,window=3,sinks=0"))
     assert means(put(state, 10), 3) == [6.0, 7.0, 8.0]
     assert means(put(state, 1), 1) == [9.0]
 
@@ -66,7 +66,7 @@ def test_a_recurrence_rolled_back_by_its_length_alone() -> None:
 
 
 def test_one_mask_from_the_first_layer_for_all() -> None:
-    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=3"))))
+    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=3,sinks=0"))))
     assert [means(view, 2) for view in forward(cache, 9)] == [[3.5, 4.0], [6.0, 7.0]]
 
 
@@ -81,7 +81,9 @@ def test_a_chunk_that_overwrites_the_window_of_its_own_first_queries(text: str) 
             assert abs(mean - sum(seen) / len(seen)) < 2e-3, query
 
 
-@pytest.mark.parametrize("text", ["turbo3,tail=0", "affine3,tail=0", "affine4,tail=0,window=90"])
+@pytest.mark.parametrize(
+    "text", ["turbo3,tail=0", "affine3,tail=0", "affine4,tail=0,window=90,sinks=0"]
+)
 def test_bits_of_rows_that_were_dropped_left_in_the_page(text: str) -> None:
     keys, values = torch.randn(2, 1, 1, 256, 32)
     clean, used = One(layer(text)), One(layer(text))
@@ -228,7 +230,7 @@ def test_a_ring_joined_with_a_chunk_after_it_wrapped() -> None:
 
 
 def test_a_snapshot_that_a_later_append_overwrites() -> None:
-    cache = Cache(1, "raw,window=6")
+    cache = Cache(1, "raw,window=6,sinks=0")
     forward(cache, 20)
     kept = cache.snapshot()
     for _ in range(200):
@@ -245,7 +247,7 @@ def test_a_snapshot_that_pins_the_whole_buffer() -> None:
 
 
 def test_a_window_resumed_without_the_rows_it_needs() -> None:
-    state = One(layer("raw,window=6,slack=4"))
+    state = One(layer("raw,window=6,sinks=0,slack=4"))
     put(state, 50)
     with pytest.raises(RewindError, match="the longest that can is 0"):
         state.rewind(45)
@@ -254,7 +256,7 @@ def test_a_window_resumed_without_the_rows_it_needs() -> None:
 
 
 def test_a_trim_that_brings_overwritten_rows_back() -> None:
-    cache = Cache(1, "raw,window=6,slack=4")
+    cache = Cache(1, "raw,window=6,sinks=0,slack=4")
     forward(cache, 50)
     with pytest.raises(RewindError):
         cache.trim(20)
@@ -313,7 +315,9 @@ def test_a_padded_query_that_gives_nan() -> None:
 
 
 def test_a_rewind_that_some_layers_make_and_others_refuse() -> None:
-    cache = Cache(None, CacheSpec((layer("raw"), RecurrentSpec(), layer("raw,window=5,slack=0"))))
+    cache = Cache(
+        None, CacheSpec((layer("raw"), RecurrentSpec(), layer("raw,window=5,sinks=0,slack=0")))
+    )
     for index, state in enumerate(cache):
         if index == 1:
             state.append(20, {"x": torch.zeros(1)})

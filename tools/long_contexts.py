@@ -18,7 +18,8 @@ from kvant.probing.recall import KINDS, Recall, exams
 
 FORMATS = (
     *("raw", "affine8", "affine8,select=50%", "affine8,select=25%", "affine8,select=12%"),
-    *("affine8,window=1024", "affine8,window=704", "affine4", "affine4,select=25%"),
+    *("affine8,window=1024,sinks=0", "affine8,window=704,sinks=0"),
+    *("affine4", "affine4,select=25%"),
 )
 CONTEXT, EXAMS = 2048, 24
 

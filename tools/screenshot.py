@@ -24,7 +24,7 @@ FONT = re.compile(r"@font-face \{.*?\}", re.DOTALL)  # a picture loads nothing f
 COMMANDS = (
     'kvant run --kv-cache affine4 --prompt "class Pipe:" --repetition-penalty 1.15 '
     "--temperature 0.5 --seed 1 --max-new-tokens 60",
-    "kvant formats affine4,window=4096,sinks=4",
+    "kvant formats affine4,window=4096",
     "kvant plan --context 2048 --budget 64MiB",
 )
 

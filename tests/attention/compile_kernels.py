@@ -59,7 +59,7 @@ for text, dim, queries in (
     ("raw", 128, 1),
     ("affine8v4", 256, 64),
     ("turbo4/turbo3", 128, 1),
-    ("turbo2,window=99", 128, 4),
+    ("turbo2,window=99,sinks=0", 128, 4),
 ):
     label = f"{text} {dim} {queries}"
     view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, dim).bfloat16())
@@ -78,7 +78,7 @@ for count in (1000, 1024, 1088):  # tables of 15, 16 and 17 pages: one is a mult
     view = state.append(*torch.randn(2, 2, 2, count, 64))
     launching.launch(Request(torch.randn(2, 2, 1, 64), 0.1, view.mask), Scope.of(view))
 Triton.supports = lambda self, pages, request=None: None  # type: ignore
-for text in ("raw,window=99", "affine4/turbo3"):
+for text in ("raw,window=99,sinks=0", "affine4/turbo3"):
     label = f"step {text}"
     cache = Cache(1, f"{text},tail=0,capacity=640")
     keys, values = torch.randn(2, 1, 2, 301, 128).bfloat16()

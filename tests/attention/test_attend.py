@@ -74,7 +74,7 @@ def test_fewer_queries_than_the_append_are_its_newest(text: str) -> None:
         assert (part - whole[:, :, -count:]).abs().max() < near(view)
 
 
-@pytest.mark.parametrize("text", ["raw,window=4", "affine8", "affine8,window=70"])
+@pytest.mark.parametrize("text", ["raw,window=4,sinks=0", "affine8", "affine8,window=70,sinks=0"])
 def test_queries_whose_rows_are_not_in_the_view_are_refused(text: str) -> None:
     """Older queries once got an answer from which the rows they see were missing."""
     state = One(layer(text))
@@ -492,7 +492,7 @@ def test_a_mask_that_makes_no_sense_is_refused(rule: dict[str, int]) -> None:
 
 def test_queries_that_need_a_page_before_the_view_are_refused() -> None:
     """All of them read the same dense rows; the oldest alone sees one page more."""
-    state = One(layer("affine8,window=100"))
+    state = One(layer("affine8,window=100,sinks=0"))
     put(state, 611)
     view = put(state, 1)
     assert view.extent.first_sealed.tolist() == [7]
@@ -509,11 +509,11 @@ def test_queries_that_need_a_page_before_the_view_are_refused() -> None:
         ("raw", 300, True),
         ("raw,sinks=2", 300, True),
         ("raw,window=64,sinks=4", 300, True),
-        ("raw,window=64", 50, True),
+        ("raw,window=64,sinks=0", 50, True),
         ("raw,window=64,sinks=2", 50, True),
-        ("raw,window=64", 300, False),
+        ("raw,window=64,sinks=0", 300, False),
         ("raw,window=64,sinks=2", 300, False),
-        ("affine8,window=64", 300, False),
+        ("affine8,window=64,sinks=0", 300, False),
     ],
 )
 def test_sinks_of_a_mask_are_seen_or_refused(

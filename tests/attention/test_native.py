@@ -162,7 +162,7 @@ def test_the_default_dtype_and_device_change_nothing() -> None:
     assert torch.equal(found, right) and torch.equal(lse, theirs)
 
 
-RULES = ("window=40", "window=70,sinks=5", "sinks=3", "capacity=400,tail=70")
+RULES = ("window=40,sinks=0", "window=70,sinks=5", "sinks=3", "capacity=400,tail=70")
 
 
 @pytest.mark.parametrize(

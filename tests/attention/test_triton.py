@@ -125,7 +125,7 @@ def test_sizes_that_end_anywhere_in_a_page(text: str, count: int) -> None:
     check(asking(view, 2, 1), view)
 
 
-RULES = ("window=40", "window=70,sinks=5", "sinks=3", "capacity=400", "page=128")
+RULES = ("window=40,sinks=0", "window=70,sinks=5", "sinks=3", "capacity=400", "page=128")
 ASKED = {"softcap": 5.0, "scale": 0.2}
 
 
@@ -187,7 +187,11 @@ def test_a_rule_may_reach_further_than_32_bits(far: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "rule"),
-    once(product(["raw", "affine4/turbo3"], ["", "window=40", "window=70,sinks=5", "sinks=70"])),
+    once(
+        product(
+            ["raw", "affine4/turbo3"], ["", "window=40,sinks=0", "window=70,sinks=5", "sinks=70"]
+        )
+    ),
 )
 def test_sequences_of_any_lengths_are_read_together(text: str, rule: str) -> None:
     """One of them is too short for all queries to be tokens of it."""
@@ -251,7 +255,7 @@ def test_an_odd_row_reaches_those_who_see_it_and_nobody_else(
 ) -> None:
     """In a sealed page and behind it, in the padding and not."""
     for queries in (1, 20):
-        state: Any = Cache(1, f"{text},window=20,tail=0,prefill=stored,slack=200")[0]
+        state: Any = Cache(1, f"{text},window=20,sinks=0,tail=0,prefill=stored,slack=200")[0]
         rows = dict(zip(("keys", "values"), torch.randn(2, 2, 2, 140, 32), strict=True))
         rows[side][0, 0, 100] = odd
         rows[side][1, 1, 125] = odd
@@ -497,7 +501,14 @@ def test_tiles_and_stages_are_what_shared_memory_holds(monkeypatch: pytest.Monke
 
 
 SELECTED = (
-    *("affine8", "affine4,sinks=70", "turbo4", "raw", "affine8v4,window=550", "affine4,page=128"),
+    *(
+        "affine8",
+        "affine4,sinks=70",
+        "turbo4",
+        "raw",
+        "affine8v4,window=550,sinks=0",
+        "affine4,page=128",
+    ),
     "turbo3/affine8",
 )
 

@@ -101,7 +101,7 @@ def test_so_are_those_of_groups_of_any_width(dim: int) -> None:
 
 @pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize(
-    "text", ["raw,window=70,sinks=3", "affine8/raw,tail=0", "affine4/turbo3,window=60"]
+    "text", ["raw,window=70,sinks=3", "affine8/raw,tail=0", "affine4/turbo3,window=60,sinks=0"]
 )
 def test_rows_go_where_the_reference_puts_them(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chunks of all sizes, of sequences of two lengths, and of pages that others hold."""

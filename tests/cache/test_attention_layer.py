@@ -210,7 +210,7 @@ def test_a_view_is_valid_until_the_next_append() -> None:
 
 
 def test_view_gives_older_queries_what_they_see() -> None:
-    state = One(layer("affine8,window=30"))
+    state = One(layer("affine8,window=30,sinks=0"))
     put(state, 100)
     out = attend(torch.zeros(1, 1, 5, 8), state.view(5))[0, 0, :, 0]
     assert [round(v, 3) for v in out.tolist()] == [80.5, 81.5, 82.5, 83.5, 84.5]
@@ -257,7 +257,7 @@ def test_rewinds_one_after_the_other_reach_only_rows_that_are_there() -> None:
 
 
 def test_a_rewind_to_nothing_is_always_possible() -> None:
-    state = One(layer("affine8,window=5"))
+    state = One(layer("affine8,window=5,sinks=0"))
     put(state, 500)
     state.rewind(0)
     assert state.length == state.held == 0

@@ -23,8 +23,8 @@ SPECS = (
     "affine8,tail=0",
     "affine8,tail=300",
     "turbo4v2,window=100,sinks=4",
-    "affine4,window=40,tail=90",
-    "affine8,slack=9,window=80",
+    "affine4,window=40,sinks=0,tail=90",
+    "affine8,slack=9,window=80,sinks=0",
     "affine8,start=200",
 )
 

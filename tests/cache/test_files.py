@@ -39,7 +39,7 @@ SPECS = (
     "raw/affine8",
     "fp8/affine4",
     "affine8,window=70,sinks=4",
-    "raw,window=9,capacity=500",
+    "raw,window=9,sinks=0,capacity=500",
     "affine8,start=400",
     "affine8,edge=1:raw",
 )
@@ -95,7 +95,7 @@ def test_a_loaded_cache_is_the_saved_one_and_goes_on_like_it(
 
 
 def test_a_rewind_reaches_as_far_in_a_loaded_cache(tmp_path: Path) -> None:
-    for text in ("affine8", "affine8,window=70", "raw,window=70"):
+    for text in ("affine8", "affine8,window=70,sinks=0", "raw,window=70,sinks=0"):
         cache = filled(text)
         loaded = round_trip(cache, tmp_path)
         for each in (cache, loaded):
@@ -356,7 +356,7 @@ def test_numbers_of_the_header_out_of_range_are_refused(value: Any, tmp_path: Pa
 
 def test_a_length_beyond_what_tensors_count_is_refused(tmp_path: Path) -> None:
     """Under a window such numbers fit each other, and once failed at the next append."""
-    cache = Cache(1, "raw,window=9")
+    cache = Cache(1, "raw,window=9,sinks=0")
     forward(cache, 100)
     save(cache, tmp_path / "good.kv")
 
@@ -463,7 +463,7 @@ def test_an_older_file_is_replaced(tmp_path: Path) -> None:
 
 def test_open_rows_that_begin_behind_the_sealed_pages_are_refused(tmp_path: Path) -> None:
     """Between the two nothing is stored; a rewind read whatever memory held there."""
-    cache = Cache(1, "affine8,window=64,tail=128,slack=256")
+    cache = Cache(1, "affine8,window=64,sinks=0,tail=128,slack=256")
     for _ in range(10):
         cache[0].append(*torch.randn(2, 1, 1, 100, 8))
     save(cache, tmp_path / "good")

@@ -58,7 +58,7 @@ def test_reach_is_what_all_parts_can_serve() -> None:
 
 def test_reach_is_a_fixpoint() -> None:
     """The window serves 17, the checkpoint before it is 9, and that the window does not serve."""
-    made = grown("raw,window=5,slack=5", 9, 18, 20)
+    made = grown("raw,window=5,sinks=0,slack=5", 9, 18, 20)
     assert [made.reachable(to) for to in (20, 19, 18, 17)] == [20, 18, 18, 0]
 
 
@@ -125,7 +125,7 @@ def test_a_fork_is_independent_both_ways() -> None:
 
 
 def test_a_group_counts_the_bytes_of_its_parts_and_bounds_what_it_holds() -> None:
-    made = grown("raw,window=7", 30)
+    made = grown("raw,window=7,sinks=0", 30)
     attention, memory = made[0]["attention"], made[0]["memory"]
     assert made.nbytes == attention.nbytes + memory.nbytes
     assert (made.held, made.max_held) == (7, 7)

@@ -17,7 +17,7 @@ SPECS = (
     "affine8,start=60",
     "affine8,window=70,sinks=4",
     "raw,window=20,sinks=3",
-    "raw,window=1,slack=0",
+    "raw,window=1,sinks=0,slack=0",
 )
 CHUNKS = (1, 2, 64, 500)  # the last is longer than every bound
 
@@ -81,7 +81,7 @@ def test_verbs_act_on_the_committed_tokens(verb) -> None:
 
 
 def test_one_abandoned_forward_after_another_is_taken_back() -> None:
-    cache = Cache(3, "affine8,window=70")
+    cache = Cache(3, "affine8,window=70,sinks=0")
     forward(cache, 100)
     before = cache.snapshot()
     for count, upto in ((1, 1), (200, 2), (64, 2), (3, 1)):
@@ -155,7 +155,7 @@ def test_a_width_that_a_codec_refuses_leaves_what_was_committed() -> None:
 def test_a_codec_that_fails_while_it_seals_leaves_what_was_committed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cache = Cache(2, "affine8,window=70")
+    cache = Cache(2, "affine8,window=70,sinks=0")
     forward(cache, 100)
     before = cache.snapshot()
     codec = type(cache.spec.layers[0].values)
@@ -226,28 +226,28 @@ def test_layers_of_one_forward_get_as_many_tokens() -> None:
 
 def test_layers_of_different_lengths_are_said(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", logger="kvant")
-    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=9"))))
+    cache = Cache(None, CacheSpec((layer("raw"), layer("raw,window=9,sinks=0"))))
     put(cache[0], 5)
     put(cache[1], 1)
     assert "different numbers of tokens: [1, 5]" in caplog.text
     assert [state.length for state in cache] == [5, 1]
     with pytest.raises(CacheError, match="layer 1: 1 tokens, 5 in a layer before it: rewind"):
-        cache.recode("affine8,window=3")
+        cache.recode("affine8,window=3,sinks=0")
     cache.rewind(1)
     assert [told(state) for state in cache] == [[0], [0]]
-    cache.recode("affine8,window=3")
+    cache.recode("affine8,window=3,sinks=0")
     assert [told(state) for state in cache] == [[0], [0]]
 
 
 def test_an_undone_chunk_gives_its_room_back() -> None:
-    cache = Cache(2, "affine8,window=100")
+    cache = Cache(2, "affine8,window=100,sinks=0")
     forward(cache, 70)
     before = cache.nbytes
     put(cache[0], 3000)
     assert cache.trim(0) == 0
     for _ in range(128):  # with the next page that falls due
         forward(cache, 1)
-    alone = Cache(2, "affine8,window=100")
+    alone = Cache(2, "affine8,window=100,sinks=0")
     for _ in range(198):
         forward(alone, 1)
     assert before <= cache.nbytes <= alone.nbytes

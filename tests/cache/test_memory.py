@@ -36,7 +36,7 @@ def test_a_capacity_takes_all_pages_at_once() -> None:
 @pytest.mark.parametrize("window", [1, 64, 100, 500])
 @pytest.mark.parametrize("slack", [0, 16])
 def test_a_window_takes_what_is_kept_and_two_pages(window: int, slack: int) -> None:
-    cache = Cache(1, f"raw,window={window},slack={slack}")
+    cache = Cache(1, f"raw,window={window},sinks=0,slack={slack}")
     most = -(-(window + slack) // 64) + 2
     assert max(taken(cache, *[1] * 700)) <= most
     assert max(taken(cache, 300, 1000, 64, 1)) <= most

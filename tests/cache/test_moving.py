@@ -22,7 +22,7 @@ TEXTS = (
     "affine8",
     "affine4/turbo3,tail=3",
     "turbo4v2,window=100,sinks=4",
-    "affine8,window=200",
+    "affine8,window=200,sinks=0",
     "affine4,capacity=900",
     "affine8/raw,sinks=3",
 )
@@ -111,7 +111,7 @@ def test_everything_goes_on_after_a_move(text: str) -> None:
         for one in (cache, twin):
             one.select(torch.tensor([1, 1, 0]))
             if "capacity" not in text:
-                one.recode("affine8,window=90")
+                one.recode("affine8,window=90,sinks=0")
             torch.manual_seed(3)
             append(one, 70)
         alike(cache, twin)

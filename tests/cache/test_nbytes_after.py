@@ -19,7 +19,7 @@ def any_spec(pick: Any) -> str:
     form = pick(["raw", "affine8", "affine4"])
     options = [
         pick(["", "window=20", "window=64", "window=100", "window=150"]),
-        pick(["", "sinks=4", "sinks=20"]),
+        pick(["sinks=0", "sinks=4", "sinks=20"]),
         pick(["", "slack=5", "slack=70"]),
         pick(["", "step=1", "step=64", "step=128"]),
         pick(["", "", "", "capacity=3000"]),

@@ -19,9 +19,14 @@ from kvant.recipes import CacheSpec, RecurrentSpec
 
 SPECS = (
     *("raw", "affine8", "affine4", "turbo4v2", "fp8", "raw,page=128", "affine8,slack=70"),
-    *("raw,window=100", "raw,window=100,sinks=70", "affine8,window=200", "affine8,sinks=4"),
+    *(
+        "raw,window=100,sinks=0",
+        "raw,window=100,sinks=70",
+        "affine8,window=200,sinks=0",
+        "affine8,sinks=4",
+    ),
     *("affine4,window=300,sinks=4", "affine4,edge=1:raw", "affine8,start=300"),
-    *("affine8,window=100,step=512", "raw,capacity=1024", "affine6v4,tail=70"),
+    *("affine8,window=100,sinks=0,step=512", "raw,capacity=1024", "affine6v4,tail=70"),
 )
 LENGTHS = (1, 63, 64, 65, 128, 200, 256, 300, 513)
 

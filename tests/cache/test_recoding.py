@@ -106,10 +106,18 @@ def test_padded_sequences_keep_their_own_sinks() -> None:
 @pytest.mark.parametrize(
     "before, after, message",
     [
-        ("raw,window=50", "raw", r"all rows of 300 tokens.*last 50 are held.*at most window=50"),
-        ("affine4,window=50", "affine8,window=51", r"window=51 of 300 tokens.*last 50"),
+        (
+            "raw,window=50,sinks=0",
+            "raw",
+            r"all rows of 300 tokens.*last 50 are held.*at most window=50",
+        ),
+        (
+            "affine4,window=50,sinks=0",
+            "affine8,window=51,sinks=0",
+            r"window=51 of 300 tokens.*last 50",
+        ),
         ("affine4,window=50,sinks=4", "raw,window=50,sinks=5", r"sinks=5.*4 are held.*sinks=4"),
-        ("raw,window=50", "affine4,window=20,sinks=1", r"sinks=1.*0 are held"),
+        ("raw,window=50,sinks=0", "affine4,window=20,sinks=1", r"sinks=1.*0 are held"),
     ],
 )
 def test_rows_that_are_gone_are_refused(before: str, after: str, message: str) -> None:
@@ -122,7 +130,7 @@ def test_rows_that_are_gone_are_refused(before: str, after: str, message: str) -
 
 
 def test_a_window_may_widen_while_all_rows_are_held() -> None:
-    state = grown("raw,window=50", 50)
+    state = grown("raw,window=50,sinks=0", 50)
     recode(state, "affine8,window=90,sinks=3")
     put(state, 100)
     assert told(state) == last(90, 150, 3)
@@ -146,7 +154,7 @@ def test_rows_of_a_width_that_the_format_cannot_store_are_refused() -> None:
 
 def test_an_empty_layer_takes_the_recipe() -> None:
     state = One(layer("raw"))
-    recode(state, "affine8,window=10")
+    recode(state, "affine8,window=10,sinks=0")
     put(state, 100)
     assert told(state) == list(range(90, 100))
     state.reset()
@@ -168,7 +176,7 @@ def test_a_rewind_within_slack_stays_exact_where_the_format_stays() -> None:
     keys = torch.randn(1, 1, 130, 32)
     state = One(layer("affine2,tail=0"))
     state.append(keys, keys, prefill="stored")
-    recode(state, "affine2,tail=0,window=100")
+    recode(state, "affine2,tail=0,window=100,sinks=0")
     state.rewind(127)
     assert torch.equal(state.read(64)[0], keys[:, :, 64:127])
     assert state.tally.rewinds_exact == 1
@@ -176,10 +184,10 @@ def test_a_rewind_within_slack_stays_exact_where_the_format_stays() -> None:
 
 def test_no_rewind_reaches_rows_that_never_came(tmp_path: pytest.TempPathFactory) -> None:
     """The first page of the new window begins before the rows that the old one had kept."""
-    cache = Cache(1, "raw,window=100")
+    cache = Cache(1, "raw,window=100,sinks=0")
     for _ in range(2):
         put(cache[0], 253)
-    cache.recode("affine8,window=100")
+    cache.recode("affine8,window=100,sinks=0")
     save(cache, f"{tmp_path}/a")
     for one in (cache, cache.fork(), load(f"{tmp_path}/a")):
         one.rewind(496)
@@ -193,9 +201,9 @@ def test_no_rewind_reaches_rows_that_never_came(tmp_path: pytest.TempPathFactory
 
 
 def test_rows_that_never_came_are_remembered_until_a_reset() -> None:
-    state = grown("raw,window=100,slack=0", 490)
-    recode(state, "affine8,window=100,slack=60")
-    recode(state, "affine4,window=100,slack=60")
+    state = grown("raw,window=100,sinks=0,slack=0", 490)
+    recode(state, "affine8,window=100,sinks=0,slack=60")
+    recode(state, "affine4,window=100,sinks=0,slack=60")
     # The page that the window begins in is there from its first row, 384, on.
     assert state.reachable(483) == 0
     state.rewind(state.reachable(484))
@@ -258,7 +266,7 @@ def expect_rows(state: One, window: int, sinks: int, start: int) -> None:
 def test_values_inside_the_keys_stay_there() -> None:
     state = One(LayerSpec(*2 * (layer("raw").keys,), Window(50), value_dim=4))
     state.append(rows(0, 100))
-    spec = layer("affine8,window=30")
+    spec = layer("affine8,window=30,sinks=0")
     state.recode(LayerSpec(spec.keys, spec.keys, spec.retention, value_dim=4))
     keys, values = state.read()
     assert (keys.shape[2:], values.shape[2:]) == ((30, 8), (30, 4))

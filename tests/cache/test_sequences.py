@@ -181,7 +181,7 @@ def test_an_id_that_is_not_there_is_an_error() -> None:
 
 
 def test_a_window_lets_rows_go() -> None:
-    sequences = Sequences(1, "raw,window=10,slack=0")
+    sequences = Sequences(1, "raw,window=10,sinks=0,slack=0")
     for _ in range(40):
         forward(sequences, 1, 1)
     assert [round(v) for v in sequences.get(1, 0, 30, 10)[0][0, 0, :, 0].tolist()] == list(
@@ -430,7 +430,7 @@ def test_another_thread_waits_until_a_forward_is_whole() -> None:
 
 def test_who_reads_sees_nothing_of_a_forward_under_way(apart: Callable[..., Any]) -> None:
     """Not even that it lets rows go."""
-    sequences = Sequences(LAYERS, "raw,window=10,slack=0")
+    sequences = Sequences(LAYERS, "raw,window=10,sinks=0,slack=0")
     forward(sequences, 1, 20)
     forward(sequences, 1, 50, upto=1)
     for read in (sequences.get, lambda *given: apart(sequences.get, *given)):

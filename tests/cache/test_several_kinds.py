@@ -28,11 +28,11 @@ def counted(stop: int) -> torch.Tensor:
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_kinds_that_a_recode_joins_hold_what_all_of_them_held(order: tuple[int, int]) -> None:
     """Bug: the integers of the first layer were those of all, and zeros passed for rows."""
-    specs = ("affine8,tail=0", "affine8,tail=0,window=128")
+    specs = ("affine8,tail=0", "affine8,tail=0,window=128,sinks=0")
     cache = cache_of(*(specs[i] for i in order))
     for one in cache:
         one.append(counted(512), counted(512))
-    cache.recode("affine8,tail=0,window=128,slack=100")
+    cache.recode("affine8,tail=0,window=128,sinks=0,slack=100")
     assert len(cache._ledger.kinds) == 1
     to = cache.reachable(512 - 10)
     cache.rewind(to)
@@ -109,7 +109,7 @@ def test_bytes_in_other_tiles_are_not_merged() -> None:
 
 
 def test_layers_of_one_forward_have_the_same_sequences() -> None:
-    cache = cache_of("raw", "raw,window=9")
+    cache = cache_of("raw", "raw,window=9,sinks=0")
     cache[0].append(*torch.randn(2, 2, 1, 3, 16))
     with pytest.raises(ValueError, match="rows of 3 sequences"):
         cache[1].append(*torch.randn(2, 3, 1, 3, 16))

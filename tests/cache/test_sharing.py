@@ -150,7 +150,7 @@ def test_threads_append_to_forks_of_one_cache(text: str) -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("text", ["raw", "affine8,window=100"])
+@pytest.mark.parametrize("text", ["raw", "affine8,window=100,sinks=0"])
 def test_forks_go_while_others_are_written_to(text: str) -> None:
     """From whichever thread collects them, in the middle of whatever."""
     cache, rounds, begin = grown(text, 130), 60, Barrier(2)

@@ -37,7 +37,7 @@ def test_a_spec_is_explained(call: Any) -> None:
     code, out, _ = call("formats", "affine8/turbo3,window=4096,sinks=4")
     assert code == 0
     assert "keys affine8 " in out and "values turbo3 " in out
-    assert "the last 4096 tokens stay" in out and "the first 4 stay too" in out
+    assert "the last 4096 tokens stay" in out and "the first 4 tokens stay" in out
     spec = "affine4,window=100"
     told = json.loads(call("formats", spec, "--json")[1])
     for one in told["lengths"]:

@@ -80,6 +80,13 @@ def test_json_is_one_object(call: Any, tmp_path: Path) -> None:
     assert told["formats"][0]["largest_context"] is None
 
 
+@pytest.mark.parametrize(("spec", "sinks"), [("raw,window=64", 4), ("raw,window=64,sinks=0", 0)])
+def test_what_a_window_keeps_is_said(spec: str, sinks: int, call: Any) -> None:
+    told = json.loads(call("plan", "--json", "--context", "512", "--kv-cache", spec)[1])
+    assert told["notes"] == [f"{spec}: the last 64 tokens stay, and the first {sinks}"]
+    assert told["formats"][0]["nbytes"] == plan(demo.PATH, spec, context=512).nbytes
+
+
 def test_without_a_model_the_one_inside_is_planned(call: Any) -> None:
     plain, named = (
         json.loads(call("plan", "--json", *words)[1]) for words in ((), ("--model", str(demo.PATH)))

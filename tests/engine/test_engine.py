@@ -563,7 +563,7 @@ def test_a_dead_thread_is_an_error_of_every_request(llama: Any) -> None:
 
 def test_a_forward_that_dies_behind_all_layers_gave_nobody_a_token(llama: Any) -> None:
     """Without slack nothing could be taken back from behind a window."""
-    spec, asked = "affine8,window=64,slack=0", prompts(2, seed=8, longest=99)
+    spec, asked = "affine8,window=64,sinks=0,slack=0", prompts(2, seed=8, longest=99)
     expected = [alone(llama, prompt, spec, max_new_tokens=25) for prompt in asked]
     calls = []
 

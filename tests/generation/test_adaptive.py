@@ -106,9 +106,9 @@ def test_drafts_and_steps_down_go_together(attached: Any) -> None:
         ("raw", ["affine8", "affine4"]),
         ("affine4", []),
         ("turbo4v2", []),
-        ("affine6/turbo3,window=50", ["affine4/turbo3,window=50"]),
-        ("affine8,window=200", ["affine4,window=200"]),
-        ("fp8,window=200", ["affine4,window=200"]),
+        ("affine6/turbo3,window=50,sinks=0", ["affine4/turbo3,window=50,sinks=0"]),
+        ("affine8,window=200,sinks=0", ["affine4,window=200,sinks=0"]),
+        ("fp8,window=200,sinks=0", ["affine4,window=200,sinks=0"]),
         ("affine4,sinks=9", []),
     ],
 )
@@ -178,7 +178,7 @@ def test_the_bits_of_the_steps_are_those_of_the_spec_language() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "sinks"), [("affine8,window=200", 0), ("raw,window=200,sinks=2", 2)]
+    ("spec", "sinks"), [("affine8,window=200,sinks=0", 0), ("raw,window=200,sinks=2", 2)]
 )
 def test_a_window_keeps_its_own_sinks(spec: str, sinks: int) -> None:
     cache = grown(spec, 400)
@@ -272,7 +272,11 @@ def test_rows_that_no_step_can_store_get_a_window() -> None:
 
 @pytest.mark.parametrize(
     ("spec", "coming"),
-    once(product(["raw", "raw,step=1", "affine8,window=300", "turbo4,page=128"], [1, 40, 300])),
+    once(
+        product(
+            ["raw", "raw,step=1", "affine8,window=300,sinks=0", "turbo4,page=128"], [1, 40, 300]
+        )
+    ),
 )
 def test_room_is_made_before_it_is_needed(spec: str, coming: int) -> None:
     cache = grown(spec, 64)

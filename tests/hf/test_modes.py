@@ -242,7 +242,7 @@ def test_sinks_with_padding_that_nobody_told_are_refused(way: Way) -> None:
 
 @pytest.mark.parametrize("way", ("stock", "attached"))
 def test_a_window_without_sinks_needs_no_padding(way: Way) -> None:
-    spec, name = "raw,window=16", "llama"
+    spec, name = "raw,window=16,sinks=0", "llama"
     text = text_of(FAMILIES[name], 2)
     expected = windowed(name, text, sinks=0)
     with handed(model_of(name), way, spec) as model:

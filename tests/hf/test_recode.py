@@ -90,7 +90,7 @@ def test_a_window_of_the_policy_narrows_what_a_model_sees() -> None:
     decoded(model, cache, 5)
     assert torch.isfinite(step(model, cache, tokens(1))).all()
     with pytest.raises(SpecError, match=r"layer 0: window=90 .* last 40 are held"):
-        cache.recode("affine8,window=90")
+        cache.recode("affine8,window=90,sinks=0")
     cache.recode("affine8")
     assert {one.retention.window for one in attention(cache)} == {40}
 
@@ -101,7 +101,7 @@ def test_windows_of_the_model_stay_beside_one_of_the_policy() -> None:
     assert cache.spec == kvant.cache_for(model, "affine4,window=100,sinks=3").spec
     assert [one.retention.window for one in attention(cache)] == [8, 8, 100, 8]
     assert [layer.narrow for layer in cache.layers] == [False, False, True, False]
-    cache.recode("affine4,window=20")
+    cache.recode("affine4,window=20,sinks=0")
     assert [one.retention.window for one in attention(cache)] == [8, 8, 20, 8]
     decoded(model, cache, 5)
 

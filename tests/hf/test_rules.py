@@ -41,9 +41,9 @@ def test_masks_that_are_rules() -> None:
     assert told("raw", mask_of()) == (Mask(), [0, 0])
     assert told("raw", mask_of((0, 7))) == (Mask(), [0, 7])
     window = Mask(window=20)
-    assert told("raw,window=20", mask_of(window=20)) == (window, [0, 0])
-    assert told("raw,window=20", mask_of(window=20, columns=30)) == (window, [0, 0])
-    assert told("raw,window=20", mask_of(), narrow=True) == (window, [0, 0])
+    assert told("raw,window=20,sinks=0", mask_of(window=20)) == (window, [0, 0])
+    assert told("raw,window=20,sinks=0", mask_of(window=20, columns=30)) == (window, [0, 0])
+    assert told("raw,window=20,sinks=0", mask_of(), narrow=True) == (window, [0, 0])
 
 
 @pytest.mark.parametrize("place", [(0, 0, 0, 3), (1, 0, -1, -1), (0, 0, 2, 80)])

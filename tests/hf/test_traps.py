@@ -57,7 +57,7 @@ def padded(
 STEPS = [18, *range(19, 31)]
 
 
-@pytest.mark.parametrize("spec", ["raw,window=4", small("affine8", prefill="stored")])
+@pytest.mark.parametrize("spec", ["raw,window=4,sinks=0", small("affine8", prefill="stored")])
 def test_a_chunked_model_counts_chunks_from_its_padding(spec: Any) -> None:
     """Whether the padding was told or not."""
     model, mask = build("llama4"), torch.ones(2, 18, dtype=torch.long)

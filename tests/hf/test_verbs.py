@@ -377,6 +377,17 @@ def test_a_window_of_the_model_has_no_sinks() -> None:
         assert (recipe.retention.sinks, recipe.retention.window) == (0, 4 if "=4" in spec else 8)
 
 
+def test_a_window_that_a_model_does_not_have_keeps_four_sinks_in_its_full_layers() -> None:
+    model = build("gemma3")
+    recipes = kvant.cache_for(model, "raw,window=5").spec.layers
+    found = {
+        (kind, recipe.retention.sinks)
+        for kind, recipe in zip(model.config.layer_types, recipes, strict=True)
+        if isinstance(recipe, kvant.LayerSpec)
+    }
+    assert found == {("full_attention", 4), ("sliding_attention", 0)}
+
+
 VERBS = {
     "crop": lambda cache: cache.crop(-4),
     "fork": lambda cache: cache.fork(),

@@ -21,7 +21,13 @@ from thin import once
 WIDTHS = (8, 6, 5, 4, 3, 2)
 AFFINE = [f"affine{bits}" for bits in WIDTHS]
 FORMATS = ("raw", *AFFINE, "affine4,rotate", "fp8", "turbo4", "turbo3", "turbo2")
-RETENTIONS = ("", "sinks=3", "window=70,sinks=4", "window=200", "prune=random:100%:adaptive")
+RETENTIONS = (
+    "",
+    "sinks=3",
+    "window=70,sinks=4",
+    "window=200,sinks=0",
+    "prune=random:100%:adaptive",
+)
 ARENAS = ("step=1", "step=256,tail=0", "capacity=640", "tail=9,step=64")
 BATCHES = (1, 3, "padded")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

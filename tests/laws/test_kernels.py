@@ -22,7 +22,7 @@ CASES = {  # and the law that a case is for by default
         ("rule", "affine8", "affine4,rotate", "", "step=1,tail=9", "padded", torch.float16),
         ("read", "affine4,rotate", "turbo4", "window=70,sinks=4", "step=256,tail=0", 1, F32),
         ("rule", "turbo4", "turbo3", "", "start=90,tail=3", 1, torch.bfloat16),
-        ("", "turbo3", "raw", "window=200", "capacity=640,tail=9", "padded", F32),
+        ("", "turbo3", "raw", "window=200,sinks=0", "capacity=640,tail=9", "padded", F32),
         ("rule", "turbo2", "affine4", "window=40,sinks=2", "slack=0,tail=20", 1, F32),
         ("", "affine4", "turbo2", "", "page=128,tail=20,slack=0", 1, F32),
         ("", "raw", "raw", "window=70,sinks=4", "step=1", "padded", F32),

@@ -22,7 +22,7 @@ SPECS = (
     "affine8,tail=0",
     "affine4,tail=7,sinks=2",
     "affine8v4,window=130,sinks=2,slack=20",
-    "affine4,window=20,tail=40",
+    "affine4,window=20,sinks=0,tail=40",
     "raw/affine8,start=90",
 )
 LAYERS, DIM = 2, 16

@@ -22,7 +22,7 @@ CASES = [
         ("affine8", "turbo3", "sinks=3", "tail=9,step=64", "padded"),
         ("raw", "affine2", "", "tail=9,step=64", 3),
         ("turbo2", "raw", "window=70,sinks=4", "step=256,tail=0", "padded"),
-        ("affine3", "affine4,rotate", "window=100", "tail=9,step=64", 1),
+        ("affine3", "affine4,rotate", "window=100,sinks=0", "tail=9,step=64", 1),
         ("turbo4", "turbo2", "", "start=150,tail=3", 1),
         ("raw", "raw", "window=70,sinks=4", "step=1", "padded"),
         ("affine6", "affine5", "", "page=128,tail=20,slack=0", 3),

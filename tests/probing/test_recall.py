@@ -61,7 +61,7 @@ def test_the_model_inside_finds_what_it_read_lately_and_a_window_loses_the_rest(
     model, tokenizer = load(None)
     text = torch.tensor([tokenizer.encode("import os\n\n\ndef listed(path):\n    pass\n" * 60)])
     asked = exams(tokenizer, [text[:, :600]], 2, seed=0)
-    raw, short = (recall(model, asked, spec) for spec in ("raw", "raw,window=64"))
+    raw, short = (recall(model, asked, spec) for spec in ("raw", "raw,window=64,sinks=0"))
     assert raw["copy"]["0.75"] == 1.0
     assert all(share == 0 for depths in short.values() for share in depths.values())
 

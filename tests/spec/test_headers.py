@@ -181,7 +181,22 @@ def test_damaged_text_is_a_spec_or_a_spec_error(spec: CacheSpec, data: st.DataOb
     read(text[:at] + data.draw(st.text(max_size=3)) + text[at + data.draw(st.integers(0, 3)) :])
 
 
-HEADER = to_json(parse("turbo4,window=64", 1))
+OLD = (
+    '{"kind":"cache","layers":[{"kind":"attention","keys":{"name":"raw"},"values":{"name":"raw"},"retention":'
+    '{"name":"window","window":64,"sinks":0},"page":64,"tail":null,"slack":16,"dense_until":0,'
+    '"prefill":"dense","step":1,"capacity":null,"dtype":null,"chunk":null,"value_dim":null}]}'
+)
+
+
+@pytest.mark.parametrize("text", [OLD, OLD.replace(',"sinks":0', "")])
+def test_a_window_in_a_header_of_before_has_no_sinks(text: str) -> None:
+    spec = from_json(text)
+    assert spec == CacheSpec((LayerSpec(Raw(), Raw(), Window(64)),))
+    assert to_json(spec) == OLD, "so stores find what is named by it"
+    assert spec != parse("raw,window=64", 1) and spec == parse("raw,window=64,sinks=0", 1)
+
+
+HEADER = to_json(parse("turbo4,window=64,sinks=0", 1))
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kvant.contracts import Frame
 from kvant.errors import SpecError
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
 from kvant.retention import All, Window
-from kvant.spec import as_spec, from_json, parse, split, to_json
+from kvant.spec import as_spec, from_json, parse, split, to_json, words
 
 
 def first(text: str) -> LayerSpec:
@@ -91,7 +91,8 @@ def test_aliases_say_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | Non
 @pytest.mark.parametrize(
     ("option", "field", "value"),
     [
-        ("window=4096", "retention", Window(4096)),
+        ("window=4096", "retention", Window(4096, 4)),
+        ("window=4096,sinks=0", "retention", Window(4096, 0)),
         ("window=2,sinks=4", "retention", Window(2, 4)),  # more sinks than window is a fine rule
         ("sinks=4", "retention", All(4)),
         ("tail=0", "tail", 0),
@@ -122,6 +123,27 @@ def test_the_words_of_llama_cpp_mean_groups_of_32(
     assert codec.tail == (0 if text == "q8_0" else 128)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("affine4,window=64", "affine4,window=64,sinks=4"),
+        ("affine4,window=64,sinks=0", "affine4,window=64,sinks=0"),
+        ("raw,window=64,sinks=9,select=7", "raw,window=64,sinks=9,select=7"),
+        ("affine4,sinks=4", "affine4,sinks=4"),
+        ("turbo3", "turbo3"),
+    ],
+)
+def test_words_say_how_many_sinks_there_are(text: str, expected: str) -> None:
+    assert words(parse(text, 3)) == expected
+    assert parse(expected, 3) == parse(text, 3)
+
+
+def test_a_recipe_built_by_hand_has_the_sinks_that_it_names() -> None:
+    layer = LayerSpec(Raw(), Raw(), Window(8))
+    assert as_spec(layer, 1).layers == (layer,) and layer.retention.sinks == 0
+    assert words(as_spec(layer, 1)) == "raw,window=8,sinks=0"
+
+
 def test_what_is_not_said_stays_as_the_contract_has_it() -> None:
     assert parse("affine4", 2).layers == (LayerSpec(Affine(4, 32), Affine(4, 32), All()),) * 2
 
@@ -148,7 +170,7 @@ def test_edge_layers_are_the_first_and_the_last(text: str, widths: str) -> None:
 def test_edge_layers_keep_the_other_options() -> None:
     edge, main = parse("turbo4v2,window=64,page=128,group=16,edge=1:affine8/raw", 3).layers[:2]
     assert (edge.keys, edge.values) == (Affine(8, 16), Raw())
-    assert (edge.retention, edge.page) == (main.retention, main.page) == (Window(64), 128)
+    assert (edge.retention, edge.page) == (main.retention, main.page) == (Window(64, 4), 128)
 
 
 def seeds(text: str, num_layers: int = 8) -> list[int]:

@@ -20,7 +20,7 @@ LAYER = LayerShape(num_heads=8, key_dim=128, value_dim=128)
 A_LAYER = "a layer of 8 heads of 128 in bfloat16"
 LENGTHS = (1024, 8192, 32768)  # tokens
 MORE = (
-    "A spec is a format and options with commas between: affine4,window=4096,sinks=4.\n"
+    "A spec is a format and options with commas between: affine4,window=4096.\n"
     "kvant formats SPEC explains one; kvant plan computes the memory of a model; kvant eval tells\n"
     "what formats do to it; docs/formats.md says when to use what."
 )

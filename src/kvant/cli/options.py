@@ -21,6 +21,7 @@ from kvant.cache.files import Header, header
 from kvant.checkpoints import config_file
 from kvant.errors import CacheError, CacheFileError
 from kvant.models import layer_shapes
+from kvant.retention import WINDOW_SINKS
 
 if TYPE_CHECKING:
     from kvant.generation.conversation import Transcript
@@ -40,7 +41,9 @@ KVCache = Annotated[
     str | None, Option(help="How the cache is stored: affine4, raw, auto; kvant formats has all.")
 ]
 WindowSize = Annotated[int | None, Option(help="Keep the last N positions ...")]
-WindowKeep = Annotated[int | None, Option(help="... and the first N beside them.")]
+WindowKeep = Annotated[
+    int | None, Option(help=f"... and the first N beside them ({WINDOW_SINKS} unless given).")
+]
 MaxNewTokens = Annotated[int, Option(min=1, help="Tokens of a reply, at most.")]
 NEW_TOKENS = 256  # unless said, as in Python
 Temperature = Annotated[float, Option(min=0.0, help="0 takes the likeliest token; 1 draws.")]

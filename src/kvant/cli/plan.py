@@ -18,10 +18,12 @@ from kvant import demo
 from kvant.checkpoints import configuration, told_by
 from kvant.cli import options
 from kvant.cli.options import blank
+from kvant.contracts import Retention
 from kvant.models import Entries, layer_shapes, max_context, says_dtype
 from kvant.models.shapes import LayerShape
 from kvant.planner import Plan
 from kvant.planner import plan as planned
+from kvant.recipes import attention_in
 from kvant.sizes import format_size, parse_size
 
 RAW = "raw"
@@ -57,6 +59,11 @@ def plan(
         for spec, one in zip(specs, plans, strict=True)
         if one.nbytes_kept < one.nbytes
     ]
+    notes += [
+        f"{spec}: the last {rule.window} tokens stay, and the first {rule.sinks}"
+        for spec, one in zip(specs, plans, strict=True)
+        for rule in _windows(one) - _windows(raw)  # those of raw are of the model's own
+    ]
     if json:
         figures = {"model": name, "context": raw.context, "sequences": sequences}
         figures |= {
@@ -69,6 +76,12 @@ def plan(
         print(json_text.dumps(figures))
     else:
         _show(f"{name}: {_layers(layers)}", rows, notes, raw, limit)
+
+
+def _windows(one: Plan) -> set[Retention]:
+    """The retention rules of a plan's layers that have a window."""
+    rules = (layer.retention for layer in attention_in(*one.spec.layers))
+    return {rule for rule in rules if rule.window is not None}
 
 
 def _told(model: str | None, config: Path | None) -> tuple[str, Any]:

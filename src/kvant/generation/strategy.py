@@ -18,7 +18,7 @@ from kvant.contracts import Codec, Retention
 from kvant.errors import CacheError, SpecError
 from kvant.generation.decoder import Memory
 from kvant.recipes import CacheSpec, attention_in
-from kvant.retention import Window
+from kvant.retention import WINDOW_SINKS, Window
 from kvant.sizes import as_bytes, format_size
 from kvant.spec import words
 
@@ -28,7 +28,6 @@ log = logging.getLogger("kvant")
 
 LADDER = (Affine(8, group=64), Affine(4, group=32))  # what affine8 and affine4 mean in a spec
 RAW = 16  # bits, more than any step has
-SINKS = 4  # of a window where there was none
 NARROWEST = 64  # tokens: a window below this is no memory
 
 
@@ -152,7 +151,7 @@ def narrowed(spec: CacheSpec, window: int) -> CacheSpec:
 
     def narrow(rule: Retention) -> Retention:
         if rule.window is None:
-            return Window(window, max(rule.sinks, SINKS))
+            return Window(window, max(rule.sinks, WINDOW_SINKS))
         return rule if rule.window <= window else Window(window, rule.sinks)
 
     return spec.changed(lambda layer: replace(layer, retention=narrow(layer.retention)))

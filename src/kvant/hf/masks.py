@@ -255,7 +255,8 @@ def told_otherwise(view: View) -> CacheError:
 def padding_needed() -> CacheError:
     return CacheError(
         "sinks and pruned rows of a left-padded batch need the padding before the first rows: give "
-        "kvant.cache_for(..., attention_mask=...), or kvant.attach the model"
+        "kvant.cache_for(..., attention_mask=...), or kvant.attach the model; a window without "
+        "sinks is window=N,sinks=0"
     )
 
 

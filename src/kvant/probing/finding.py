@@ -62,7 +62,7 @@ def promoted(spec: str) -> Iterator[tuple[str, str]]:
 
 def _denser(options: list[str]) -> Iterator[tuple[list[str], str]]:
     """Options by which the first rows stay dense, or more of the last ones."""
-    if not any(part.startswith(("sinks=", "capacity=")) for part in options):
+    if not any(part.startswith(("sinks=", "window=", "capacity=")) for part in options):
         yield [*options, FIRST], "its first rows need to stay dense"
     short = [part for part in options if part.startswith("tail=") and int(part[5:]) < TAIL]
     if short:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvant.retention import WINDOW_SINKS
+
 
 @dataclass(frozen=True)
 class Word:
@@ -28,7 +30,11 @@ FORMATS = (
     Word("turbo4", "4 bits of a codebook, rotated, a scale for a row", "the smallest with 4 bits"),
     Word("turbo3", "3 bits of a codebook, rotated, a scale for a row", "a fifth of raw"),
     Word("turbo2", "2 bits of a codebook, rotated, a scale for a row", "research"),
-    Word("turbo4v2", "keys in 4 bits, values in 2; any two widths", "a fifth of raw, keys better"),
+    Word(
+        "turbo4v2",
+        "keys in 4 bits, values in 2; any two widths",
+        "a fifth of raw, keys better",
+    ),
     Word("fp8/turbo3", "two formats: of the keys, and of the values", "what one side needs"),
     Word("bf16", "raw in that dtype, whatever the model has (f16, f32)", "to fix the dtype"),
     Word("q8_0", "affine8 with 32 values to a scale (llama.cpp's name)", "coming from llama.cpp"),
@@ -43,8 +49,18 @@ AUTO = Word(
 )
 
 OPTIONS = (
-    Word("window=N", "the last N tokens stay", "a bound on memory, whatever comes", "all stay"),
-    Word("sinks=N", "the first N stay too, dense", "beside a window: models lean on them", "0"),
+    Word(
+        "window=N",
+        f"the last N tokens stay, and the first {WINDOW_SINKS} unless sinks= says otherwise",
+        "a bound on memory, whatever comes",
+        "all stay",
+    ),
+    Word(
+        "sinks=N",
+        "the first N tokens stay, dense",
+        "models lean on them; 0 with a window lets them go",
+        f"{WINDOW_SINKS} with a window, else 0",
+    ),
     Word(
         "select=N",
         "a token reads the first sealed page, and N others or P% of them",

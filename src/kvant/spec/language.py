@@ -16,6 +16,7 @@ from reprlib import repr as short
 from typing import Any
 
 from kvant.codecs.frames import Smooth, waits
+from kvant.contracts import Retention
 from kvant.errors import SpecError
 from kvant.recipes import (
     DTYPES,
@@ -29,7 +30,7 @@ from kvant.recipes import (
     SharedSpec,
     attention_in,
 )
-from kvant.retention import All, Window
+from kvant.retention import WINDOW_SINKS, All, Window
 from kvant.spec.formats import MAX_LAYERS, Choice, Format, parse_format, spelled
 from kvant.spec.headers import KINDS, dumps, loads
 from kvant.spec.options import (
@@ -73,8 +74,8 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     """The recipe of each of `num_layers` layers, from a string such as "affine4,window=4096".
 
     >>> spec = kvant.parse("affine4,window=4096", num_layers=32)
-    >>> len(spec.layers), spec.layers[0].retention.window
-    (32, 4096)
+    >>> len(spec.layers), spec.layers[0].retention
+    (32, Window(window=4096, sinks=4))
     """
     if not 1 <= num_layers <= MAX_LAYERS:
         raise SpecError(f"num_layers={num_layers}: allowed is 1 to {MAX_LAYERS}; nearest: 1")
@@ -112,8 +113,9 @@ def split(formats: str) -> list[str]:
 
 def recipe(form: Format, options: Mapping[str, Any], choice: Choice, layer: int) -> LayerSpec:
     keys, values = form.codecs(choice, layer)
-    sinks = options.get("sinks", 0)
-    retention = Window(options["window"], sinks) if "window" in options else All(sinks)
+    retention: Retention = All(options.get("sinks", 0))
+    if "window" in options:
+        retention = Window(options["window"], options.get("sinks", WINDOW_SINKS))
     selection, first = options.get("select", (None, 0))
     selection = selection if layer >= first else None
     layer_spec = LayerSpec(keys, values, retention, dtype=form.dtype, select=selection)
@@ -223,7 +225,9 @@ def words(spec: CacheSpec) -> str:
     told = " and ".join(dict.fromkeys(spelled(*layer.sides.values()) for layer in layers))
     kept = max(layers, key=lambda layer: layer.width).retention
     if kept.window is not None:
-        told += f",window={kept.window}" + (f",sinks={kept.sinks}" if kept.sinks else "")
+        told += f",window={kept.window}"
+    if kept.window is not None or kept.sinks:  # 0 as well: a window alone has WINDOW_SINKS
+        told += f",sinks={kept.sinks}"
     some = next((layer.select for layer in layers if layer.select is not None), None)
     if some is not None:
         told += f",select={some.pages or f'{some.percent:g}%'}"

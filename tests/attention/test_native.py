@@ -109,6 +109,26 @@ def test_the_error_is_what_is_promised(
     assert found < missed * promised(dtype, own)
 
 
+BOUNDS = {"raw": 1e-5, "fp8": 1e-5, "affine8": 1e-3, "turbo": 8e-3, "affine": 5e-3}
+ROWS_OF_BFLOAT16 = 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("text", [one for one in FORMATS if not {"/", "v"} & {*one}])
+def test_a_single_token_is_as_near_the_reference_as_docs_say(text: str, dtype: torch.dtype) -> None:
+    """docs/formats.md quotes these bounds, of the norm of an output."""
+    bound = next(bound for word, bound in BOUNDS.items() if text.startswith(word))
+    bound = max(bound, ROWS_OF_BFLOAT16) if dtype == torch.bfloat16 else bound
+    for heads, group, dim, wide, count in (*SHAPES[:2], SHAPES[3]):
+        keys, values = torch.randn(1, heads, count, dim), torch.randn(1, heads, count, wide)
+        cache = Cache(1, f"{text},prefill=stored,tail=0")
+        view = cache[0].append(keys.to(dtype), values.to(dtype))
+        for _ in range(8):
+            q = torch.randn(1, heads * group, 1, dim).to(dtype).float()
+            expected = attend(q.double(), view, backend="reference")
+            assert relative(attend(q, view, backend="native"), expected) < bound
+
+
 @pytest.mark.parametrize("queries", [16, 32])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_float_of_8_bits_is_read_as_what_it_is(dtype: torch.dtype, queries: int) -> None:

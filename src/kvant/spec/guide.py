@@ -33,7 +33,7 @@ FORMATS = (
     Word(
         "turbo4v2",
         "keys in 4 bits, values in 2; any two widths",
-        "a fifth of raw, keys better",
+        "a fifth of raw; turbo3 may do less harm",
     ),
     Word("fp8/turbo3", "two formats: of the keys, and of the values", "what one side needs"),
     Word("bf16", "raw in that dtype, whatever the model has (f16, f32)", "to fix the dtype"),

@@ -78,7 +78,7 @@ class Family:
             torch.default_generator.manual_seed(0)
             model = self.model_class(self.config(**changes)).eval()
             for name, parameter in model.named_parameters():
-                _randomize(name, parameter)
+                randomize(name, parameter)
         # A random model may end its text at any token, so here it does not end by itself.
         model.generation_config.eos_token_id = None
         model.generation_config.forced_eos_token_id = None
@@ -96,7 +96,7 @@ class Family:
         return {"input_features": sound, "decoder_input_ids": ids[1]}
 
 
-def _randomize(name: str, parameter: Tensor) -> None:
+def randomize(name: str, parameter: Tensor) -> None:
     """Large, so that queries look at few tokens; centred, so that few tokens look alike.
 
     Without the latter, what activations have in common would decide the output of many models.

@@ -68,9 +68,9 @@ class HostCache(Verbs, TransformersCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        if layer_idx >= len(self.layers):
+        if layer_idx >= len(self.described):
             raise CacheError(
-                f"rows for layer {layer_idx} of a cache for {len(self.layers)}: it was made for "
+                f"rows for layer {layer_idx} of a cache for {len(self.described)}: it was made for "
                 "another model, or its configuration does not tell all layers"
             )
         if self.context.recording and layer_idx == self._opening:

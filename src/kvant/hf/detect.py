@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING, get_layer_types_and_kwargs
 
 from kvant.errors import SpecError
+from kvant.hf.inside import takes_cache
 from kvant.models.shapes import ATTENDING, CHUNKED, CROSS, EMPTY, RECURRING, fitted
 from kvant.recipes import AnySpec, CacheSpec, LayerSpec
 from kvant.spec import parse
@@ -66,6 +67,11 @@ def host_layers(model: PreTrainedModel) -> tuple[HostLayer, ...]:
     if not model._supports_default_dynamic_cache():
         raise SpecError(
             f"{type(model).__name__} does not use the cache of transformers: its memory is its own"
+        )
+    if not takes_cache(model):
+        raise SpecError(
+            f"{type(model).__name__} keeps no cache: its forward takes none; leave kvant out and "
+            "call model.generate(...)"
         )
     config = model.config.get_text_config(decoder=True)
     types, options = get_layer_types_and_kwargs(config)

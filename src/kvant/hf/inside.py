@@ -78,6 +78,12 @@ def cache_name(model: PreTrainedModel) -> str:
     return next((name for name in CACHES if name in taken), CACHES[0])
 
 
+def takes_cache(model: PreTrainedModel) -> bool:
+    """Does the forward of the model's class, or of a part that generates, name a cache?"""
+    classes = {type(part) for part in generating(model)}
+    return any(set(CACHES) & set(inspect.signature(one.forward).parameters) for one in classes)
+
+
 def beyond_tokens(model: PreTrainedModel) -> list[str]:
     """What every forward of a model needs beside tokens."""
     taken = inspect.signature(model.forward).parameters.values()

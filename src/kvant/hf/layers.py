@@ -182,6 +182,14 @@ class AttentionLayer(CacheLayerMixin):
 
     crop = reorder_cache = reset
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse a copy of one layer; `HostCache.fork` copies all layers."""
+        raise CacheError(
+            f"layer {self.index} is copied alone: a model that runs layers in loops keeps a copy "
+            "for each pass, of which kvant's cache knows nothing; leave kvant out and call "
+            "model.generate(...)"
+        )
+
     def offload(self) -> None:
         """Lie in the memory of the processor until `prefetch`."""
         self._move(PROCESSOR)

@@ -135,6 +135,9 @@ def rule_of(
     padding = _padding_of(view, mask) if count == 1 else _told_by(view, count, mask, narrow)
     if padding is not None and _agree(view, padding):
         return padded(view, padding), view.mask
+    if view.extent.ragged and count == 1:
+        check_hides_nothing(mask)
+        return view, view.mask
     if mask.shape[2] == 1:
         mask = mask.expand(-1, -1, count, -1)  # one row for all
     check_stored(view, mask)
@@ -229,6 +232,15 @@ def check_shown(view: View, count: int) -> None:
     low = 0 if window is None else max(0, columns - count - window + 1)
     if low < max(_starts(view)):
         raise told_otherwise(view)
+
+
+def check_hides_nothing(mask: Tensor) -> None:
+    """Refuse what a mask says of columns, where each sequence has its newest token in another."""
+    if not bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all()):
+        raise UnsupportedView(
+            "a mask or a bias that the model made for one length, on sequences of different "
+            "lengths: extract the sequences one by one"
+        )
 
 
 def check_stored(view: View, mask: Tensor) -> None:

@@ -1,0 +1,53 @@
+"""Models and calls of `generate` that would give wrong tokens, refused where they show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import kvant
+from hf.shrinking import tiny
+
+
+def prompt(length: int) -> list[int]:
+    random = torch.Generator().manual_seed(length)
+    return torch.randint(5, 120, (length,), generator=random).tolist()
+
+
+def stock(model: PreTrainedModel, tokens: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([tokens])
+    mask = torch.ones_like(ids)
+    out: Tensor = model.generate(
+        ids, attention_mask=mask, max_new_tokens=8, do_sample=False, **options
+    )
+    return out[0, len(tokens) :].tolist()
+
+
+def test_a_forward_without_a_cache_is_refused() -> None:
+    with pytest.raises(kvant.SpecError, match=r"OpenAIGPTLMHeadModel keeps no cache.*leave kvant"):
+        kvant.cache_for(tiny("openai-gpt"))
+
+
+def test_layers_in_loops_are_refused_for_what_they_are() -> None:
+    model = tiny("dory")
+    with pytest.raises(kvant.CacheError, match=r"layers in loops.*leave kvant out"):
+        stock(model, prompt(20), past_key_values=kvant.cache_for(model))
+
+
+def test_a_bias_of_one_length_is_no_mask_for_sequences_of_others() -> None:
+    model = tiny("inkling_text")
+    caches = [kvant.cache_for(model), kvant.cache_for(model)]
+    with torch.no_grad():
+        for cache, length in zip(caches, (5, 9), strict=True):
+            model(torch.tensor([prompt(length)]), past_key_values=cache)
+        merged = kvant.merge(caches)
+        with pytest.raises(kvant.UnsupportedView, match=r"made for one length.*extract"):
+            model(
+                torch.tensor([[7], [7]]),
+                position_ids=torch.tensor([[5], [9]]),
+                past_key_values=merged,
+            )

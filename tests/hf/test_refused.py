@@ -51,3 +51,19 @@ def test_a_bias_of_one_length_is_no_mask_for_sequences_of_others() -> None:
                 position_ids=torch.tensor([[5], [9]]),
                 past_key_values=merged,
             )
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("cpmant", "first rows for an"), ("git", "wider than its text")]
+)
+def test_padding_that_a_model_displaces_is_refused(name: str, reason: str) -> None:
+    """Tokens of its own before the prompt (cpmant), or columns for an image (git)."""
+    model = tiny(name)
+    ids = torch.tensor([prompt(9), prompt(9)])
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    with (
+        kvant.attach(model, guard=False),
+        pytest.raises(kvant.CacheError, match=rf"{reason}.*kvant.detach"),
+    ):
+        model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4)

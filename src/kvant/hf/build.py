@@ -114,7 +114,8 @@ def cache_for(
     attachable = bool(switchable(inside))
     told = None if inside.config.is_encoder_decoder else attention_mask  # else it is the encoder's
     padding = None if told is None else _padding(told)
-    own = HostCache(layers, full, padding=padding, attachable=attachable)
+    columns = None if told is None else told.shape[1]
+    own = HostCache(layers, full, padding=padding, columns=columns, attachable=attachable)
     own.backend = backend
     if not crosses(inside):
         return own

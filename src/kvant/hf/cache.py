@@ -38,12 +38,13 @@ class HostCache(Verbs, TransformersCache):
         spec: CacheSpec,
         *,
         padding: Sequence[int] | None = None,
+        columns: int | None = None,
         cross: bool = False,
         attachable: bool = False,
     ) -> None:
         states = Cache(spec=spec, host_states=recurrences(described, spec))
         told = None if padding is None else tuple(padding)
-        self._hold(tuple(described), Context(states, told, cross, attachable), {})
+        self._hold(tuple(described), Context(states, told, columns, cross, attachable), {})
 
     def _hold(
         self, described: tuple[HostLayer, ...], context: Context, own: dict[int, Any]

@@ -39,6 +39,7 @@ class Context:
 
     states: Cache
     padding: tuple[int, ...] | None = None  # columns of left padding, where they were told
+    columns: int | None = None  # of the mask that told it
     cross: bool = False  # the rows of an encoder
     attachable: bool = False  # `attach` would give the model an attention of ours
     slack: int = 0  # what a speculation made all layers keep
@@ -65,6 +66,16 @@ class Context:
                 "kvant.cache_for(..., attention_mask=...) the mask of this batch"
             )
         return tuple(p for p in self.padding for _ in range(times))
+
+    def check_columns(self, count: int) -> None:
+        """Refuse more first rows than columns: padding would be taken from other rows."""
+        if self.columns is not None and count > self.columns and any(self.padding or ()):
+            raise CacheError(
+                f"{count} first rows for an attention_mask of {self.columns} columns: this model "
+                "puts tokens of its own before the prompt, and padding would be sought among them; "
+                "kvant.detach the model, or give its generate a cache from kvant.cache_for without "
+                "attention_mask"
+            )
 
     def check_once(self, index: int) -> None:
         """A forward that comes to a layer again, but not to the first one, is no new one."""

@@ -122,6 +122,7 @@ class AttentionLayer(CacheLayerMixin):
             speculated = ledger.speculating or (context.recording and state.length > 0)
             stored = speculated or state.spec.prefill == "stored"
         if context.padding is not None and state.length == 0:
+            context.check_columns(count)
             start = context.start(key_states.shape[0])
         rows: tuple[Tensor, ...] = (key_states, value_states)
         if self.described.latent is not None:  # in one stream, values inside the keys

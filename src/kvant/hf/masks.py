@@ -98,11 +98,26 @@ def lazily(host: HostMask) -> HostMask:
 
     def mask(**asked: Any) -> Tensor | None:
         # Packed sequences, blocks of an image and encoders are the host's own business.
-        if not asked.get("allow_is_causal_skip", True) or asked.get("allow_is_bidirectional_skip"):
+        if asked.get("allow_is_bidirectional_skip"):
+            return host(**asked)
+        check_width(asked)
+        if not asked.get("allow_is_causal_skip", True):
             return host(**asked)
         return LazyMask.of(host, asked)
 
     return mask
+
+
+def check_width(asked: Mapping[str, Any]) -> None:
+    """Refuse an attention mask of more columns than tokens: its padding is displaced."""
+    seen: Tensor | None = asked.get("attention_mask")
+    columns = asked["q_offset"] + asked["q_length"]
+    if seen is not None and seen.ndim == 2 and seen.shape[1] > columns:
+        raise CacheError(
+            f"an attention_mask of {seen.shape[1]} columns for {columns} tokens: this model makes "
+            "it wider than its text, and nothing tells which columns are padding; kvant.detach the "
+            "model, or give its generate a cache from kvant.cache_for"
+        )
 
 
 PADDING = "_kvant_padding"  # what was found of a mask, on it: every layer is handed the same one

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import kvant
 from hf.shrinking import tiny
+from hf.zoo import build
 
 
 def prompt(length: int) -> list[int]:
@@ -67,3 +68,17 @@ def test_padding_that_a_model_displaces_is_refused(name: str, reason: str) -> No
         pytest.raises(kvant.CacheError, match=rf"{reason}.*kvant.detach"),
     ):
         model.generate(ids, attention_mask=mask, max_new_tokens=4, min_new_tokens=4)
+
+
+@pytest.mark.parametrize("given", [{"use_cache": False}, {}])
+def test_generate_without_use_cache_fills_no_cache(given: dict[str, bool]) -> None:
+    """It gives the whole text to the cache at every step: wrong with any cache."""
+    model = tiny("mpt") if not given else build("llama")
+    if not given:
+        model.generation_config.use_cache = False
+    cache = kvant.cache_for(model)
+    with pytest.raises(kvant.CacheError, match=r"5 tokens and then 6.*use_cache=True"):
+        stock(model, prompt(5), past_key_values=cache, **given)
+    cache.reset()
+    kept = stock(model, prompt(5), past_key_values=cache, use_cache=True)
+    assert kept == stock(model, prompt(5))

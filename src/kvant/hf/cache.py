@@ -53,6 +53,8 @@ class HostCache(Verbs, TransformersCache):
         self.described = described
         self.context = context
         self._turn = False
+        self._watched = False  # is this the first or second forward of a `generate`?
+        self._first = 0  # tokens of the first one
         self._opening = next((i for i, one in enumerate(described) if one.attends), None)
         host_states: list[Any] = context.states.host_states
         self._pace = Pace(described, host_states)
@@ -74,6 +76,8 @@ class HostCache(Verbs, TransformersCache):
                 f"rows for layer {layer_idx} of a cache for {len(self.described)}: it was made for "
                 "another model, or its configuration does not tell all layers"
             )
+        if self._watched and layer_idx == self._opening:
+            self._check_second(key_states.shape[2])
         if self.context.recording and layer_idx == self._opening:
             count = key_states.shape[2]
             self._record(min(count, LONGEST))
@@ -250,9 +254,23 @@ class HostCache(Verbs, TransformersCache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         """`generate` marks a cache that it is given: what it holds is the end of a turn."""
-        self._turn = value
+        self._turn = self._watched = value
+        self._first = 0
         if value and self._pace.recurrences and self.states.length:
             self.states.checkpoint()
+
+    def _check_second(self, count: int) -> None:
+        """Refuse a `generate` without use_cache: each step brings all tokens and one more."""
+        first, self._first = self._first, count
+        if not first:
+            return
+        self._watched = False
+        if count == first + 1 and not self.context.recording:
+            raise CacheError(
+                f"{first} tokens and then {count}: generate reads the whole text at every step, "
+                "since use_cache=False (look at model.generation_config), and would fill this "
+                "cache with copies of it; say generate(..., use_cache=True), or give no cache"
+            )
 
     def _forget(self) -> None:
         """What was learnt of a batch."""

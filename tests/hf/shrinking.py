@@ -126,6 +126,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen4_exp": QWEN4,
     "qwen4_exp_text": QWEN4,
     "reformer": {"axial_pos_embds": False},
+    "xlm": {"pad_token_id": 3, "pad_index": 3},  # it puts token 0 behind every text
     "xmod": {"default_language": "en_XX"},
 }
 

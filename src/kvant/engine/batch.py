@@ -28,7 +28,7 @@ from kvant.engine.room import IDLE
 from kvant.errors import UnsupportedView
 from kvant.extent import Kind
 from kvant.generation import HostDecoder
-from kvant.hf import HostCache, Replayer, loaded
+from kvant.hf import HostCache, Level, Replayer, loaded
 from kvant.prefixes import Coming, Prefixes, Shelf, Waiting
 from kvant.recipes import CacheSpec
 from kvant.recording import Blocks
@@ -55,7 +55,7 @@ class Batch:
     def __init__(self, decoder: HostDecoder, empty: HostCache, backend: str | None = None) -> None:
         self.decoder = decoder
         # Can sequences of different lengths be decoded at once? Else each by itself.
-        self.ragged = not any(layer.foreign for layer in empty.described)
+        self.ragged = decoder.support.level >= Level.TOGETHER
         self._empty = empty  # never has tokens: all others share its pools
         self._empty.backend = backend
         self._empty.widen(1)  # the token of a forward that died behind all layers is taken back

@@ -6,7 +6,6 @@ a `Decoder` here.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property, partial
@@ -20,19 +19,21 @@ from transformers import PreTrainedModel
 
 from kvant.cache import Cache
 from kvant.contracts import Snapshot
-from kvant.errors import CacheError
 from kvant.hf import (
     NATIVELY,
     Capture,
     HostCache,
+    Level,
     Replayer,
+    Support,
+    TokenForward,
     cache_for,
-    cache_name,
     captured,
     capturing,
     check_continues,
     continues,
     identity,
+    support_of,
     unwrapped,
 )
 from kvant.native import library
@@ -119,10 +120,12 @@ class HostDecoder:
         self.model = model
         self._capture = capture or (captured if model.device.type == "cuda" else None)
         self._replayers: WeakKeyDictionary[HostCache, Replayer] = WeakKeyDictionary()
-        takes = inspect.signature(model.forward).parameters
-        self._cache = cache_name(model)
-        self._positions = "position_ids" in takes
-        self._keeps = "logits_to_keep" in takes
+        self._forward = TokenForward(model)
+
+    @cached_property
+    def support(self) -> Support:
+        """What the model supports: the first decoder of its class and configuration finds out."""
+        return support_of(self.model)
 
     @property
     def context(self) -> int | None:
@@ -142,21 +145,18 @@ class HostDecoder:
         return identity(self.model)
 
     def memory(self, kv_cache: AnySpec | Memory, tokenizer: Any = None) -> HostCache:
-        if isinstance(kv_cache, HostCache):
-            return kv_cache
-        if not isinstance(kv_cache, AnySpec):
+        if not isinstance(kv_cache, HostCache | AnySpec):
             raise TypeError(
                 f"kv_cache={short(kv_cache)}: a spec, or a cache of kvant's for this "
                 f"{type(self.model).__name__}, kvant.cache_for(model, spec), is needed"
             )
+        self.support.require(Level.ALONE)
+        if isinstance(kv_cache, HostCache):
+            return kv_cache
         if is_auto(kv_cache):
             kv_cache = resolved(self.model, kv_cache, trial(self.model, tokenizer))
         cache = cache_for(self.model, kv_cache)
-        if not isinstance(cache, HostCache):
-            raise CacheError(
-                f"{type(self.model).__name__} reads an encoder: the loop continues text, it "
-                "does not translate; use its own generate with kvant.cache_for"
-            )
+        assert isinstance(cache, HostCache)  # others read an encoder, and are refused
         return cache
 
     @property
@@ -226,15 +226,6 @@ class HostDecoder:
         if cache not in self._replayers and (new := self.replayer()) is not None:
             self._replayers[cache] = new
         return self._replayers.get(cache)
-
-    def _forward(self, ids: Tensor, positions: Tensor, memory: Any, last: int = 1) -> Tensor:
-        """Logits [1, last or more, vocabulary]."""
-        arguments: dict[str, Any] = {self._cache: memory, "use_cache": memory is not None}
-        if self._positions:
-            arguments["position_ids"] = positions
-        if self._keeps:
-            arguments["logits_to_keep"] = last
-        return cast(Tensor, self.model(input_ids=ids, **arguments).logits)
 
 
 class CallDecoder:

@@ -5,6 +5,7 @@ from kvant.hf.attach import attach, attachments, detach, explain_model
 from kvant.hf.build import PairedCache, cache_for, loaded
 from kvant.hf.cache import HostCache
 from kvant.hf.detect import continues, crosses
+from kvant.hf.forward import TokenForward
 from kvant.hf.inside import (
     cache_name,
     check_continues,
@@ -16,6 +17,7 @@ from kvant.hf.inside import (
 )
 from kvant.hf.modules import held, named_modules, plain
 from kvant.hf.replaying import NATIVELY, Capture, Replayer, captured, capturing
+from kvant.hf.support import Level, Support, support_of
 
 explain.register(HostCache, HostCache.explain)
 explain.register(PairedCache, PairedCache.explain)
@@ -24,8 +26,11 @@ __all__ = [
     "NATIVELY",
     "Capture",
     "HostCache",
+    "Level",
     "PairedCache",
     "Replayer",
+    "Support",
+    "TokenForward",
     "attach",
     "attachments",
     "cache_for",
@@ -45,5 +50,6 @@ __all__ = [
     "named_modules",
     "plain",
     "reader",
+    "support_of",
     "unwrapped",
 ]

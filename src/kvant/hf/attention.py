@@ -126,6 +126,13 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
 
 
 NAMES = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}  # the host's name: ours over it
+
+
+def host_name(name: str | None) -> str | None:
+    """Return the host's name of attention, also where ours stands in its place."""
+    return next((host for host, ours in NAMES.items() if ours == name), name)
+
+
 AttentionInterface.register(NAMES["sdpa"], over(sdpa_attention_forward))
 AttentionInterface.register(NAMES["eager"], over(eager))
 AttentionMaskInterface.register(NAMES["sdpa"], lazily(sdpa_mask))

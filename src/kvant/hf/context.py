@@ -72,7 +72,7 @@ class Context:
         if self.columns is not None and count > self.columns and any(self.padding or ()):
             raise CacheError(
                 f"{count} first rows for an attention_mask of {self.columns} columns: this model "
-                "puts tokens of its own before the prompt, and padding would be sought among them; "
+                "adds tokens of its own to the prompt, and padding would be sought among them; "
                 "kvant.detach the model, or give its generate a cache from kvant.cache_for without "
                 "attention_mask"
             )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -30,6 +31,25 @@ def held(model: nn.Module) -> list[tuple[str, Any]]:
     """The plain attributes of its modules, by name."""
     every = (item for _, module in named_modules(model) for item in vars(module).items())
     return [(name, value) for name, value in every if name not in COMMON]
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Give all modules back, at the end, the attributes and buffers that they had before.
+
+    Whether they are in training is one of them.
+    """
+    modules = [module for _, module in named_modules(model)]
+    before = [(one, dict(vars(one)), dict(one._buffers)) for one in modules]
+    try:
+        yield
+    finally:
+        for module, attributes, buffers in before:
+            for name in vars(module).keys() - attributes:
+                del module.__dict__[name]
+            vars(module).update(attributes)
+            module._buffers.clear()
+            module._buffers.update(buffers)
 
 
 def plain(value: Any) -> object:

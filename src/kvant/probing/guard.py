@@ -95,6 +95,9 @@ def attached(
     """
     model = hf.host_model(model)
     before = hf.attachments(model)
+    reader = hf.reader(model)
+    if reader is not None and not hf.crosses(reader):
+        hf.support_of(reader).require(hf.Level.GENERATE)
     try:
         if is_auto(spec):
             return _chosen(model, spec, tokenizer, backend, progress)

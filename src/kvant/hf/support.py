@@ -1,0 +1,250 @@
+"""What kvant can do with a model, found by a few forwards of a few tokens on the model itself.
+
+    prompt A, a token     alone
+    prompt B, a token     between: no later forward of A may see it
+    the token behind A    again: other logits show state in modules
+    A and B, a token each in one forward: other logits let sequences decode in turns
+
+The verdict holds for all models of one class and configuration, and is kept in the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from textwrap import shorten
+from threading import RLock
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvant.cache import merge
+from kvant.errors import CacheError
+from kvant.hf.attach import attach, attachments, detach
+from kvant.hf.attention import host_name
+from kvant.hf.build import cache_for
+from kvant.hf.cache import HostCache
+from kvant.hf.forward import TokenForward
+from kvant.hf.modules import unchanged
+
+log = logging.getLogger("kvant")
+
+LENGTHS = (5, 9)  # tokens of the two prompts: different, and few
+# Root mean square of the difference of logits, by their standard deviation. Wrong ones differ by
+# about 1; rounding of 16 bits may send a token to other experts.
+TOLERANCE = {2: 0.1, 4: 0.01, 8: 0.01}  # by bytes of a number
+
+CONTINUES_NOT = "does not continue what its cache holds by new tokens alone"
+PLAIN = "model.generate(...)"
+OWN = (
+    "kvant's own loop and engine cannot run it; use model.generate(..., "
+    "cache=kvant.cache_for(model, spec))"
+)
+
+
+class Level(IntEnum):
+    """What a model supports: each level includes those before it."""
+
+    NOTHING = 0  # no cache of kvant's
+    GENERATE = 1  # transformers' own `generate` with a cache of kvant's
+    ALONE = 2  # kvant's loop and engine, one sequence a forward
+    TOGETHER = 3  # sequences of different lengths in one forward
+
+
+LEVELS = {
+    Level.NOTHING: "refused",
+    Level.GENERATE: "for transformers' generate alone",
+    Level.ALONE: "sequences decode in turns",
+    Level.TOGETHER: "sequences of different lengths decode together",
+}
+
+
+class Support(NamedTuple):
+    """A level, and the reason why it is no higher."""
+
+    level: Level
+    reason: str = ""
+
+    def require(self, level: Level) -> None:
+        """Raise the reason as an error if the level is not reached."""
+        if self.level < level:
+            raise CacheError(self.reason)
+
+
+_lock = RLock()
+_known: dict[tuple[object, ...], Support] = {}
+
+
+def support_of(model: PreTrainedModel) -> Support:
+    """Return what the model supports; the first call for a class and configuration runs it."""
+    if model.device.type == "meta":  # there are no weights to compute with
+        return Support(Level.TOGETHER)
+    config = model.config
+    name = host_name(config._attn_implementation)
+    key = (type(model), config.to_json_string(use_diff=False), name, model.dtype, model.device.type)
+    with _lock:
+        found = _known.get(key)
+        if found is None:
+            began = time.perf_counter()
+            found = _examined(model)
+            if found.level is not Level.GENERATE:  # a forward that failed may not fail again
+                _known[key] = found
+            seconds = time.perf_counter() - began
+            said = f"{LEVELS[found.level]}, checked in {seconds:.2f} s"
+            why = f": {found.reason}" if found.reason else ""
+            log.info("%s: %s%s", type(model).__name__, said, why)
+    return found
+
+
+@torch.no_grad()
+def _examined(model: PreTrainedModel) -> Support:
+    empty, name = cache_for(model), type(model).__name__
+    if not isinstance(empty, HostCache):
+        return Support(
+            Level.GENERATE,
+            f"{name} reads an encoder: the loop continues text, it does not translate; use its "
+            "own generate with kvant.cache_for",
+        )
+    devices = [model.device] if model.device.type == "cuda" else []
+    with unchanged(model), torch.random.fork_rng(devices):
+        model.eval()
+        trial = _Trial(model, empty)
+        try:
+            if (refused := trial.refused()) is not None:
+                return refused
+        except CacheError as error:
+            return Support(Level.NOTHING, f"{name} cannot use a cache of kvant's: {error}")
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return Support(Level.GENERATE, f"{name} {CONTINUES_NOT} ({_first_line(error)}): {OWN}")
+        reason = trial.reason_for_turns()
+    return Support(Level.TOGETHER) if reason is None else Support(Level.ALONE, reason)
+
+
+def _first_line(error: Exception) -> str:
+    """Return the beginning of an error: those about shapes are long."""
+    return shorten(f"{type(error).__name__}: {error}".splitlines()[0], 120, placeholder=" ...")
+
+
+class _Trial:
+    """Two prompts of different lengths, and the same next token behind both."""
+
+    def __init__(self, model: PreTrainedModel, empty: HostCache) -> None:
+        self.model = model
+        self.forward = TokenForward(model)
+        tokens = _plain_tokens(model, sum(LENGTHS) + 1)
+        self.prompts = tokens[: LENGTHS[0]], tokens[LENGTHS[0] : -1]
+        self.token = tokens[-1]
+        self.empty = empty
+        self.caches: list[HostCache] = []  # of the prompts
+        self.alone: list[Tensor] = []  # logits of the token behind each prompt
+
+    def refused(self) -> Support | None:
+        """Return the level of a model that kvant cannot run token by token, None for others."""
+        name = type(self.model).__name__
+        for prompt in self.prompts:
+            cache = self.empty.fork()
+            self._compute([prompt], [0], cache)
+            held = f"after a prompt of {len(prompt)} tokens its cache holds {cache.length}"
+            if cache.length < len(prompt):
+                reason = f"{name} keeps no cache: {held}; leave kvant out and call {PLAIN}"
+                return Support(Level.NOTHING, reason)
+            if cache.length > len(prompt):
+                return Support(Level.GENERATE, f"{name} {CONTINUES_NOT} ({held}): {OWN}")
+            self.caches.append(cache)
+            self.alone.append(self._after(cache.fork(), len(prompt)))
+        again = self._after(self.caches[0].fork(), LENGTHS[0])
+        if not _differ(again, self.alone[0]):
+            return None
+        return Support(
+            Level.NOTHING,
+            f"{name} keeps state of a sequence in its modules, where no cache knows of it, and a "
+            "second sequence changes what the first one gets; leave kvant out and call "
+            f"{PLAIN}, one batch after the other",
+        )
+
+    def reason_for_turns(self) -> str | None:
+        """Why sequences of different lengths cannot decode in one forward."""
+        if not self.forward.takes_positions and any(one.attends for one in self.empty.described):
+            return "its forward takes no position_ids, so each sequence cannot have its own"
+        try:
+            with _attached(self.model):
+                merged = merge(self.caches)
+                found = self._compute([[self.token]] * 2, list(LENGTHS), merged)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            return _first_line(error)
+        if all(_agree(*both) for both in zip(found, self.alone, strict=True)):
+            return None
+        return "a sequence gets other logits beside one of another length than alone"
+
+    def _after(self, cache: HostCache, length: int) -> Tensor:
+        """Return the logits [vocabulary] of the token behind a prompt."""
+        return self._compute([[self.token]], [length], cache)[0]
+
+    def _compute(self, rows: list[list[int]], begins: list[int], cache: HostCache) -> Tensor:
+        """Return logits [sequences, vocabulary] behind the last token of each row."""
+        ids = torch.tensor(rows, device=self.model.device)
+        first = torch.tensor(begins, device=ids.device)[:, None]
+        positions = first + torch.arange(ids.shape[1], device=ids.device)
+        return self.forward(ids, positions, cache)[:, -1]
+
+
+@contextmanager
+def _attached(model: PreTrainedModel) -> Iterator[None]:
+    """Attach the model within, as an engine does, unless it is attached."""
+    if attachments(model):
+        yield
+        return
+    attach(model)
+    try:
+        yield
+    finally:
+        detach(model)
+
+
+def _distance(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Return the root mean square of the difference, and how much rounding explains."""
+    limit = TOLERANCE[expected.dtype.itemsize]
+    found, expected = found.double(), expected.double()
+    seen = torch.isfinite(found) & torch.isfinite(expected)  # a model may forbid a token
+    apart = (found - expected)[seen].square().mean().sqrt()
+    return float(apart), limit * float(expected[seen].std())
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    """Are these certainly the same logits?"""
+    apart, limit = _distance(found, expected)
+    return apart <= limit
+
+
+def _differ(found: Tensor, expected: Tensor) -> bool:
+    """Are these certainly other logits? Where they are no numbers, nothing is certain."""
+    apart, limit = _distance(found, expected)
+    return apart > limit
+
+
+def _plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
+    """Return tokens to which the configuration gives no meaning."""
+    size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 64
+    special = set(_special(model.config.to_dict()))
+    usual = [token for token in range(size // 8, size // 2) if token not in special]
+    step = max(1, len(usual) // count)
+    return [usual[(place * step) % len(usual)] for place in range(count)]
+
+
+def _special(options: dict[str, Any]) -> Iterator[int]:
+    """Numbers of special tokens, also those that parts of the configuration name."""
+    for name, value in options.items():
+        if isinstance(value, dict):
+            yield from _special(value)
+        elif str(name).endswith(("_id", "_ids", "_index")):
+            several = value if isinstance(value, list | tuple) else [value]
+            yield from (one for one in several if isinstance(one, int))

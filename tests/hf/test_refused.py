@@ -82,3 +82,26 @@ def test_generate_without_use_cache_fills_no_cache(given: dict[str, bool]) -> No
     cache.reset()
     kept = stock(model, prompt(5), past_key_values=cache, use_cache=True)
     assert kept == stock(model, prompt(5))
+
+
+def test_a_prompt_beyond_a_window_that_the_model_does_not_keep_to_is_refused() -> None:
+    """Moshi's cache has a window, and its attention reads a prompt without one."""
+    model = tiny("moshi")
+    cache = kvant.cache_for(model)
+    with pytest.raises(kvant.UnsupportedView, match=r"66 tokens.*window of 40.*prefill_chunk"):
+        stock(model, prompt(66), past_key_values=cache)
+    cache.reset()
+    found = stock(model, prompt(66), past_key_values=cache, prefill_chunk_size=33)
+    assert found == stock(model, prompt(66), prefill_chunk_size=33)
+
+
+def test_padding_that_a_decoded_token_sees_is_stored() -> None:
+    """ProphetNet masks its prompt alone."""
+    model = tiny("prophetnet")
+    ids = torch.tensor([prompt(9), prompt(9)])
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"attention_mask": mask, "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    expected = model.generate(ids, **options)
+    with kvant.attach(model, guard=False):
+        assert torch.equal(model.generate(ids, **options), expected)

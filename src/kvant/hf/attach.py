@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache as TransformersCache
 
 from kvant.hf.attention import switch, switch_back, switchable
 from kvant.hf.build import cache_for
-from kvant.hf.detect import host_layers, unfolding
+from kvant.hf.detect import hides_padding, host_layers, unfolding
 from kvant.hf.inside import cache_name, generating, host_model
 from kvant.hf.latents import fold, folds, unfold
 from kvant.recipes import AnySpec
@@ -108,7 +108,7 @@ def _prepare(
                 "out, or kvant.detach(model) first"
             )
         attachment: Attachment = self.__dict__[MARK]
-        mask: Tensor | None = model_kwargs.get("attention_mask")
+        mask: Tensor | None = model_kwargs.get("attention_mask") if hides_padding(self) else None
         backend = attachment.backend
         cache = cache_for(self, attachment.spec, attention_mask=mask, backend=backend)
         if generation_config.is_assistant:

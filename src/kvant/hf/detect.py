@@ -29,6 +29,9 @@ CROSSING = ("blip_text_model", "whisper")
 # Theirs takes rows of its own for those of the encoder, in the host's cache as well.
 CONFUSING = ("big_bird",)
 
+# Their decoded tokens see padding, whatever the mask says (5.24): it has to be stored.
+SHOWING_PADDING = ("prophetnet",)
+
 
 @dataclass(frozen=True)
 class HostLayer:
@@ -106,6 +109,11 @@ def crosses(model: PreTrainedModel) -> bool:
 def continues(model: PreTrainedModel) -> bool:
     """Does a forward of several tokens go on from what the cache holds?"""
     return model.config.model_type not in BEGINNING_ANEW
+
+
+def hides_padding(model: PreTrainedModel) -> bool:
+    """Does a decoded token see no padding, so that none needs to be stored?"""
+    return model.config.model_type not in SHOWING_PADDING
 
 
 def unfolding(model: PreTrainedModel) -> Iterator[Any]:

@@ -139,9 +139,13 @@ def rule_of(
     if isinstance(mask, LazyMask):
         rule, padding = mask.rule, mask.padding
         if rule is not None and padding is not None and _agree(view, padding):
+            if not narrow and rule.window is None and rule.chunk is None:
+                check_window(view, count)
             return padded(view, padding), both(view.mask, rule)
         mask = dense(mask, "a pattern of the host's")
     if mask is None:  # the host hides nothing
+        if causal and not narrow:
+            check_window(view, count)
         if view.extent.padded:
             check_shown(view, count)
         if causal or count == 1:
@@ -247,6 +251,17 @@ def check_shown(view: View, count: int) -> None:
     low = 0 if window is None else max(0, columns - count - window + 1)
     if low < max(_starts(view)):
         raise told_otherwise(view)
+
+
+def check_window(view: View, count: int) -> None:
+    """Refuse a prompt beyond the model's own window, of which the model hides nothing."""
+    window = view.mask.window
+    if window is not None and count > window:
+        raise UnsupportedView(
+            f"{count} tokens at once on a layer with a window of {window}, and the model lets each "
+            f"see all before it: give prompts in chunks of at most {window} tokens "
+            "(prefill_chunk), or leave kvant out"
+        )
 
 
 def check_hides_nothing(mask: Tensor) -> None:

@@ -107,6 +107,21 @@ def test_continuations_and_prefixes_share_a_limit_of_bytes(spec: str, count: int
     leave_nothing(prefixes)
 
 
+def test_a_salt_is_forgotten_with_its_last_request() -> None:
+    """Prefixes of a salt are found again by its key: nothing else is kept for it."""
+    model, prefixes, prompt = build("llama"), Prefixes(), text(128, seed=0)
+    with engine_for(model, prefixes=prefixes) as engine:
+        cached = []
+        for salt in ("a", "b", "a", "", "b"):
+            stream = engine.submit(prompt, max_new_tokens=2, salt=salt, ignore_end=True)
+            cached.append(stream.result().usage.cached_tokens)
+            del stream
+            settled(engine)
+        assert cached == [0, 0, 127, 0, 127]
+        assert not engine._batch._salted
+    leave_nothing(prefixes)
+
+
 def test_a_prompt_that_is_all_there_is_read_by_its_last_token() -> None:
     """nano-vllm #144: a full hit gave an empty input."""
     model, prefixes, prompt = build("llama"), Prefixes(), text(128, seed=0)

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -47,6 +48,7 @@ class Seat:
     cache: HostCache | None = field(default=None, repr=False)
     file: Path | None = None  # where its pages are while they are put aside
     salt: str = ""  # it shares prefixes with those who have the same
+    shelf: Shelf | None = field(default=None, repr=False)  # that of the salt, once it was needed
 
 
 class Batch:
@@ -60,7 +62,8 @@ class Batch:
         self._empty.backend = backend
         self._empty.widen(1)  # the token of a forward that died behind all layers is taken back
         self._shelf: Shelf | None = None  # of those without a salt
-        self._salted: dict[str, Shelf] = {}  # of others
+        # Of others: a shelf is kept by the sequences with its salt, and goes with the last one.
+        self._salted: WeakValueDictionary[str, Shelf] = WeakValueDictionary()
         self._seats: list[Seat] = []  # the sequences of the batch, in the order of its cache
         self._cache: HostCache | None = None  # the cache of the batch
         self._replayers: dict[int, Replayer] = {}  # by the number of sequences,
@@ -304,9 +307,11 @@ class Batch:
         """What a sequence sees of prefixes."""
         if self._shelf is None or not seat.salt:
             return self._shelf
-        if seat.salt not in self._salted:
-            self._salted[seat.salt] = self._shelf.fork(seat.salt)
-        return self._salted[seat.salt]
+        if seat.shelf is None:
+            found = self._salted.get(seat.salt)
+            seat.shelf = self._shelf.fork(seat.salt) if found is None else found
+            self._salted[seat.salt] = seat.shelf
+        return seat.shelf
 
     def _place(self, seat: Seat) -> tuple[HostCache | None, int]:
         """The cache that has a sequence, and where in it."""

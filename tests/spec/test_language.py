@@ -257,7 +257,7 @@ REFUSED = [
     ("affine4,window=0", "'window=0'", "nearest: window=1"),
     ("affine4,window=-4", "'window=-4'", "nearest: window=4"),
     ("affine4,window= 64", "'window= 64'", "nearest: window=64"),
-    ("affine4,window=4k", "'window=4k'", "nearest: window=4"),
+    ("affine4,window=4k", "'window=4k'", "nearest: window=4096"),
     ("affine4,window=1_0", "'window=1_0'", "nearest: window=1"),
     ("affine4,window=\u0664", "'window=", "nearest: window=1"),
     ("affine4,window=3000000000", "3000000000", "nearest: window=2147483647"),

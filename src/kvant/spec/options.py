@@ -29,6 +29,7 @@ from kvant.spec.formats import (
 )
 
 MAX_NUMBER = 2**31 - 1
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}  # that a number may be meant in: 4k tokens are 4096
 ADAPTIVE = "adaptive"
 READ_WHOLE = 2  # layers, the first ones, of which no pages are selected unless asked for
 
@@ -42,10 +43,10 @@ class Number:
     among: tuple[int, ...] = ()
 
     def __call__(self, name: str, text: str | None) -> int:
-        digits = re.search("[0-9]{1,10}", text or "")
-        read = int(digits[0]) if digits else max(1, self.least)
+        digits = re.search("([0-9]{1,10})([kKmM]?)", text or "")
+        read = int(digits[1]) * UNITS[digits[2].lower()] if digits else max(1, self.least)
         near = self.nearest(read)
-        if text is None or not digits or digits[0] != text or near != read:
+        if text is None or not digits or digits[1] != text or near != read:
             got = name if text is None else f"{name}={text}"
             raise SpecError(f"option {short(got)}: allowed is {self}; nearest: {name}={near}")
         return read

@@ -37,12 +37,14 @@ from hf.zoo import FAMILIES, NAMES, build, worded  # noqa: E402
 from kvant.generation import HostDecoder  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
+FAMILIES_HEADING = "## Every causal language model"  # from here on: tools/families.py
 INTRO = """# What works with transformers
 
-Made by `python tools/compatibility.py` (transformers {transformers}, torch {torch}); `make laws`
-runs a part of it, chosen so that every two values meet, `make test` each family once. Each family
-is a tiny random model in float32 (`tests/hf/zoo.py`): so nothing here says how good a format is,
-only that a model computes with it what it should.
+Two commands make this page. `python tools/compatibility.py` makes what stands before "Every causal
+language model" (transformers {transformers}, torch {torch}), `python tools/families.py` the rest.
+`make laws` runs a part of the former, chosen so that every two values meet, `make test` each family
+once. Each family is a tiny random model in float32 (`tests/hf/zoo.py`). So nothing here says how
+good a format is, only that a model computes with it what it should.
 
 * **raw**: the largest difference of logits from those of eager attention over the host's own
   DynamicCache, in units of their standard deviation. Over {{one sequence, two of which one is
@@ -145,7 +147,7 @@ def page(rows: list[Row]) -> Iterator[str]:
         reads = (row.reading(way) for way in ("stock", "attached"))
         modes = f"{len(MODES) - len(row.refused)} of {len(MODES)}"
         reasons = ", ".join(f"`{reason}`" for reason in sorted(row.reasons))
-        yield _line(row.name, *errors, *reads, row.graph, modes, reasons)
+        yield line(row.name, *errors, *reads, row.graph, modes, reasons)
     yield "\n## What does not work with DynamicCache either\n"
     yield "| modes | families | the error |"
     yield "|---|---|---|"
@@ -177,7 +179,7 @@ def _refusals(rows: Iterable[Row]) -> Iterator[str]:
             modes, names = found.setdefault(told, ({}, {}))
             modes[mode] = names[row.name] = None
     for why, (modes, names) in found.items():
-        yield _line(", ".join(modes), ", ".join(names), why)
+        yield line(", ".join(modes), ", ".join(names), why)
 
 
 def _short(text: str) -> str:
@@ -187,11 +189,19 @@ def _short(text: str) -> str:
     return f"{kind}: {re.split('[.] ?(?=[A-Z])', last)[0][:110]}".replace("|", "/")
 
 
+def other_part(*, families: bool) -> str:
+    """Return what the page has of the other command: the table of families, or all before it."""
+    before, heading, after = PAGE.read_text(encoding="utf-8").partition(FAMILIES_HEADING)
+    if not families:
+        return before.rstrip() + "\n\n"
+    return f"\n{heading}{after}" if heading else ""
+
+
 def _spelled(error: float) -> str:
     return f"{error:.0e}" if error else "0"
 
 
-def _line(*cells: str) -> str:
+def line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -212,7 +222,7 @@ def main() -> int:
     ordered = [rows[name] for name in told.families]
     text = "\n".join(page(ordered)) + "\n"
     if told.families == NAMES and not any(row.wrong for row in ordered):
-        PAGE.write_text(text, encoding="utf-8")
+        PAGE.write_text(text + other_part(families=True), encoding="utf-8")
     print("\n".join(_counts(ordered)) if told.families == NAMES else text)
     wrong = [problem for row in ordered for problem in row.wrong]
     for problem in wrong:

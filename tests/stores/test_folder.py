@@ -65,7 +65,8 @@ def test_whoever_is_killed_while_writing_leaves_what_is_right_or_nothing(
             assert process.wait() == [-signal.SIGKILL]
             left += len(unfinished(tmp_path))
             found += all_are_right(tmp_path)
-            most *= 1 if found else 1.5  # where others compute, a child begins late
+            if not found:  # where others compute, a child begins late
+                most = min(1.5 * most, 2.0)
     assert left and found  # it was in the middle of writing, and behind it
 
 

@@ -1,7 +1,7 @@
 """A process that forks others, which write the same blobs into a folder and may be killed.
 
 It reads lines: `start ROUNDS` forks one and answers its number; `wait` answers how all ended. One
-that was started with 0 rounds writes for ever: each blob is written, deleted, and written again.
+that was started with 0 rounds writes for ever: it deletes each blob and writes it again.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def write(folder: str, rounds: int, blobs: Mapping[str, Bytes]) -> None:
     done = 0
     while not rounds or done < rounds:
         for page, data in blobs.items():
+            store.drop(page, "k0-1")
             store.put(page, "k0-1", data)
             found = store.get(page, "k0-1")
             assert found is None or found == data
-            store.drop(page, "k0-1")
         done += 1
     for page, data in blobs.items():
         store.put(page, "k0-1", data)

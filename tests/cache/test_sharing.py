@@ -80,6 +80,29 @@ def test_a_page_with_a_holder_elsewhere_is_copied_for_every_continuation(text: s
     cache.check()
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_longest_holder_appends_in_place_and_a_dead_forward_takes_no_row(
+    order: tuple[int, int],
+) -> None:
+    cache = grown("raw", 12)
+    short = cache.fork()
+    short.rewind(10)
+    both = [short, cache]
+    merged = merge([both[place] for place in order])
+    before = slots(cache)
+    del cache, short, both
+    more = torch.cat([rows(500, 501), rows(600, 601)])
+    merged[0].append(more, more)
+    merged.rollback()
+    forward(merged, 1, batch=2)
+    assert [after - n for after, n in zip(slots(merged), before, strict=True)] == [1, 0]
+    lengths = [(10, 12)[place] for place in order]
+    for which, length in enumerate(lengths):
+        found = told(merged[0], which)
+        assert found[-length - 1 : -1] == list(range(length))
+    merged.check()
+
+
 def test_a_fork_at_the_end_of_a_page_copies_nothing() -> None:
     cache = grown("raw", 128)
     twin = cache.fork()

@@ -101,7 +101,7 @@ def test_a_footprint_counts_the_pages_that_close_with_a_chunk(pages: str) -> Non
             count = chance.choice((1, chance.randint(1, 70), chance.randint(1, CHUNK)))
             caches.read(line, count)
             length += count
-        most = (one.slots(length) + one.beside)[:-1]
+        most = (one.slots(length) + one.closing(length) + one.beside)[:-1]
         assert (caches.allocated <= most).all(), f"{caches.allocated} of {most}"
         assert caches.held == sum(map(len, caches.slots(line)))  # nothing waits to be freed
 

@@ -134,7 +134,7 @@ def _opened(
     begun = np.flatnonzero((seen % page != 0) & (after > before))
     begun_page = seen[begun] // page
     old_slots = table[begun, begun_page]
-    copied = _copied(old_slots, pool)
+    copied = _find_copies(old_slots, seen[begun], pool)
     copies = np.zeros((len(copied), 2), np.int64)
     if len(copied):
         table = table.copy()
@@ -151,16 +151,18 @@ def _opened(
     return table, fresh, copies, np.stack([which, table[which, number], row, end - row, column], 1)
 
 
-def _copied(slots: Ints, pool: Pool) -> Ints:
-    """Indices of the pages to copy before rows are added to them: those with another holder.
+def _find_copies(slots: Ints, lengths: Ints, pool: Pool) -> Ints:
+    """Find the pages to copy before rows are added to them: those with another holder.
 
-    Where these sequences are all the holders of a page, the first of them adds to it in place:
-    copies are made before rows are added, and take the rows that all of them have.
+    Where these sequences are all the holders of a page, the longest of them adds to it in place.
+    Its rows lie behind those of the others, who still have theirs if the forward dies.
     """
     copied = pool.shared(slots)
     if copied.any():
-        _, first, count = np.unique(slots, return_index=True, return_counts=True)
-        copied[first[pool.counts[slots[first]] == count]] = False
+        order = np.lexsort((-lengths, slots))  # by page, the longest first
+        _, first, count = np.unique(slots[order], return_index=True, return_counts=True)
+        longest = order[first]
+        copied[longest[pool.counts[slots[longest]] == count]] = False
     return np.flatnonzero(copied)
 
 

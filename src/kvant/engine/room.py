@@ -66,27 +66,28 @@ class Footprint:
 
     @cached_property
     def beside(self) -> Ints:
-        """Slots that pools need once, besides those of sequences.
+        """What pools need once: a chunk brings pages that a window lets go of, memory has steps."""
+        found = []
+        for kind in self.kinds:
+            passing = 0 if kind.window is None else self.chunk // kind.page + 2
+            found += [passing + Pools.of(kind).open.step - 1] * 2
+        return np.array([*found, 0]) + self.idle * self.slots(IDLE)
 
-        A chunk of a prompt holds pages that a window lets go of, and the pages that were open
-        before it and close with it. Memory grows by steps.
+    def closing(self, prompt: int) -> Ints:
+        """Open pages that a chunk holds until it is read, and that its last token has sealed.
+
+        They come on top of `slots` while a prompt of this length is read, which is one at a time.
+        Those of a window are among `beside`.
         """
         found = []
         for kind in self.kinds:
-            windowed, step = kind.window is not None, Pools.of(kind).open.step
-            passing = self.chunk // kind.page + 2 if windowed else 0
-            closing = _pages(kind, _settled(kind))[0] if kind.seals else 0
-            found += [max(passing, closing) + step - 1, passing + step - 1]
-        return np.array([*found, 0]) + self.idle * self.slots(IDLE)
+            closes = kind.seals and kind.window is None
+            closed = int(kind.first_open(np.array([prompt]))[0]) if closes else 0
+            found += [min(closed, _pages(kind, prompt)[0]), 0]
+        return np.array([*found, 0])
 
 
 _pages = lru_cache(1 << 16)(most_pages)  # asked for every sequence and token where bytes are short
-
-
-def _settled(kind: Kind) -> int:
-    """A length from which on the number of open pages of a sequence only repeats."""
-    paging = kind.paging
-    return paging.dense_until + (paging.tail or 0) + kind.slack + 2 * kind.page
 
 
 class Room:

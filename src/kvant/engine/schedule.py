@@ -163,7 +163,7 @@ class Schedule:
                 f"n={job.width} with max_sequences={self.max_sequences}: ask for fewer, or make an "
                 "engine for more"
             )
-        need = self.room.alone(self._most(job))
+        need = self.room.alone(self._most(job) + self.footprint.closing(job.prompt))
         if self.max_bytes is not None and need > self.max_bytes:
             raise ContextError(
                 f"{job.prompt} tokens and {job.new} new ones need {format_size(need)} of a limit "
@@ -311,7 +311,7 @@ class Schedule:
             if self._looks(job):
                 return Begin(job)
             if not self._fits(job):
-                if evict := self._evict(self._promised() + self._most(job) - self._shared(job)):
+                if evict := self._evict(self._promised(job)):
                     return evict
                 if not self.running and self._renews:
                     return Renew()
@@ -361,10 +361,17 @@ class Schedule:
     def _kept(self) -> Ints:
         return self.room.nothing if self.kept is None else self.kept
 
-    def _promised(self) -> Ints:
-        """Slots that those who are served may come to need."""
-        own = (self._most(job) - self._shared(job) for job in self.running)
-        return sum(own, self._kept)
+    def _promised(self, *more: Job) -> Ints:
+        """Slots that the running jobs, and these, may come to need."""
+        jobs = (*self.running, *more)
+        own = sum((self._most(job) - self._shared(job) for job in jobs), self._kept)
+        return own + self._closing(*jobs)
+
+    def _closing(self, *jobs: Job) -> Ints:
+        """Slots that reading a prompt of these jobs holds for a moment, one at a time."""
+        found = [self.footprint.closing(job.prompt) for job in jobs]
+        most: Ints = np.max([self.room.nothing, *found], axis=0)
+        return most
 
     def _shared(self, job: Job) -> Ints:
         return self.room.nothing if job.shared is None else job.shared
@@ -383,14 +390,14 @@ class Schedule:
         """Is there room for all that it may need, beside what the others may need?"""
         if self.max_bytes is None:
             return True
-        most = self._promised() + self._most(job) - self._shared(job)
+        most = self._promised(job)
         if self.overcommit == 1:
             return self.room.fits(most)
         if job.aside:  # what comes back lies beside its place in the pools for a moment
             twice = self._now(job) if self.room.used else self.room.nothing
             return self.room.fits(most, beside=twice)
         first = self.footprint.slots(min(job.prompt, job.read + self.pace.largest))
-        first = first - self._shared(job)
+        first = first - self._shared(job) + self._closing(job)
         fits = self.room.fits(self._held() + first)
         return fits and self.room.alone(most) <= self.overcommit * self.max_bytes
 
@@ -421,9 +428,8 @@ class Schedule:
         used = self._held()
         if isinstance(action, Read):
             job, read = action.job, action.job.read + action.count
-            return (
-                used - self._now(job) + self._at(job, read, 1 if read < job.prompt else job.width)
-            )
+            width = 1 if read < job.prompt else job.width
+            return used - self._now(job) + self._at(job, read, width) + self._closing(job)
         for job in action.jobs:
             used = used - self._now(job) + self._at(job, job.prompt + job.said, job.sequences)
         return used

@@ -132,11 +132,15 @@ def test_half_of_a_surrogate_pair_is_refused_before_a_reply(
 
 
 def test_more_continuations_than_places_are_no_matter_of_the_context(
-    running: tuple[Any, str],
+    running: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"prompt": "a", "n": 1000, "max_tokens": 1}
     error = httpx.post(f"{running[1]}/v1/completions", json=asked).json()["error"]
     assert error["message"].startswith("n=1000 with max_sequences=8") and error["code"] is None
+    asked = {"prompt": "a", "n": 8, "max_tokens": 2000}
+    monkeypatch.setattr(running[0].engine._schedule, "max_bytes", 8 << 20)
+    error = httpx.post(f"{running[1]}/v1/completions", json=asked).json()["error"]
+    assert "of a limit of 8 MiB" in error["message"] and error["code"] is None
     asked = {"prompt": "a b " * 5000, "max_tokens": 1}
     error = httpx.post(f"{running[1]}/v1/completions", json=asked).json()["error"]
     assert error["code"] == "context_length_exceeded"

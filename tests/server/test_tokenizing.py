@@ -1,4 +1,4 @@
-"""Who encodes when: short prompts at once, long ones in turn by tenant, too long ones by a part."""
+"""When prompts are encoded: short ones at once, long ones in turn, too long ones in part."""
 
 from __future__ import annotations
 
@@ -87,12 +87,25 @@ def test_a_text_that_is_too_long_is_refused_by_its_front(inside: tuple[Any, Any]
             seen.append(len(text))
             return list(tokenizer.encode(text, **how))
 
-    with pytest.raises(ContextError, match="a prompt of 2000000 characters has 2048 tokens"):
+    with pytest.raises(
+        ContextError, match="a prompt of 2000000 characters: its first 8448 have 2048 tokens"
+    ):
         encode(Counting(), "a " * 1_000_000, 2048)
     assert sum(seen) < 20_000
     text = "import os\n" * 600
     for most in (None, 10_000, len(tokenizer.encode(text)) + 1):
         assert encode(Counting(), text, most) == tokenizer.encode(text)
+
+
+def test_a_prompt_may_be_counted_that_is_longer_than_the_context(
+    running: tuple[Any, str],
+) -> None:
+    def count(prompt: str) -> httpx.Response:
+        return httpx.post(f"{running[1]}/tokenize", json={"prompt": prompt}, timeout=60)
+
+    assert count("a b " * 10_000).json()["count"] > 2 * 2048
+    found = count("a b " * 200_000)
+    assert found.status_code == 400 and "131072 tokens or more" in found.json()["error"]["message"]
 
 
 def test_a_short_request_is_never_behind_a_long_prompt(
@@ -102,10 +115,10 @@ def test_a_short_request_is_never_behind_a_long_prompt(
     with served(*inside, max_sequences=2) as (service, url), ThreadPoolExecutor(8) as threads:
         tokens_of = service.engine.tokens_of
 
-        def slow(prompt: Any) -> list[int]:
+        def slow(prompt: Any, limit: int | None = None) -> list[int]:
             if len(prompt) > SHORT:
                 assert gate.wait(60)
-            return list(tokens_of(prompt))
+            return list(tokens_of(prompt, limit))
 
         monkeypatch.setattr(service.engine, "tokens_of", slow)
 
@@ -119,4 +132,4 @@ def test_a_short_request_is_never_behind_a_long_prompt(
         assert httpx.get(f"{url}/health").status_code == 200
         assert not any(one.done() for one in long)
         gate.set()
-        assert [one.result().status_code for one in long] == [400] * 8
+        assert [one.result().status_code for one in long] == [400] * 6 + [200] * 2

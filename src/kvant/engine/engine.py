@@ -271,14 +271,15 @@ class Engine:
     def max_sequences(self) -> int:
         return self._schedule.max_sequences
 
-    def tokens_of(self, prompt: Prompt) -> list[int]:
+    def tokens_of(self, prompt: Prompt, limit: int | None = None) -> list[int]:
         """The tokens of a prompt: of text, token ids, or messages with roles.
 
-        A text that cannot fit into the context is refused before all of it is encoded.
+        A text that has far more than `limit` tokens, or than the context, is refused before all
+        of it is encoded.
         """
-        longest = self.limits.max_context
-        tokens = tokens_of_prompt(self.tokenizer, prompt, longest)
-        return encode(self.tokenizer, tokens, longest) if isinstance(tokens, str) else tokens
+        limit = self.limits.max_context if limit is None else limit
+        tokens = tokens_of_prompt(self.tokenizer, prompt, limit)
+        return encode(self.tokenizer, tokens, limit) if isinstance(tokens, str) else tokens
 
     def _biases(self, given: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
         """Of tokens of the vocabulary."""

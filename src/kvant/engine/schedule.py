@@ -163,9 +163,12 @@ class Schedule:
                 f"n={job.width} with max_sequences={self.max_sequences}: ask for fewer, or make an "
                 "engine for more"
             )
-        need = self.room.alone(self._most(job) + self.footprint.closing(job.prompt))
+        closing = self.footprint.closing(job.prompt)
+        need = self.room.alone(self._most(job) + closing)
         if self.max_bytes is not None and need > self.max_bytes:
-            raise ContextError(
+            one = self._at(job, job.prompt + job.new - 1, 1)
+            fits = self.room.alone(one + closing) <= self.max_bytes
+            raise (CapacityError if fits else ContextError)(
                 f"{job.prompt} tokens and {job.new} new ones need {format_size(need)} of a limit "
                 f"of {format_size(self.max_bytes)}: a smaller format, a window, a shorter prompt, "
                 "a smaller max_new_tokens or n, or a larger max_bytes"

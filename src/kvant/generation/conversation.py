@@ -151,25 +151,26 @@ def check_text(text: str) -> str:
 
 
 def encode(
-    tokenizer: Any, text: str, max_context: int | None = None, *, special: bool = True
+    tokenizer: Any, text: str, limit: int | None = None, *, special: bool = True
 ) -> list[int]:
-    """Encode a prompt, which may have fewer tokens than a context of `max_context`.
+    """Encode a prompt, and refuse one that has far more than `limit` tokens by its front.
 
-    A tokenizer takes hundreds of bytes a token while it works. So a long text is encoded from its
-    front, in slices that double: one that is too long is refused by a part of it.
+    A tokenizer takes hundreds of bytes a token while it works. So a long text is encoded in slices
+    that double, from its front, until that passes the limit.
     """
     check_text(text)
-    size = len(text) if max_context is None else CHARACTERS * (max_context + CUT)
+    options = {} if special else {"add_special_tokens": False}
+    size = len(text) if limit is None else CHARACTERS * (limit + CUT)
     while size < len(text):
-        count = len(tokenizer.encode(text[:size], add_special_tokens=special))
-        if max_context is not None and count - CUT >= max_context:
+        count = len(tokenizer.encode(text[:size], **options))
+        if limit is not None and count - CUT >= limit:
             raise ContextError(
-                f"a prompt of {len(text)} characters has {max_context} tokens or more in its first "
-                f"{size}, for a context of {max_context}: shorten it, or keep a window (window=N "
-                "in the spec) and allow a longer context"
+                f"a prompt of {len(text)} characters: its first {size} have {limit} tokens or "
+                "more, which is the limit; shorten it, or keep a window (window=N in the spec) "
+                "and allow a longer context"
             )
         size *= 2
-    return list(tokenizer.encode(text, add_special_tokens=special))
+    return list(tokenizer.encode(text, **options))
 
 
 def templated(tokenizer: Any, asked: Messages, max_context: int | None = None) -> list[int]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvant import heap
+from kvant.server.connections import MAX_HEADERS
 from kvant.server.refusals import refuse
-from kvant.server.replies import Refused
+from kvant.server.replies import Refused, refused
 from kvant.server.routes import router
 from kvant.server.service import Service
 
@@ -50,6 +52,10 @@ class Bounded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
+            error = refused(f"headers of more than {MAX_HEADERS} bytes", "invalid_request_error")
+            await JSONResponse(error, 431)(scope, receive, send)
             return
         came = 0
 

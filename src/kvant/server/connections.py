@@ -1,6 +1,7 @@
 """Connections of a server: how many there are, how long one may be idle, how long headers may be.
 
-A connection is idle while no whole request of it is being answered. Where there are as many as may
+A connection is idle while no whole request of it is being answered, and while its client does not
+read an answer. Where there are as many as may
 be, the one that is idle longest makes room for a new one; so idle ones keep no client out.
 """
 
@@ -21,13 +22,13 @@ from kvant.server.replies import refused
 
 MAX_HEADERS = 64 << 10  # bytes of a request line and headers in all
 REQUEST_SECONDS = 60.0  # from the first byte of a request, or from the connection, to its last
-LINGER_SECONDS = 1.0  # for a client to read why it is refused: what it still sends would reset that
+LINGER_SECONDS = 1.0  # for a client to read a refusal: what it still sends would reset that
 MAX_REFUSED = 64  # connections that linger
 SHARE_OF_FILES = 0.75  # of the files that the process may open
 
 
 def max_connections() -> int:
-    """Connections that leave files for everything else."""
+    """Return how many connections leave files for everything else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 4096 if files == resource.RLIM_INFINITY else max(16, int(SHARE_OF_FILES * files))
 
@@ -39,13 +40,17 @@ class Connections(ServerState):
         super().__init__()
         self.limit = max_connections()
         self.idle: dict[Connection, None] = {}
-        self.refused: set[Connection] = set()  # that are yet to read why
+        self.refused: set[Connection] = set()  # they linger
 
     def make_room(self) -> bool:
         """Close idle connections until there is room for the newest; return whether there is."""
         while len(self.connections) > self.limit and len(self.idle) > 1:
             next(iter(self.idle)).drop()
         return len(self.connections) <= self.limit
+
+    def drop_refused(self) -> None:
+        for one in list(self.refused):
+            one.drop()
 
 
 class Connection(H11Protocol):
@@ -70,17 +75,31 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self in self._all.refused:
-            return  # it reads the answer, once it has sent all that is on its way
-        if self._deadline is None and self._answered:
+            return
+        if self._deadline is None and self._is_between_requests:
             self._wait()
         super().data_received(data)
-        if not self._answered and not self.cycle.more_body:
-            self._end_wait()  # the request is whole
+        self._end_wait_if_answering()
+
+    def pause_writing(self) -> None:
+        """Wait for a client that does not read, as for one that does not ask."""
+        super().pause_writing()
+        self._wait()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_wait_if_answering()
 
     def on_response_complete(self) -> None:
+        """Wait for the next request, which a client may have sent already."""
+        self._end_wait()
         super().on_response_complete()
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._is_between_requests:
             self._all.idle[self] = None
+        elif self.cycle.more_body:
+            self._wait()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or has too many headers; called while the error is handled."""
@@ -90,21 +109,28 @@ class Connection(H11Protocol):
         self._refuse(status, msg)
 
     def drop(self) -> None:
-        """Close the connection; a request that is not whole is over."""
+        """Close the connection at once, whatever the client has not read yet."""
         self._end_wait()
         self.connections.discard(self)
         self._all.refused.discard(self)
-        self.transport.close()
+        self.transport.abort()
 
     @property
-    def _answered(self) -> bool:
-        """Whether no request is being read or answered, apart from headers."""
+    def _is_between_requests(self) -> bool:
+        """Whether no request is being answered, nor its body read."""
         return self.cycle is None or self.cycle.response_complete
 
     def _wait(self) -> None:
-        """Wait for a whole request, not for ever."""
+        """Wait for a whole request, or for a reply to be read, until the deadline."""
+        self._end_wait()
         self._all.idle[self] = None
         self._deadline = self.loop.call_later(REQUEST_SECONDS, self._expire)
+
+    def _end_wait_if_answering(self) -> None:
+        """End the wait where a whole request is being answered, and the client reads."""
+        answering = not self._is_between_requests and not self.cycle.more_body
+        if answering and not self.flow.write_paused:
+            self._end_wait()
 
     def _end_wait(self) -> None:
         self._all.idle.pop(self, None)
@@ -113,9 +139,11 @@ class Connection(H11Protocol):
             self._deadline = None
 
     def _expire(self) -> None:
-        if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(408, f"no whole request within {REQUEST_SECONDS:.0f} s")
-        self.drop()
+        began = bool(self.conn.trailing_data[0]) or not self._is_between_requests
+        if began and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(408, f"no whole request within {REQUEST_SECONDS:.0f} seconds")
+        else:
+            self.drop()
 
     def _refuse(self, status: int, reason: str) -> None:
         """Answer with an error, and close the connection."""
@@ -126,9 +154,12 @@ class Connection(H11Protocol):
             f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
-        self.transport.write(head.encode() + body)
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # the application writes no more
+            self.cycle.message_event.set()
         self._end_wait()
         self.connections.discard(self)
+        self.transport.write(head.encode() + body)
         if self.transport.can_write_eof() and len(self._all.refused) < MAX_REFUSED:
             self.transport.write_eof()
             self._all.refused.add(self)

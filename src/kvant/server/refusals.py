@@ -77,7 +77,7 @@ def told_of(error: BaseException, *, began: bool = False) -> tuple[int, dict[str
     param = code = None
     if isinstance(error, Wrong):
         status, param, code = error.status, error.param, error.code
-    elif isinstance(error, ContextError):  # as clients know it who cut a conversation then
+    elif isinstance(error, ContextError):  # clients cut a conversation when they see this code
         code = "context_length_exceeded"
     told = str(error) if status < 500 or status == 503 else "the request failed"
     return status, refused(told, kind, param, code)

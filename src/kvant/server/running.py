@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
@@ -25,7 +27,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
-        self.server_state = Connections()
+        self.server_state = self._connections = Connections()
 
     @property
     def port(self) -> int:
@@ -50,6 +52,11 @@ class Server(uvicorn.Server):
         if self.ending is not None:
             self.ending()
         self.should_exit = True
+
+    async def shutdown(self, sockets: Any = None) -> None:
+        await super().shutdown(sockets)
+        self._connections.drop_refused()
+        await asyncio.sleep(0)  # transports that were dropped end before their loop
 
     async def startup(self, sockets: object = None) -> None:
         await super().startup(sockets)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from kvant.server.tokenizing import Busy, Prompt, Tokenizing
 
 log = logging.getLogger("kvant")
 
+MAX_TOKENIZED = 1 << 17  # tokens of a prompt that is only encoded, unless the context is longer
 NEAR = 512  # tokens of a prompt at its end, which may begin a reply
 
 
@@ -86,7 +87,10 @@ class Service:
         return "".join(str(message["content"]) for message in asked.messages)
 
     async def tokens(self, prompt: Prompt, tenant: str) -> list[int]:
-        return await self._tokenizing.run(prompt, tenant, partial(self.engine.tokens_of, prompt))
+        """Encode a prompt that may be longer than the context: clients ask in order to cut it."""
+        limit = max(MAX_TOKENIZED, self.engine.limits.max_context or 0)
+        encode = partial(self.engine.tokens_of, prompt, limit)
+        return await self._tokenizing.run(prompt, tenant, encode)
 
     async def ask(self, prompts: Sequence[Prompt], asked: Drawing, tenant: str) -> Replies:
         """Have the engine continue all of these prompts; what is wrong with one is said now."""

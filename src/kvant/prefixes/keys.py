@@ -28,8 +28,8 @@ from kvant.weights import PackedWeight, named_weights
 
 PAGE = 64  # tokens under one key
 EDITION = b"kvant prefix 2"
-# Part of the root where a layer selects pages: rows of before the first page of a sequence was
-# always read are other rows under the same spec.
+# Part of the root where a layer selects pages. Selection did not always read the first page of a
+# sequence: rows that were stored then differ from those of today under the same spec.
 SELECTION = b"kvant selection 2"
 LOOKED_AT = 16  # values of a weight, by which a change is noticed that nothing else tells
 Media = Sequence[tuple[int, bytes]]  # where in a page one begins, and its digest

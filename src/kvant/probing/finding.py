@@ -22,6 +22,7 @@ from kvant.planner import plan
 from kvant.probing.judgement import MAX_KL, MAX_LOST, Judgement, Tolerance, Trial, trial
 from kvant.probing.predictions import Divergence, unbounded
 from kvant.recipes import AnySpec
+from kvant.retention import WINDOW_SINKS
 from kvant.sizes import format_size, parse_size
 from kvant.spec import parse
 from kvant.spec.formats import SMOOTHED, parse_format
@@ -34,7 +35,7 @@ LADDER = (
     *("affine8v4", "affine6", "fp8", "affine8"),
 )
 CHOICES = tuple(spec for word in LADDER for spec in (word, f"{word},smooth"))
-FIRST = "sinks=4"  # as many as attention is known to sink into
+FIRST = f"sinks={WINDOW_SINKS}"  # as many as attention is known to sink into
 TAIL = 128  # the usual one
 
 

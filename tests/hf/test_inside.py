@@ -13,7 +13,7 @@ from transformers import Blip2Config, DynamicCache, OPTConfig, PreTrainedModel, 
 
 import kvant
 from hf.zoo import FAMILIES, build
-from kvant.hf import HostCache, PairedCache
+from kvant.hf import HostCache, Level, PairedCache, support_of
 
 # What torch.compile and peft say of themselves.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:Warning")
@@ -103,6 +103,53 @@ def test_a_wrapped_model_generates_what_the_one_inside_does(name: str) -> None:
     assert [step.token for step in session.send(prompt, **few)] == expected
     assert isinstance(kvant.cache_for(wrapped, "affine8"), HostCache)
     assert kvant.probe(wrapped, None, "affine8").divergence.positions > 0
+
+
+class Forwarding(transformers.LlamaForCausalLM):
+    """A subclass whose forward names no argument."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class Naming(transformers.LlamaForCausalLM):
+    """A subclass whose forward names one argument, and hands on the others."""
+
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Forwarding, Naming])
+def test_a_subclass_that_hands_on_its_arguments_is_taken_as_its_base(kind: Any) -> None:
+    plain, words = build("llama"), Words()
+    model = kind(plain.config).eval()
+    model.load_state_dict(plain.state_dict())
+    prompt = ids()[0].tolist()
+    expected, found = (
+        [step.token for step in kvant.generate(one, words, prompt, max_new_tokens=8)]
+        for one in (plain, model)
+    )
+    assert found == expected
+    assert support_of(model).level is Level.TOGETHER
+    kvant.attach(model, guard=False)
+    assert isinstance(made(model), HostCache)
+
+
+class Delegating(transformers.PreTrainedModel, transformers.GenerationMixin):
+    """A model whose forward, and all forwards of its bases, name no argument."""
+
+    config_class, _supports_sdpa = transformers.LlamaConfig, True
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.inner = transformers.LlamaModel(config)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+def test_a_forward_that_names_nothing_may_take_a_cache() -> None:
+    assert isinstance(kvant.cache_for(Delegating(build("llama").config)), HostCache)
 
 
 def test_a_prompt_that_was_learnt_is_refused() -> None:

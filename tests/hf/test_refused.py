@@ -29,8 +29,16 @@ def stock(model: PreTrainedModel, tokens: list[int], **options: Any) -> list[int
 
 
 def test_a_forward_without_a_cache_is_refused() -> None:
+    model = tiny("openai-gpt")
     with pytest.raises(kvant.SpecError, match=r"OpenAIGPTLMHeadModel keeps no cache.*leave kvant"):
-        kvant.cache_for(tiny("openai-gpt"))
+        kvant.cache_for(model)
+
+    class Forwarding(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    with pytest.raises(kvant.SpecError, match="Forwarding keeps no cache"):
+        kvant.cache_for(Forwarding(model.config))
 
 
 def test_layers_in_loops_are_refused_for_what_they_are() -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.hf.inside import cache_name
+from kvant.hf.inside import cache_name, forward_arguments
 
 
 class TokenForward:
@@ -17,7 +16,7 @@ class TokenForward:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self._cache = cache_name(model)
-        names = inspect.signature(model.forward).parameters
+        names = forward_arguments(model)
         self.takes_positions = "position_ids" in names
         self._keeps_logits = "logits_to_keep" in names
 

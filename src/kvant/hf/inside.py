@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+from collections.abc import Callable
 from reprlib import repr as short
 from typing import Any
 
@@ -69,19 +70,47 @@ def generating(model: PreTrainedModel) -> list[PreTrainedModel]:
     return [model, *(part for part in parts if part.can_generate())]
 
 
+BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 CACHES = ("cache", "past_key_values", "cache_params")  # from 5.24 on, before, and of Mamba before
 
 
 def cache_name(model: PreTrainedModel) -> str:
     """The name by which the host's forward, and its `generate`, take a cache."""
-    taken = inspect.signature(model.forward).parameters
+    taken = forward_arguments(model)
     return next((name for name in CACHES if name in taken), CACHES[0])
 
 
+def forward_arguments(model: PreTrainedModel) -> set[str]:
+    """Return the arguments that the forward of a model takes by name, of its bases' as well."""
+    return _named_arguments(model.forward, *_forwards(type(model)))
+
+
 def takes_cache(model: PreTrainedModel) -> bool:
-    """Does the forward of the model's class, or of a part that generates, name a cache?"""
-    classes = {type(part) for part in generating(model)}
-    return any(set(CACHES) & set(inspect.signature(one.forward).parameters) for one in classes)
+    """Return whether the forward of the model's class, or of a part that generates, takes a cache.
+
+    A forward of `*args, **kwargs` alone hands on what it is given: it may take one.
+    """
+    for kind in {type(part) for part in generating(model)}:
+        names = _named_arguments(*_forwards(kind))
+        if not names or names & set(CACHES):
+            return True
+    return False
+
+
+def _named_arguments(*forwards: Callable[..., Any]) -> set[str]:
+    """Return the arguments that the first forward names, and each next one that gets `**kwargs`."""
+    names = set[str]()
+    for forward in forwards:
+        taken = inspect.signature(forward).parameters.values()
+        names |= {one.name for one in taken if one.kind in BY_NAME and one.name != "self"}
+        if all(one.kind is not one.VAR_KEYWORD for one in taken):
+            break
+    return names
+
+
+def _forwards(kind: type[nn.Module]) -> list[Callable[..., Any]]:
+    """Return the forward of a class and those of its bases, in the order of `super()`."""
+    return [vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)]
 
 
 def beyond_tokens(model: PreTrainedModel) -> list[str]:

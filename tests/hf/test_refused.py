@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 import kvant
 from hf.shrinking import tiny
@@ -90,6 +90,18 @@ def test_generate_without_use_cache_fills_no_cache(given: dict[str, bool]) -> No
     cache.reset()
     kept = stock(model, prompt(5), past_key_values=cache, use_cache=True)
     assert kept == stock(model, prompt(5))
+
+
+def test_a_forward_after_generate_is_not_taken_for_a_step_of_it() -> None:
+    """11 tokens by hand, after a `generate` that read 10 and made one forward."""
+    model, more = build("llama"), torch.tensor([prompt(11)])
+    cache, plain = kvant.cache_for(model), DynamicCache(config=model.config)
+    for one in (cache, plain):
+        model.generate(torch.tensor([prompt(10)]), past_key_values=one, max_new_tokens=1)
+    with torch.no_grad():
+        found, expected = (model(more, past_key_values=one).logits for one in (cache, plain))
+    assert cache.length == 21
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_prompt_beyond_a_window_that_the_model_does_not_keep_to_is_refused() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationMixin
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
@@ -23,6 +25,7 @@ from kvant.recipes import CacheSpec
 
 RECORDED = 32  # tokens of a draft; a longer one widens the cache again,
 LONGEST = 256  # but a chunk beyond this is another prompt
+GENERATE_CODE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
 class HostCache(Verbs, TransformersCache):
@@ -260,12 +263,15 @@ class HostCache(Verbs, TransformersCache):
             self.states.checkpoint()
 
     def _check_second(self, count: int) -> None:
-        """Refuse a `generate` without use_cache: each step brings all tokens and one more."""
+        """Refuse a `generate` without use_cache: each step brings all tokens and one more.
+
+        A forward after the end of `generate` may bring as many, which are new ones.
+        """
         first, self._first = self._first, count
         if not first:
             return
         self._watched = False
-        if count == first + 1 and not self.context.recording:
+        if count == first + 1 and not self.context.recording and _is_generating():
             raise CacheError(
                 f"{first} tokens and then {count}: generate reads the whole text at every step, "
                 "since use_cache=False (look at model.generation_config), and would fill this "
@@ -292,6 +298,14 @@ class HostCache(Verbs, TransformersCache):
         """Let all of the next chunk be taken back exactly."""
         if count > self.context.slack:
             self.widen(2 * count)
+
+
+def _is_generating() -> bool:
+    """Return whether `generate` of transformers is running: rows do not say their positions."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not GENERATE_CODE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _chosen(indices: Any, batch: int) -> Tensor:

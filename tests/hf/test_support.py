@@ -237,3 +237,10 @@ def test_a_forward_that_failed_is_asked_again() -> None:
         support_of(model).require(Level.ALONE)
     model.forward = right
     assert support_of(model).level is Level.TOGETHER
+
+
+def test_a_configuration_may_hold_what_is_no_json(tokenizer: Any) -> None:
+    model = build("llama")
+    model.config.extra = {("a", 1): object(), 2: {3}}
+    assert support_of(model).level is Level.TOGETHER
+    assert len(served(model, tokenizer, 5)[0]) == TOKENS

@@ -86,7 +86,8 @@ def support_of(model: PreTrainedModel) -> Support:
         return Support(Level.TOGETHER)
     config = model.config
     name = host_name(config._attn_implementation)
-    key = (type(model), config.to_json_string(use_diff=False), name, model.dtype, model.device.type)
+    settings = repr(config.to_dict())  # not its JSON: it may hold any object
+    key = (type(model), settings, name, model.dtype, model.device.type)
     with _lock:
         found = _known.get(key)
         if found is None:

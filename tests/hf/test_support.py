@@ -244,3 +244,25 @@ def test_a_configuration_may_hold_what_is_no_json(tokenizer: Any) -> None:
     model.config.extra = {("a", 1): object(), 2: {3}}
     assert support_of(model).level is Level.TOGETHER
     assert len(served(model, tokenizer, 5)[0]) == TOKENS
+
+
+def offload(module: torch.nn.Module) -> None:
+    """Keep the weight of a module on meta between its forwards, as accelerate does."""
+    weight, name = module.weight, "weight"
+    meta = torch.nn.Parameter(weight.to("meta"), requires_grad=False)
+    module._parameters[name] = meta
+    module.register_forward_pre_hook(lambda *_: module._parameters.update({name: weight}))
+    module.register_forward_hook(lambda *_: module._parameters.update({name: meta}))
+
+
+@pytest.mark.parametrize(("name", "level"), [("llama", Level.TOGETHER), ("bloom", Level.ALONE)])
+def test_a_model_with_some_weights_on_meta_is_checked(name: str, level: Level) -> None:
+    model = build(name)
+    offload(model.get_input_embeddings())
+    assert model.device.type == "meta"
+    assert support_of(model).level is level
+    assert model.device.type == "meta"
+
+
+def test_a_model_that_is_all_on_meta_is_not_computed_with() -> None:
+    assert support_of(build("bloom").to("meta")) == (Level.TOGETHER, "")

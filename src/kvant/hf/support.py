@@ -82,17 +82,18 @@ _known: dict[tuple[object, ...], Support] = {}
 
 def support_of(model: PreTrainedModel) -> Support:
     """Return what the model supports; the first call for a class and configuration runs it."""
-    if model.device.type == "meta":  # there are no weights to compute with
+    device = compute_device(model)
+    if device is None:  # there are no weights to compute with
         return Support(Level.TOGETHER)
     config = model.config
     name = host_name(config._attn_implementation)
     settings = repr(config.to_dict())  # not its JSON: it may hold any object
-    key = (type(model), settings, name, model.dtype, model.device.type)
+    key = (type(model), settings, name, model.dtype, device.type)
     with _lock:
         found = _known.get(key)
         if found is None:
             began = time.perf_counter()
-            found = _examined(model)
+            found = _examined(model, device)
             if found.level is not Level.GENERATE:  # a forward that failed may not fail again
                 _known[key] = found
             seconds = time.perf_counter() - began
@@ -102,8 +103,16 @@ def support_of(model: PreTrainedModel) -> Support:
     return found
 
 
+def compute_device(model: PreTrainedModel) -> torch.device | None:
+    """Return where a model takes tokens, None where all its weights are on meta.
+
+    Some may be on meta until a hook loads them for their layer, as those that accelerate offloads.
+    """
+    return next((weight.device for weight in model.parameters() if not weight.is_meta), None)
+
+
 @torch.no_grad()
-def _examined(model: PreTrainedModel) -> Support:
+def _examined(model: PreTrainedModel, device: torch.device) -> Support:
     empty, name = cache_for(model), type(model).__name__
     if not isinstance(empty, HostCache):
         return Support(
@@ -111,10 +120,10 @@ def _examined(model: PreTrainedModel) -> Support:
             f"{name} reads an encoder: the loop continues text, it does not translate; use its "
             "own generate with kvant.cache_for",
         )
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" else []
     with unchanged(model), torch.random.fork_rng(devices):
         model.eval()
-        trial = _Trial(model, empty)
+        trial = _Trial(model, device, empty)
         try:
             if (refused := trial.refused()) is not None:
                 return refused
@@ -136,8 +145,8 @@ def _first_line(error: Exception) -> str:
 class _Trial:
     """Two prompts of different lengths, and the same next token behind both."""
 
-    def __init__(self, model: PreTrainedModel, empty: HostCache) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, device: torch.device, empty: HostCache) -> None:
+        self.model, self.device = model, device
         self.forward = TokenForward(model)
         tokens = _plain_tokens(model, sum(LENGTHS) + 1)
         self.prompts = tokens[: LENGTHS[0]], tokens[LENGTHS[0] : -1]
@@ -192,7 +201,7 @@ class _Trial:
 
     def _compute(self, rows: list[list[int]], begins: list[int], cache: HostCache) -> Tensor:
         """Return logits [sequences, vocabulary] behind the last token of each row."""
-        ids = torch.tensor(rows, device=self.model.device)
+        ids = torch.tensor(rows, device=self.device)
         first = torch.tensor(begins, device=ids.device)[:, None]
         positions = first + torch.arange(ids.shape[1], device=ids.device)
         return self.forward(ids, positions, cache)[:, -1]

@@ -266,3 +266,50 @@ def test_a_model_with_some_weights_on_meta_is_checked(name: str, level: Level) -
 
 def test_a_model_that_is_all_on_meta_is_not_computed_with() -> None:
     assert support_of(build("bloom").to("meta")) == (Level.TOGETHER, "")
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0])
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_logits_that_say_nothing_leave_no_verdict(value: float) -> None:
+    model = build("llama")
+    model.lm_head.weight.data.fill_(value)
+    found = support_of(model)
+    assert found.level is Level.ALONE
+    assert "NaN or all alike" in found.reason
+    assert support_of(build("llama")).level is Level.TOGETHER
+
+
+def test_logits_that_are_nan_beside_others_leave_no_verdict() -> None:
+    model = build("llama")
+    hook = model.register_forward_hook(spoil_pairs)
+    assert support_of(model).level is Level.ALONE
+    hook.remove()
+    assert support_of(model).level is Level.TOGETHER
+
+
+def spoil_pairs(module: Any, args: Any, output: Any) -> None:
+    if len(output.logits) > 1:
+        output.logits[1, :, :9] = torch.nan
+
+
+def test_two_sequences_that_failed_together_are_asked_again() -> None:
+    """Out of memory is a plain RuntimeError on a CPU."""
+    model = build("llama")
+    right = model.forward
+
+    def failing(input_ids: Tensor, position_ids: Tensor, cache: Any, use_cache: bool) -> Any:
+        if len(input_ids) > 1:
+            raise RuntimeError("not enough memory")
+        return right(input_ids, position_ids=position_ids, use_cache=use_cache, cache=cache)
+
+    model.forward = failing
+    assert support_of(model) == (Level.ALONE, "RuntimeError: not enough memory")
+    model.forward = right
+    assert support_of(model).level is Level.TOGETHER
+
+
+@pytest.mark.parametrize("name", [*TOGETHER, *IN_TURNS, "inkling_text"])
+def test_a_verdict_on_finite_logits_is_kept(name: str) -> None:
+    model = tiny(name) if name == "inkling_text" else build(name)
+    support_of(model)
+    assert len(support._known) == 1

@@ -5,7 +5,8 @@
     the token behind A    again: other logits show state in modules
     A and B, a token each in one forward: other logits let sequences decode in turns
 
-The verdict holds for all models of one class and configuration, and is kept in the process.
+A verdict that rests on finite logits, or on what the forward takes, holds for all models of one
+class and configuration: the process keeps it. Others, as those of NaN weights, are found anew.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ LENGTHS = (5, 9)  # tokens of the two prompts: different, and few
 # about 1; rounding of 16 bits may send a token to other experts.
 TOLERANCE = {2: 0.1, 4: 0.01, 8: 0.01}  # by bytes of a number
 
+STOCK = "model.generate(...)"
 CONTINUES_NOT = "does not continue what its cache holds by new tokens alone"
-PLAIN = "model.generate(...)"
 OWN = (
     "kvant's own loop and engine cannot run it; use model.generate(..., "
     "cache=kvant.cache_for(model, spec))"
@@ -76,6 +77,13 @@ class Support(NamedTuple):
             raise CacheError(self.reason)
 
 
+class Verdict(NamedTuple):
+    """What a model supports, and whether that holds for each model of its class."""
+
+    support: Support
+    lasting: bool  # for the same configuration
+
+
 _lock = RLock()
 _known: dict[tuple[object, ...], Support] = {}
 
@@ -93,8 +101,8 @@ def support_of(model: PreTrainedModel) -> Support:
         found = _known.get(key)
         if found is None:
             began = time.perf_counter()
-            found = _examined(model, device)
-            if found.level is not Level.GENERATE:  # a forward that failed may not fail again
+            found, lasting = _check_model(model, device)
+            if lasting:
                 _known[key] = found
             seconds = time.perf_counter() - began
             said = f"{LEVELS[found.level]}, checked in {seconds:.2f} s"
@@ -112,29 +120,33 @@ def compute_device(model: PreTrainedModel) -> torch.device | None:
 
 
 @torch.no_grad()
-def _examined(model: PreTrainedModel, device: torch.device) -> Support:
+def _check_model(model: PreTrainedModel, device: torch.device) -> Verdict:
+    """Run the forwards of the trial on a model, and leave it as it was."""
     empty, name = cache_for(model), type(model).__name__
     if not isinstance(empty, HostCache):
-        return Support(
-            Level.GENERATE,
+        reason = (
             f"{name} reads an encoder: the loop continues text, it does not translate; use its "
-            "own generate with kvant.cache_for",
+            "own generate with kvant.cache_for"
         )
+        return Verdict(Support(Level.GENERATE, reason), lasting=True)
     devices = [device] if device.type == "cuda" else []
     with unchanged(model), torch.random.fork_rng(devices):
         model.eval()
         trial = _Trial(model, device, empty)
         try:
-            if (refused := trial.refused()) is not None:
-                return refused
+            support = trial.find_refusal()
         except CacheError as error:
-            return Support(Level.NOTHING, f"{name} cannot use a cache of kvant's: {error}")
+            reason = f"{name} cannot use a cache of kvant's: {error}"
+            return Verdict(Support(Level.NOTHING, reason), lasting=True)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
-            return Support(Level.GENERATE, f"{name} {CONTINUES_NOT} ({_first_line(error)}): {OWN}")
-        reason = trial.reason_for_turns()
-    return Support(Level.TOGETHER) if reason is None else Support(Level.ALONE, reason)
+        except Exception as error:  # it may not come again
+            reason = f"{name} {CONTINUES_NOT} ({_first_line(error)}): {OWN}"
+            return Verdict(Support(Level.GENERATE, reason), lasting=False)
+        if support is None:
+            turns = trial.find_reason_for_turns()
+            support = Support(Level.TOGETHER) if turns is None else Support(Level.ALONE, turns)
+    return Verdict(support, trial.lasting)
 
 
 def _first_line(error: Exception) -> str:
@@ -154,8 +166,9 @@ class _Trial:
         self.empty = empty
         self.caches: list[HostCache] = []  # of the prompts
         self.alone: list[Tensor] = []  # logits of the token behind each prompt
+        self.lasting = True  # the findings hold for each model of the class
 
-    def refused(self) -> Support | None:
+    def find_refusal(self) -> Support | None:
         """Return the level of a model that kvant cannot run token by token, None for others."""
         name = type(self.model).__name__
         for prompt in self.prompts:
@@ -163,35 +176,42 @@ class _Trial:
             self._compute([prompt], [0], cache)
             held = f"after a prompt of {len(prompt)} tokens its cache holds {cache.length}"
             if cache.length < len(prompt):
-                reason = f"{name} keeps no cache: {held}; leave kvant out and call {PLAIN}"
+                reason = f"{name} keeps no cache: {held}; leave kvant out and call {STOCK}"
                 return Support(Level.NOTHING, reason)
             if cache.length > len(prompt):
                 return Support(Level.GENERATE, f"{name} {CONTINUES_NOT} ({held}): {OWN}")
             self.caches.append(cache)
             self.alone.append(self._after(cache.fork(), len(prompt)))
         again = self._after(self.caches[0].fork(), LENGTHS[0])
-        if not _differ(again, self.alone[0]):
+        self.lasting = all(_are_comparable(logits) for logits in (*self.alone, again))
+        if not self.lasting or _match_logits(again, self.alone[0]):
             return None
         return Support(
             Level.NOTHING,
             f"{name} keeps state of a sequence in its modules, where no cache knows of it, and a "
             "second sequence changes what the first one gets; leave kvant out and call "
-            f"{PLAIN}, one batch after the other",
+            f"{STOCK}, one batch after the other",
         )
 
-    def reason_for_turns(self) -> str | None:
-        """Why sequences of different lengths cannot decode in one forward."""
+    def find_reason_for_turns(self) -> str | None:
+        """Return why sequences cannot decode in one forward, None where they can."""
         if not self.forward.takes_positions and any(one.attends for one in self.empty.described):
             return "its forward takes no position_ids, so each sequence cannot have its own"
+        if not self.lasting:
+            return "its logits are NaN or all alike, so those of two sequences cannot be compared"
         try:
             with _attached(self.model):
                 merged = merge(self.caches)
                 found = self._compute([[self.token]] * 2, list(LENGTHS), merged)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:
+        except CacheError as error:  # of what the forward does, whatever its weights are
             return _first_line(error)
-        if all(_agree(*both) for both in zip(found, self.alone, strict=True)):
+        except Exception as error:  # it may not come again: a CPU out of memory is a RuntimeError
+            self.lasting = False
+            return _first_line(error)
+        self.lasting = not bool(found.isnan().any())
+        if all(_match_logits(*both) for both in zip(found, self.alone, strict=True)):
             return None
         return "a sequence gets other logits beside one of another length than alone"
 
@@ -220,25 +240,20 @@ def _attached(model: PreTrainedModel) -> Iterator[None]:
         detach(model)
 
 
-def _distance(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the root mean square of the difference, and how much rounding explains."""
+def _are_comparable(logits: Tensor) -> bool:
+    """Return whether logits tell models apart: none is NaN, and not all are alike."""
+    finite = logits[torch.isfinite(logits)]  # a model may forbid a token by -inf
+    return not bool(logits.isnan().any()) and bool((finite != finite[:1]).any())
+
+
+def _match_logits(found: Tensor, expected: Tensor) -> bool:
+    """Return whether logits are those expected, but for rounding."""
+    finite = torch.isfinite(expected)
+    if not torch.equal(torch.isfinite(found), finite):
+        return False
     limit = TOLERANCE[expected.dtype.itemsize]
-    found, expected = found.double(), expected.double()
-    seen = torch.isfinite(found) & torch.isfinite(expected)  # a model may forbid a token
-    apart = (found - expected)[seen].square().mean().sqrt()
-    return float(apart), limit * float(expected[seen].std())
-
-
-def _agree(found: Tensor, expected: Tensor) -> bool:
-    """Are these certainly the same logits?"""
-    apart, limit = _distance(found, expected)
-    return apart <= limit
-
-
-def _differ(found: Tensor, expected: Tensor) -> bool:
-    """Are these certainly other logits? Where they are no numbers, nothing is certain."""
-    apart, limit = _distance(found, expected)
-    return apart > limit
+    found, expected = found[finite].double(), expected[finite].double()
+    return bool((found - expected).square().mean().sqrt() <= limit * expected.std())
 
 
 def _plain_tokens(model: PreTrainedModel, count: int) -> list[int]:

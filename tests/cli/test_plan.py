@@ -80,11 +80,44 @@ def test_json_is_one_object(call: Any, tmp_path: Path) -> None:
     assert told["formats"][0]["largest_context"] is None
 
 
-@pytest.mark.parametrize(("spec", "sinks"), [("raw,window=64", 4), ("raw,window=64,sinks=0", 0)])
-def test_what_a_window_keeps_is_said(spec: str, sinks: int, call: Any) -> None:
+@pytest.mark.parametrize(
+    ("spec", "stays"),
+    [
+        ("raw,window=64", "the last 64 tokens stay, and the first 4"),
+        ("raw,window=64,sinks=0", "the last 64 tokens stay"),
+    ],
+)
+def test_what_a_window_keeps_is_said(spec: str, stays: str, call: Any) -> None:
     told = json.loads(call("plan", "--json", "--context", "512", "--kv-cache", spec)[1])
-    assert told["notes"] == [f"{spec}: the last 64 tokens stay, and the first {sinks}"]
+    assert told["notes"] == [f"{spec}: {stays}"]
     assert told["formats"][0]["nbytes"] == plan(demo.PATH, spec, context=512).nbytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "full", "notes"),
+    [
+        ("affine4,window=64", 1, ["the last 64 tokens stay, and the first 4"]),
+        ("affine4,window=512", 1, ["the last 512 tokens stay, and the first 4"]),
+        ("affine4,window=512,sinks=0", 1, ["the last 512 tokens stay"]),
+        ("affine4,window=1024,sinks=0", 1, ["the last 1024 tokens stay"]),
+        ("affine4,window=512,sinks=0", 0, []),  # the model's own
+        ("affine4,window=1024", 0, []),
+        ("affine4,window=64", 0, ["the last 64 tokens stay"]),
+        ("affine4,sinks=8", 1, []),
+    ],
+)
+def test_a_window_beside_the_model_s_own_has_one_note(
+    spec: str, full: int, notes: list[str], call: Any, tmp_path: Path
+) -> None:
+    """Layers that keep to a window of 512, and `full` ones behind them."""
+    types = ["sliding_attention"] * 3 + ["full_attention"] * full
+    config = QWEN3_1_7B | {"model_type": "gemma3_text", "sliding_window": 512}
+    config |= {"layer_types": types, "num_hidden_layers": len(types)}
+    words = ("--config", written(tmp_path, config), "--kv-cache", spec, "--context", "4096")
+    told = json.loads(call("plan", *words, "--json")[1])
+    assert [note for note in told["notes"] if "tokens stay" in note] == [
+        f"{spec}: {note}" for note in notes
+    ]
 
 
 def test_without_a_model_the_one_inside_is_planned(call: Any) -> None:

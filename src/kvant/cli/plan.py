@@ -24,6 +24,7 @@ from kvant.models.shapes import LayerShape
 from kvant.planner import Plan
 from kvant.planner import plan as planned
 from kvant.recipes import attention_in
+from kvant.retention import All
 from kvant.sizes import format_size, parse_size
 
 RAW = "raw"
@@ -60,9 +61,9 @@ def plan(
         if one.nbytes_kept < one.nbytes
     ]
     notes += [
-        f"{spec}: the last {rule.window} tokens stay, and the first {rule.sinks}"
-        for spec, one in zip(specs, plans, strict=True)
-        for rule in _windows(one) - _windows(raw)  # those of raw are of the model's own
+        f"{spec}: {_describe_window(rule)}"
+        for spec, rule in zip(specs, map(_widest_rule, plans), strict=True)
+        if rule.window is not None and rule != _widest_rule(raw)  # which is the model's own
     ]
     if json:
         figures = {"model": name, "context": raw.context, "sequences": sequences}
@@ -78,10 +79,16 @@ def plan(
         _show(f"{name}: {_layers(layers)}", rows, notes, raw, limit)
 
 
-def _windows(one: Plan) -> set[Retention]:
-    """The retention rules of a plan's layers that have a window."""
-    rules = (layer.retention for layer in attention_in(*one.spec.layers))
-    return {rule for rule in rules if rule.window is not None}
+def _widest_rule(one: Plan) -> Retention:
+    """Return the retention rule of the layer that keeps most."""
+    layers = attention_in(*one.spec.layers)
+    widest = max(layers, key=lambda layer: (layer.width, layer.retention.sinks), default=None)
+    return All() if widest is None else widest.retention
+
+
+def _describe_window(rule: Retention) -> str:
+    sinks = f", and the first {rule.sinks}" if rule.sinks else ""
+    return f"the last {rule.window} tokens stay{sinks}"
 
 
 def _told(model: str | None, config: Path | None) -> tuple[str, Any]:

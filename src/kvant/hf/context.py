@@ -39,7 +39,7 @@ class Context:
 
     states: Cache
     padding: tuple[int, ...] | None = None  # columns of left padding, where they were told
-    columns: int | None = None  # of the mask that told it
+    columns: int | None = None  # of the attention mask with that padding
     cross: bool = False  # the rows of an encoder
     attachable: bool = False  # `attach` would give the model an attention of ours
     slack: int = 0  # what a speculation made all layers keep

@@ -112,7 +112,7 @@ def continues(model: PreTrainedModel) -> bool:
 
 
 def hides_padding(model: PreTrainedModel) -> bool:
-    """Does a decoded token see no padding, so that none needs to be stored?"""
+    """Return whether decoded tokens see no padding, so that none needs to be stored."""
     return model.config.model_type not in SHOWING_PADDING
 
 

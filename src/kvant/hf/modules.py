@@ -34,10 +34,10 @@ def held(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Give all modules back, at the end, the attributes and buffers that they had before.
+def restore_modules(model: nn.Module) -> Iterator[None]:
+    """Restore the attributes and buffers of all modules at the end, training mode included.
 
-    Whether they are in training is one of them.
+    What is changed in place stays so: values of a tensor, of a list or of a dictionary.
     """
     modules = [module for _, module in named_modules(model)]
     before = [(one, dict(vars(one)), dict(one._buffers)) for one in modules]

@@ -31,7 +31,7 @@ from kvant.hf.attention import host_name
 from kvant.hf.build import cache_for
 from kvant.hf.cache import HostCache
 from kvant.hf.forward import TokenForward
-from kvant.hf.modules import unchanged
+from kvant.hf.modules import restore_modules
 
 log = logging.getLogger("kvant")
 
@@ -90,7 +90,7 @@ _known: dict[tuple[object, ...], Support] = {}
 
 def support_of(model: PreTrainedModel) -> Support:
     """Return what the model supports; the first call for a class and configuration runs it."""
-    device = compute_device(model)
+    device = find_device(model)
     if device is None:  # there are no weights to compute with
         return Support(Level.TOGETHER)
     config = model.config
@@ -111,8 +111,8 @@ def support_of(model: PreTrainedModel) -> Support:
     return found
 
 
-def compute_device(model: PreTrainedModel) -> torch.device | None:
-    """Return where a model takes tokens, None where all its weights are on meta.
+def find_device(model: PreTrainedModel) -> torch.device | None:
+    """Return the device on which a model takes tokens, None where all its weights are on meta.
 
     Some may be on meta until a hook loads them for their layer, as those that accelerate offloads.
     """
@@ -121,7 +121,7 @@ def compute_device(model: PreTrainedModel) -> torch.device | None:
 
 @torch.no_grad()
 def _check_model(model: PreTrainedModel, device: torch.device) -> Verdict:
-    """Run the forwards of the trial on a model, and leave it as it was."""
+    """Run the forwards of a check on a model, and leave it as it was."""
     empty, name = cache_for(model), type(model).__name__
     if not isinstance(empty, HostCache):
         reason = (
@@ -130,37 +130,37 @@ def _check_model(model: PreTrainedModel, device: torch.device) -> Verdict:
         )
         return Verdict(Support(Level.GENERATE, reason), lasting=True)
     devices = [device] if device.type == "cuda" else []
-    with unchanged(model), torch.random.fork_rng(devices):
+    with restore_modules(model), torch.random.fork_rng(devices):
         model.eval()
-        trial = _Trial(model, device, empty)
+        check = _ModelCheck(model, device, empty)
         try:
-            support = trial.find_refusal()
+            support = check.find_refusal()
         except CacheError as error:
             reason = f"{name} cannot use a cache of kvant's: {error}"
             return Verdict(Support(Level.NOTHING, reason), lasting=True)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # it may not come again
-            reason = f"{name} {CONTINUES_NOT} ({_first_line(error)}): {OWN}"
+            reason = f"{name} {CONTINUES_NOT} ({_shorten_error(error)}): {OWN}"
             return Verdict(Support(Level.GENERATE, reason), lasting=False)
         if support is None:
-            turns = trial.find_reason_for_turns()
+            turns = check.find_reason_for_turns()
             support = Support(Level.TOGETHER) if turns is None else Support(Level.ALONE, turns)
-    return Verdict(support, trial.lasting)
+    return Verdict(support, check.lasting)
 
 
-def _first_line(error: Exception) -> str:
+def _shorten_error(error: Exception) -> str:
     """Return the beginning of an error: those about shapes are long."""
     return shorten(f"{type(error).__name__}: {error}".splitlines()[0], 120, placeholder=" ...")
 
 
-class _Trial:
+class _ModelCheck:
     """Two prompts of different lengths, and the same next token behind both."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, empty: HostCache) -> None:
         self.model, self.device = model, device
         self.forward = TokenForward(model)
-        tokens = _plain_tokens(model, sum(LENGTHS) + 1)
+        tokens = _choose_tokens(model, sum(LENGTHS) + 1)
         self.prompts = tokens[: LENGTHS[0]], tokens[LENGTHS[0] : -1]
         self.token = tokens[-1]
         self.empty = empty
@@ -181,8 +181,8 @@ class _Trial:
             if cache.length > len(prompt):
                 return Support(Level.GENERATE, f"{name} {CONTINUES_NOT} ({held}): {OWN}")
             self.caches.append(cache)
-            self.alone.append(self._after(cache.fork(), len(prompt)))
-        again = self._after(self.caches[0].fork(), LENGTHS[0])
+            self.alone.append(self._decode_token(cache.fork(), len(prompt)))
+        again = self._decode_token(self.caches[0].fork(), LENGTHS[0])
         self.lasting = all(_are_comparable(logits) for logits in (*self.alone, again))
         if not self.lasting or _match_logits(again, self.alone[0]):
             return None
@@ -200,22 +200,22 @@ class _Trial:
         if not self.lasting:
             return "its logits are NaN or all alike, so those of two sequences cannot be compared"
         try:
-            with _attached(self.model):
+            with _attach_meanwhile(self.model):
                 merged = merge(self.caches)
                 found = self._compute([[self.token]] * 2, list(LENGTHS), merged)
         except torch.OutOfMemoryError:
             raise
         except CacheError as error:  # of what the forward does, whatever its weights are
-            return _first_line(error)
+            return _shorten_error(error)
         except Exception as error:  # it may not come again: a CPU out of memory is a RuntimeError
             self.lasting = False
-            return _first_line(error)
+            return _shorten_error(error)
         self.lasting = not bool(found.isnan().any())
         if all(_match_logits(*both) for both in zip(found, self.alone, strict=True)):
             return None
         return "a sequence gets other logits beside one of another length than alone"
 
-    def _after(self, cache: HostCache, length: int) -> Tensor:
+    def _decode_token(self, cache: HostCache, length: int) -> Tensor:
         """Return the logits [vocabulary] of the token behind a prompt."""
         return self._compute([[self.token]], [length], cache)[0]
 
@@ -228,7 +228,7 @@ class _Trial:
 
 
 @contextmanager
-def _attached(model: PreTrainedModel) -> Iterator[None]:
+def _attach_meanwhile(model: PreTrainedModel) -> Iterator[None]:
     """Attach the model within, as an engine does, unless it is attached."""
     if attachments(model):
         yield
@@ -256,20 +256,20 @@ def _match_logits(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).square().mean().sqrt() <= limit * expected.std())
 
 
-def _plain_tokens(model: PreTrainedModel, count: int) -> list[int]:
+def _choose_tokens(model: PreTrainedModel, count: int) -> list[int]:
     """Return tokens to which the configuration gives no meaning."""
     size = getattr(model.config.get_text_config(decoder=True), "vocab_size", None) or 64
-    special = set(_special(model.config.to_dict()))
+    special = set(_find_special_tokens(model.config.to_dict()))
     usual = [token for token in range(size // 8, size // 2) if token not in special]
     step = max(1, len(usual) // count)
     return [usual[(place * step) % len(usual)] for place in range(count)]
 
 
-def _special(options: dict[str, Any]) -> Iterator[int]:
-    """Numbers of special tokens, also those that parts of the configuration name."""
+def _find_special_tokens(options: dict[str, Any]) -> Iterator[int]:
+    """Yield the numbers of special tokens, also those that parts of the configuration name."""
     for name, value in options.items():
         if isinstance(value, dict):
-            yield from _special(value)
+            yield from _find_special_tokens(value)
         elif str(name).endswith(("_id", "_ids", "_index")):
             several = value if isinstance(value, list | tuple) else [value]
             yield from (one for one in several if isinstance(one, int))

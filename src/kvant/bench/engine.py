@@ -34,6 +34,7 @@ from kvant.bench.device import CPU
 from kvant.bench.report import Json, progress, run, show
 from kvant.engine import Engine
 from kvant.generation import generate
+from kvant.hf import support_of
 
 STOCK, PADDED, CONTINUOUS = "generate", "padded batch", "continuous batching"
 WHOLE = 1e3  # seconds that a chunk may take: else requests end while others are still read
@@ -164,6 +165,7 @@ def main(
         )
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
     model, sizes = opened(shape, layers, threads)
+    support_of(model)  # the check would else meet the hooks that let the ways take turns
     generator = torch.Generator().manual_seed(0)
     vocabulary = sizes["vocab_size"]
     prompts = torch.randint(vocabulary, (sequences, context), generator=generator).tolist()

@@ -158,7 +158,6 @@ def encode(
     A tokenizer takes hundreds of bytes a token while it works. So a long text is encoded in slices
     that double, from its front, until that passes the limit.
     """
-    check_text(text)
     options = {} if special else {"add_special_tokens": False}
     size = len(text) if limit is None else CHARACTERS * (limit + CUT)
     while size < len(text):
@@ -184,7 +183,7 @@ def templated(tokenizer: Any, asked: Messages, max_context: int | None = None) -
         text = asked.text(tokenizer, asked.messages, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
-    return encode(tokenizer, text, max_context, special=False)
+    return encode(tokenizer, check_text(text), max_context, special=False)
 
 
 def marks_of(tokenizer: Any, asked: Messages, prompt: Sequence[int]) -> list[int]:

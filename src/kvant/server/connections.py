@@ -1,8 +1,8 @@
 """Connections of a server: how many there are, how long one may be idle, how long headers may be.
 
 A connection is idle while no whole request of it is being answered, and while its client does not
-read an answer. Where there are as many as may
-be, the one that is idle longest makes room for a new one; so idle ones keep no client out.
+read an answer. Where there are as many as may be, the one that is idle longest makes room for a new
+one; so idle ones keep no client out.
 """
 
 from __future__ import annotations

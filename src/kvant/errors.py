@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 
@@ -141,6 +144,17 @@ class EngineError(CacheError):
     ...
     kvant.errors.EngineError: the engine ended: SystemExit(...)
     """
+
+
+@contextmanager
+def name_path(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let errors of the system within name `path`, and not a temporary file or no file at all."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise OSError(f"{error}: '{os.fspath(path)}'") from error
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 class Refusals:

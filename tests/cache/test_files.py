@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import re
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -446,6 +449,50 @@ def test_a_failing_first_write_leaves_no_file(
     with pytest.raises(OSError, match="no space"):
         save(filled("raw"), tmp_path / "a.kv")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_full_disk_names_the_path_that_was_given(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})"
+
+    def fails(tensors: dict, path: Path, metadata: dict) -> None:
+        raise SafetensorError(told)
+
+    monkeypatch.setattr(kvant.cache.files, "save_file", fails)
+    with pytest.raises(OSError, match=os.strerror(number)) as caught:
+        save(filled("raw"), tmp_path / "a.kv")
+    assert (caught.value.errno, caught.value.filename) == (number, str(tmp_path / "a.kv"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_beyond_the_limit_of_the_system_names_the_path_that_was_given(
+    tmp_path: Path,
+) -> None:
+    """The kernel itself refuses the rest: no file of this process may have more than 4 KB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        with pytest.raises(OSError, match=os.strerror(errno.EFBIG)) as caught:
+            save(filled("raw", 200), tmp_path / "a.kv")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caught.value.filename == str(tmp_path / "a.kv")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_can_only_be_read_names_the_path_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(path: Path, *given: Any, **more: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuses)
+    monkeypatch.setattr(Path, "unlink", refuses)
+    with pytest.raises(OSError, match="Read-only") as caught:
+        save(filled("raw"), tmp_path / "a.kv")
+    assert caught.value.filename == str(tmp_path / "a.kv")
 
 
 def test_a_folder_that_is_missing_is_not_made(tmp_path: Path) -> None:

@@ -46,6 +46,16 @@ def test_every_line_has_its_reply(call: Any, tmp_path: Path) -> None:
     assert replies(out) == found
 
 
+def test_a_full_disk_is_one_line_that_names_the_file(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvant.cli.batch._done", lambda *given: (0, 0))  # it reads without end
+    file = written(tmp_path / "in", 1)
+    code, _, error = call("batch", str(file), "--out", "/dev/full", "--no-guard")
+    assert code == 1
+    assert error.splitlines()[-1].endswith("No space left on device: '/dev/full'")
+
+
 @pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.laws)])
 def test_a_run_that_was_killed_goes_on_to_the_same_file(
     call: Any, tmp_path: Path, count: int

@@ -35,6 +35,12 @@ def test_json_is_one_object_and_the_files_say_the_same(call: Any, tmp_path: Path
     assert again == told
 
 
+def test_a_full_disk_is_one_line_that_names_the_file(call: Any) -> None:
+    code, _, error = call("eval", *FEW, "--formats", "affine8", "--csv", "/dev/full")
+    assert code == 1
+    assert error.splitlines()[-1].endswith("No space left on device: '/dev/full'")
+
+
 def test_three_tables(call: Any, tmp_path: Path) -> None:
     text = tmp_path / "text.py"
     text.write_text("import os\n\n\ndef listed(path):\n    return os.listdir(path)\n" * 60)

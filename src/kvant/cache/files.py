@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -24,7 +25,7 @@ from kvant.cache.cache import Cache
 from kvant.cache.contents import leaves_of
 from kvant.cache.snapshot import HEADS, NUMBERS
 from kvant.contracts import Snapshot, Tiles
-from kvant.errors import CacheError, CacheFileError
+from kvant.errors import CacheError, CacheFileError, name_path
 from kvant.extent import LENGTH, PADDING
 from kvant.recipes import CacheSpec, LayerSpec
 from kvant.spec import distinct, from_json, to_json
@@ -112,10 +113,12 @@ def save(
     tensors = {name: tensor.contiguous() for name, tensor in held.tensors.items()}
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
-        _write(tensors, beside, header)
-        beside.replace(target)
+        with name_path(target):
+            _write(tensors, beside, header)
+            beside.replace(target)
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # a read-only disk refuses this, too
+            beside.unlink(missing_ok=True)
 
 
 def load(
@@ -230,8 +233,11 @@ def _write(tensors: dict[str, torch.Tensor], path: Path, header: dict[str, Any])
     try:
         save_file(tensors, path, metadata={ENTRY: json.dumps(header)})
         path.chmod(mode)
-    except SafetensorError as error:
-        raise OSError(f"{path}: {error}") from error
+    except SafetensorError as error:  # its message alone has the number of the error
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise OSError(f"not written: {error}") from error
+        raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
     with path.open("r+b") as file:
         raw = _header_bytes(path, file)
         at = raw.index(MARK) + len(MARK)

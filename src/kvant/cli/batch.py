@@ -23,6 +23,7 @@ from kvant.cli import options
 from kvant.cli.options import check_asked, check_readable, check_writable, read_text
 from kvant.cli.session import attached, prefixes_in, show
 from kvant.devices import named_device, named_dtype
+from kvant.errors import name_path
 from kvant.progress import Bar
 from kvant.sizes import parse_size
 from kvant.stores import open_tiers
@@ -137,13 +138,15 @@ def _answered(
     from kvant.engine import in_order
 
     failed = 0
-    with out.open("ab") as file, Bar("prompts", quiet=quiet) as bar:
+    with name_path(out):
+        out.touch()
+    with Bar("prompts", quiet=quiet) as bar:
         asks = [partial(_ask, engine, line) for line in lines[done:]]
         for number, result in enumerate(in_order(asks, at_once), done):
             failed += isinstance(result, Exception)
             line = {"index": number, "of": marks[number]} | _reply(result)
-            file.write(json_text.dumps(line).encode() + b"\n")
-            file.flush()
+            with name_path(out), out.open("ab") as file:
+                file.write(json_text.dumps(line).encode() + b"\n")
             bar.show(number + 1, len(lines))
     return failed
 

@@ -14,6 +14,7 @@ from kvant.bench.report import check_plot
 from kvant.checkpoints import load
 from kvant.cli import options
 from kvant.cli.options import blank, check_writable, read_text
+from kvant.errors import name_path
 from kvant.progress import Bar
 from kvant.sizes import format_size
 from kvant.spec import parse, split
@@ -88,7 +89,7 @@ def _check_files(files: Mapping[str, Path | None]) -> None:
 
 
 def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
-    with file.open("w", encoding="utf-8", newline="") as opened:
+    with name_path(file), file.open("w", encoding="utf-8", newline="") as opened:
         writer = csv_text.DictWriter(opened, rows[0])
         writer.writeheader()
         writer.writerows(rows)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvant.errors import CapacityError
+from kvant.errors import CapacityError, name_path
 from kvant.planner import plan
 from kvant.probing.predictions import Divergence
 from kvant.probing.recall import Shares
@@ -199,7 +199,7 @@ class Saved:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
+            with name_path(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
 

@@ -151,6 +151,22 @@ def test_what_is_damaged_is_told(secret: bytes | None, call: Any, tmp_path: Path
     assert (code, json.loads(out)["damaged"], json.loads(out)["dropped"]) == (0, [], 0)
 
 
+def test_a_pipe_in_place_of_a_blob_is_damaged(call: Any, store: Folder) -> None:
+    path = file(store, page(ONE, 2), "k0-2")
+    path.unlink()
+    os.mkfifo(path)
+    assert call("store", "ls", str(store.path))[0] == 0
+    assert call("store", "stats", str(store.path))[0] == 0
+    code, out, _ = call("store", "verify", str(store.path))
+    assert code == 1 and "prw-r--r--, a regular file is needed" in out
+    code, out, _ = call("store", "verify", str(store.path), "--drop")
+    assert code == 0 and not path.exists()
+    path.parent.mkdir(exist_ok=True)
+    os.mkfifo(path)
+    assert call("store", "prune", str(store.path), "--max-bytes", "0")[0] == 0
+    assert left(store) == set()
+
+
 def test_a_forgotten_secret_deletes_nothing(call: Any, tmp_path: Path) -> None:
     store = filled(tmp_path, b"a secret")
     assert call("store", "verify", str(tmp_path))[0] == 1

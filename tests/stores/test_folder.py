@@ -7,7 +7,9 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -342,6 +344,106 @@ def test_a_clock_that_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     used(store, page(1), 10.0)  # the system's clock was not set back with ours
     store.put(page(3), "k0-1", bytes(1000))
     assert kept(store) == [page(1), page(3)]
+
+
+# ---- what is no blob
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(os.path.relpath(path))  # a name of 108 bytes at most
+
+
+def make_link(path: Path) -> None:
+    secret = path.with_name("secret.txt")
+    secret.write_bytes(packed(blob(PAGES[0])))
+    path.symlink_to(secret)
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+def make_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_holes(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(3 << 30)
+
+
+NO_BLOBS = (make_pipe, make_socket, make_link, make_loop, make_device, make_holes, Path.mkdir)
+
+
+@pytest.mark.parametrize("make", NO_BLOBS, ids=lambda make: make.__name__)
+def test_what_is_no_regular_file_is_damaged_and_written_anew(
+    make: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe in place of a blob blocked its reader for ever."""
+    monkeypatch.chdir(tmp_path)
+    store = Folder(tmp_path, min_free=0)
+    tiers = Tiers([store])
+    tiers.put(blob(PAGES[0]))
+    (path,) = tmp_path.rglob("k0-1")
+    tracemalloc.start()
+    for wrong in ("read", "written over"):
+        path.unlink()
+        make(path)
+        assert kept(store) == [PAGES[0]]
+        if wrong == "read":
+            assert tiers.get(PAGES[0], "k0-1") is None
+            assert not os.path.lexists(path)
+        tiers.put(blob(PAGES[0]))
+        (stats,) = tiers.stats()["stores"]
+        if wrong == "read" or make is not make_holes:  # of the right kind: a read finds it
+            assert path.is_file() and not path.is_symlink()
+            assert tiers.get(PAGES[0], "k0-1") is not None
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+    assert (stats["damaged"], stats["errors"], stats["unwritten"]) == (1, 0, 0)
+    assert not unfinished(tmp_path)
+
+
+def test_a_folder_with_files_in_place_of_a_blob_is_read_once(tmp_path: Path) -> None:
+    store = Folder(tmp_path, max_bytes=2_000_000, min_free=0)
+    tiers = Tiers([store])
+    tiers.put(blob(PAGES[0]))
+    (path,) = tmp_path.rglob("k0-1")
+    path.unlink()
+    path.mkdir()
+    (path / "notes.txt").write_text("foreign")
+    for _ in range(3):
+        assert tiers.get(PAGES[0], "k0-1") is None
+        assert tiers.has(PAGES[:1]) == [frozenset()]
+    (stats,) = tiers.stats()["stores"]
+    assert (stats["damaged"], stats["misses"], stats["errors"]) == (1, 2, 1)
+    tiers.put(blob(PAGES[0]))
+    with pytest.raises(OSError, match="k0-1"):
+        store.put(PAGES[0], "k0-1", b"x")
+    tiers.put(blob(PAGES[1]))
+    assert tiers.get(PAGES[1], "k0-1") is not None
+    assert store.shrink(0) and (path / "notes.txt").exists()
+    (stats,) = tiers.stats()["stores"]
+    assert (stats["written"], stats["unwritten"]) == (2, 1)
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_loop], ids=lambda make: make.__name__)
+def test_what_is_no_folder_in_place_of_a_page_has_no_blobs(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    store = Folder(tmp_path, min_free=0)
+    (tmp_path / "ab" / "00").mkdir(parents=True)
+    make(tmp_path / "ab" / "00" / "000001")
+    assert store.has([page(1)]) == [frozenset()]
+    assert list(store) == [] and store.tidy() == 0
+    assert Tiers([store]).get(page(1), "k0-1") is None
+    with pytest.raises(OSError, match="000001"):
+        store.put(page(1), "k0-1", b"x")
 
 
 # ---- what is no store

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvant.errors import StoreError
+from kvant.errors import BlobError, StoreError
 from kvant.stores import Blob, Folder, Objects, Payload, Redis, Store, Tiers, open_store
 from kvant.stores import tiers as module
 from kvant.stores.redis import TTL
@@ -155,7 +155,7 @@ def test_a_blob_beyond_all_bounds_is_not_read(s3: Server, monkeypatch: pytest.Mo
     store = open_store(s3.url)
     store.put(PAGE, "k0-1", bytes(1001))
     monkeypatch.setattr(contract, "MAX_BLOB", 1000)
-    with pytest.raises(StoreError, match="1001 bytes, 1000 at most"):
+    with pytest.raises(BlobError, match="1001 bytes, 1000 at most"):
         store.get(PAGE, "k0-1")
     store.drop(PAGE, "k0-1")
 

@@ -6,6 +6,7 @@ import json as json_text
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
@@ -222,9 +223,10 @@ def _spaces(entries: Iterable[Entry]) -> list[tuple[str, list[Entry]]]:
 def _space(found: Folder, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
     told: Mapping[str, str] = {}
     for entry in islice(entries, LOOKED_INTO):
-        data = found.read(entry.page, entry.part)
-        if data is not None and (told := about(data)):
-            break
+        with suppress(BlobError, OSError):  # `verify` says why
+            data = found.read(entry.page, entry.part)
+            if data is not None and (told := about(data)):
+                break
     return {
         "namespace": name,
         **{word: _plain(told[word]) if word in told else None for word in ("model", "spec")},

@@ -29,9 +29,8 @@ from torch import Tensor
 from kvant.contracts import Fields
 from kvant.errors import BlobError
 from kvant.spec import distinct
-from kvant.stores.contract import MAX_BLOB, Bytes
+from kvant.stores.contract import MAGIC, MAX_BLOB, Bytes
 
-MAGIC = b"kvantpg2"
 VERSION = 2
 ALIGNED = 64
 HEAD = struct.Struct("<8sQQ")

@@ -11,12 +11,13 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from kvant.errors import StoreError
+from kvant.errors import BlobError, StoreError
 
 Bytes = bytes | bytearray
 PAGE = re.compile(r"[0-9a-z-]+/[0-9a-f]{8,128}", re.ASCII)
 PART = re.compile(r"[a-z][0-9a-z-]*", re.ASCII)
 MAX_BLOB = 1 << 32
+MAGIC = b"kvantpg2"  # what a blob begins with
 
 
 class Store(Protocol):
@@ -30,7 +31,10 @@ class Store(Protocol):
         """The parts that there are of each page."""
 
     def get(self, page: str, part: str) -> Bytes | None:
-        """A blob, which is used now; None where there is none."""
+        """A blob, which is used now; None where there is none.
+
+        A `BlobError` says that something lies there which can be no blob: it is dropped.
+        """
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
         """Keep a blob; one of that name is the same."""
@@ -61,7 +65,7 @@ def parts_among(names: Iterable[str]) -> frozenset[str]:
 def checked_size(nbytes: int, where: str) -> int:
     """So many bytes, if a blob may have them: asked before they are read."""
     if nbytes > MAX_BLOB:
-        raise StoreError(f"{where}: {nbytes} bytes, {MAX_BLOB} at most")
+        raise BlobError(f"{where}: {nbytes} bytes, {MAX_BLOB} at most")
     return nbytes
 
 

@@ -7,14 +7,19 @@ was used last, and what was not used for longest goes first where room is needed
 within the same minute, the ends of sequences before their beginnings. A time that is still to come,
 since a clock was set back, tells nothing: such a file goes before all others. Two processes may
 have one folder: equal names are equal bytes, and what one deletes is a miss for the other.
+
+Only regular files are read. A pipe would block the reader, and a link may lead anywhere: these are
+damaged blobs, which a write replaces.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -22,9 +27,10 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-from kvant.errors import StoreError
+from kvant.errors import BlobError, StoreError
 from kvant.sizes import format_size
 from kvant.stores.contract import (
+    MAGIC,
     PAGE,
     Bytes,
     checked_page,
@@ -37,6 +43,8 @@ UNFINISHED = re.compile(r"[0-9a-f]{16}\.part")  # the name of a file that is bei
 STALE = 3600.0  # seconds after which nobody writes to such a file any more
 SPARED = 0.9  # of the quota: so much is left once something had to go
 TRIES = 5  # to write into a folder that others delete as often
+READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+LARGE = 1 << 20  # bytes, beyond which a file is read only where it begins as a blob
 UNCOUNTED = 16  # part of the quota that is written before all files are counted again
 
 
@@ -73,35 +81,34 @@ class Folder:
         found = [parts_among(_names(self._folder(page))) for page in pages]
         for page, parts in zip(pages, found, strict=True):
             for part in parts:
-                with suppress(OSError):  # a folder that is only read has its uses, too
-                    os.utime(self._folder(page) / part)
+                _touch(self._folder(page) / part)
         return found
 
     def get(self, page: str, part: str) -> Bytes | None:
         data = self.read(page, part)
         if data is not None:
-            with suppress(OSError):
-                os.utime(self._file(page, part))
+            _touch(self._file(page, part))
         return data
 
     def read(self, page: str, part: str) -> Bytes | None:
         """A blob, for somebody who only looks: it is not used."""
         path = self._file(page, part)
         try:
-            with path.open("rb", buffering=0) as file:
-                size = checked_size(os.fstat(file.fileno()).st_size, str(path))
-                data = bytearray(size)
-                view, read = memoryview(data), 0
-                while read < size and (count := file.readinto(view[read:])):
-                    read += count
-        except FileNotFoundError:
+            _check_regular(path.lstat(), path)
+            file = os.open(path, READ)
+        except (FileNotFoundError, NotADirectoryError):
             return None
-        return data[:read] if read < size else data
+        try:
+            return _read_all(file, path)
+        finally:
+            os.close(file)
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
         path = self._file(page, part)
-        if path.exists():
-            return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if stat.S_ISREG(path.lstat().st_mode):
+                return
+            self.drop(page, part)
         self._make_room(len(blob))
         beside = path.with_name(f"{secrets.token_hex(8)}.part")
         for left in reversed(range(TRIES)):
@@ -118,7 +125,11 @@ class Folder:
                 self._unlink(beside)
 
     def drop(self, page: str, part: str) -> None:
-        self._unlink(self._file(page, part))
+        path = self._file(page, part)
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if stat.S_ISDIR(path.lstat().st_mode):
+                path.rmdir()
+            self._unlink(path)
 
     # ---- what people ask
 
@@ -128,14 +139,17 @@ class Folder:
             folder = self._folder(page)
             for name in parts_among(_names(folder)):
                 with suppress(OSError):  # it may go at any time
-                    told = (folder / name).stat()
-                    yield Entry(page, name, told.st_size, told.st_mtime)
+                    told = (folder / name).lstat()
+                    nbytes = told.st_size if stat.S_ISREG(told.st_mode) else 0
+                    yield Entry(page, name, nbytes, told.st_mtime)
 
     def shrink(self, nbytes: int) -> list[Entry]:
         """Delete what was not used for longest, until so many bytes are left; what that was."""
-        gone = surplus(self, nbytes)
-        for entry in gone:
-            self.drop(entry.page, entry.part)
+        gone = []
+        for entry in surplus(self, nbytes):
+            with suppress(OSError):  # a folder in place of a blob that is not empty
+                self.drop(entry.page, entry.part)
+                gone.append(entry)
         return gone
 
     def tidy(self) -> int:
@@ -145,7 +159,7 @@ class Folder:
             folder = self._folder(page)
             for name in filter(UNFINISHED.fullmatch, _names(folder)):
                 with suppress(OSError):
-                    if abs(time.time() - (folder / name).stat().st_mtime) > STALE:
+                    if abs(time.time() - (folder / name).lstat().st_mtime) > STALE:
                         self._unlink(folder / name)
                         count += 1
         return count
@@ -230,6 +244,35 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        if error.errno != errno.ELOOP:  # a link to itself is no folder either
+            raise
+        return []
+
+
+def _touch(path: Path) -> None:
+    """Note that a blob was used."""
+    with suppress(OSError):  # a folder that is only read has its uses, too
+        os.utime(path, follow_symlinks=False)
+
+
+def _check_regular(found: os.stat_result, path: Path) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise BlobError(f"{path}: {stat.filemode(found.st_mode)}, a regular file is needed")
+
+
+def _read_all(file: int, path: Path) -> bytearray:
+    """The bytes of a file, if a blob may have them."""
+    found = os.fstat(file)
+    _check_regular(found, path)  # it may have been replaced since it was opened
+    size = checked_size(found.st_size, str(path))
+    if size > LARGE and os.pread(file, len(MAGIC), 0) != MAGIC:
+        raise BlobError(f"{path}: {size} bytes that do not begin as a blob")
+    data = bytearray(size)
+    view, read = memoryview(data), 0
+    while read < len(data) and (count := os.readv(file, [view[read:]])):
+        read += count
+    return data[:read] if read < len(data) else data
 
 
 def _write_all(file: int, data: Bytes) -> None:

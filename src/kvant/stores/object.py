@@ -74,7 +74,8 @@ class Objects:
                 found = self._calls.get(self._bucket, path)
             except FileNotFoundError:
                 return None
-            checked_size(found.meta["size"], f"{self.url} {path}")
+        checked_size(found.meta["size"], f"{self.url} {path}")
+        with self._told():
             return bytearray(found.bytes())
 
     def put(self, page: str, part: str, blob: Bytes) -> None:

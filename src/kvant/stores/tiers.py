@@ -30,6 +30,7 @@ T = TypeVar("T")
 Work = Callable[[], Iterable[int]]  # done as it is gone through: the bytes of each piece
 IN_A_ROW = 5  # failures, after which a store rests
 REST = 30.0  # seconds
+REMEMBERED = 1 << 12  # blobs that could not be dropped
 WAITING = 256 << 20  # bytes of what is to be written, at most
 SHARE = 0.01  # of all processors' time, that is for writing while nobody waits for it
 HURRY = 50.0  # times as much besides, where as much waits as may: else it would be dropped
@@ -44,6 +45,7 @@ class Guarded:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.counts: Counter[str] = Counter()
+        self._damaged: set[tuple[str, str]] = set()  # blobs that could not be dropped
         self._in_a_row = 0
         self._rests_until = 0.0
 
@@ -52,10 +54,36 @@ class Guarded:
         return time.monotonic() < self._rests_until
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
-        return self._tried(lambda: self.store.has(pages)) or [frozenset()] * len(pages)
+        found = self._tried(lambda: self.store.has(pages)) or [frozenset()] * len(pages)
+        if not self._damaged:
+            return found
+        return [
+            frozenset(part for part in parts if (page, part) not in self._damaged)
+            for page, parts in zip(pages, found, strict=True)
+        ]
 
-    def get(self, page: str, part: str) -> Bytes | None:
-        return self._tried(lambda: self.store.get(page, part))
+    def get(self, page: str, part: str, opens: Callable[[Bytes], T]) -> T | None:
+        """What `opens` makes of a blob; None where it is missing, or damaged: then it is dropped.
+
+        Where it cannot be dropped, it is not read again until it is written.
+        """
+
+        def read() -> T | None:
+            data = self.store.get(page, part)
+            return None if data is None else opens(data)
+
+        found = None
+        if (page, part) not in self._damaged:
+            try:
+                found = self._tried(read)
+            except BlobError as error:
+                log.info("%s: %s %s: %s", self.store.url, page, part, error)
+                self.counts["damaged"] += 1
+                if not self.drop(page, part) and len(self._damaged) < REMEMBERED:
+                    self._damaged.add((page, part))
+                return None
+        self.counts["misses" if found is None else "hits"] += 1
+        return found
 
     def put(self, page: str, part: str, blob: Bytes) -> bool:
         def write() -> bool:
@@ -64,10 +92,18 @@ class Guarded:
 
         written = self._tried(write) is not None
         self.counts["written" if written else "unwritten"] += 1
+        if written:
+            self._damaged.discard((page, part))
         return written
 
-    def drop(self, page: str, part: str) -> None:
-        self._tried(lambda: self.store.drop(page, part))
+    def drop(self, page: str, part: str) -> bool:
+        """Forget a blob; False where that failed."""
+
+        def forget() -> bool:
+            self.store.drop(page, part)
+            return True
+
+        return self._tried(forget) is not None
 
     def _tried(self, call: Callable[[], T]) -> T | None:
         """What a call gives; None where it fails."""
@@ -76,6 +112,9 @@ class Guarded:
             return None
         try:
             found = call()
+        except BlobError:  # the store answered
+            self._in_a_row = 0
+            raise
         except Exception as error:
             self.counts["errors"] += 1
             self._in_a_row += 1
@@ -118,20 +157,16 @@ class Tiers:
         return found
 
     def get(self, page: str, part: str) -> Blob | None:
-        """A blob whose checksum is right; None where nobody has one."""
+        """The nearest blob whose checksum is right; None where no store has one."""
+
+        def opens(data: Bytes) -> tuple[Blob, Bytes]:
+            return opened_as(page, part, data, self.secret), data
+
         for place, guarded in enumerate(self.stores):
-            data = guarded.get(page, part)
-            if data is None:
-                guarded.counts["misses"] += 1
+            found = guarded.get(page, part, opens)
+            if found is None:
                 continue
-            try:
-                blob = opened_as(page, part, data, self.secret)
-            except BlobError as error:
-                log.info("%s: %s %s: %s", guarded.store.url, page, part, error)
-                guarded.counts["damaged"] += 1
-                guarded.drop(page, part)
-                continue
-            guarded.counts["hits"] += 1
+            blob, data = found
             if place:
                 self.behind.add(len(data), partial(self._copied, page, part, data, place))
             return blob

@@ -321,6 +321,42 @@ def test_a_store_that_does_not_answer_keeps_nobody_for_long(
     prefixes.close()
 
 
+class Hung(Folder):
+    """A store that does not answer, and counts how often it is asked."""
+
+    asked = 0
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, min_free=0)
+        self.go = threading.Event()
+
+    def has(self, pages: Any) -> list[frozenset[str]]:
+        self.asked += 1
+        self.go.wait(60)
+        return super().has(pages)
+
+
+def test_a_store_that_hangs_keeps_few_threads_and_no_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup that its request left behind had kept all others from looking for their prompts."""
+    monkeypatch.setattr("kvant.engine.reuse.PATIENCE", 0.02)
+    model, hung = build("llama"), Hung(tmp_path)
+    prefixes = Prefixes(store=Tiers([hung]))
+    with engine_for(model, max_sequences=1, prefixes=prefixes) as engine:
+        for number in range(reuse.LOOKUPS + 3):
+            result = engine.submit(
+                text(70, seed=number), max_new_tokens=2, ignore_end=True
+            ).result()
+            assert len(result.tokens) == 2 and not result.usage.restored_tokens
+        assert 2 <= hung.asked <= reuse.LOOKUPS + 1  # one of them is the writer
+        hung.go.set()
+        prefixes.flush()
+    assert prefixes.stats()["store"]["stores"][0]["written"]
+    leave_nothing(prefixes)
+    prefixes.close()
+
+
 def test_a_prompt_that_comes_while_another_is_read(tmp_path: Path) -> None:
     """Its pages lie in the engine's pools, whoever was first."""
     model, prompt = build("llama"), text(200, seed=0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from threading import Event
+from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -202,6 +202,56 @@ def test_what_succeeds_between_failures_counts(clock: Clock) -> None:
         store.error = OSError("gone") if number % IN_A_ROW else None
         tiers.has([PAGE])
     assert "rests" not in counts(tiers)
+
+
+# ---- a store that does not answer
+
+
+class Hanging(Shelf):
+    """A store whose calls end once it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked, self.go = Event(), Event()
+
+    def _called(self) -> None:
+        super()._called()
+        self.asked.set()
+        assert self.go.wait(60)
+
+
+def test_a_store_that_does_not_answer_gets_no_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = Hanging(), Shelf()
+    tiers, found = Tiers([near, far]), list[Any]()
+    tiers.stores[1].put(PAGE, "k0-1", packed(blob()))
+    asking = Thread(target=lambda: found.append(tiers.has([PAGE])), daemon=True)
+    asking.start()
+    assert near.asked.wait(60)
+    assert "hanging" not in counts(tiers)
+    monkeypatch.setattr(module, "UNANSWERED", 0.0)
+    assert tiers.has([PAGE]) == [{"k0-1"}] and tiers.get(PAGE, "k0-1") is not None
+    assert (near.calls, counts(tiers)["hanging"], counts(tiers)["resting"]) == (1, 1, True)
+    assert counts(tiers)["skipped"] >= 2
+    near.go.set()
+    asking.join(60)
+    assert found == [[{"k0-1"}]] and "hanging" not in counts(tiers)
+    tiers.has([PAGE])
+    assert near.calls > 1
+
+
+def test_nothing_waits_for_a_store_that_takes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Hanging()
+    tiers = Tiers([store])
+    for _ in range(3):
+        assert tiers.behind.add(10, lambda: [int(tiers.put(blob()))])
+    assert store.asked.wait(60)
+    assert not tiers.flush(0.01)
+    monkeypatch.setattr(module, "UNANSWERED", 0.0)
+    assert not tiers.flush()
+    tiers.close()
+    assert tiers.stats()["dropped"] == 2 and not tiers.behind.add(1, list[int])
+    store.go.set()
+    assert tiers.behind.flush(60)
 
 
 # ---- behind

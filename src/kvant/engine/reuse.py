@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -18,13 +17,15 @@ from typing import Any
 from kvant.engine.batch import Batch, Seat
 from kvant.engine.request import Request, clear
 from kvant.engine.schedule import Job, Schedule
-from kvant.openmp import compute_alone
 from kvant.prefixes import Coming, Waiting
+from kvant.prefixes.threads import start_daemon
+from kvant.prefixes.waiting import STORE_TIMEOUT_S
 
 log = logging.getLogger("kvant")
 
-PATIENCE = 10.0  # seconds that a request waits for a store at most,
+PATIENCE = STORE_TIMEOUT_S  # seconds that a request waits for a store at most,
 HURRY = 2.0  # and that prefixes whose memory is needed wait to be written
+LOOKUPS = 4  # that may be under way, where requests did not wait for their ends
 
 
 class Reuse:
@@ -44,8 +45,7 @@ class Reuse:
         self._requests = requests
         self._tokenizer = tokenizer
         self._later = later
-        self._fetching = ThreadPoolExecutor(1, "kvant-fetch", compute_alone)  # one prompt at a time
-        self._flushing = ThreadPoolExecutor(1, "kvant-hurry")  # waits until prefixes are written
+        self._lookups = 0  # threads that look into a store
         self._unasked: deque[tuple[Request, float]] = deque()  # to be looked for, until when
         self._asking: tuple[Job, Waiting] | None = None  # who is looked for
         self._hurrying = False  # it does that now
@@ -55,8 +55,6 @@ class Reuse:
         """Wait for no store any more."""
         if self._asking is not None:
             self._asking[1].leave()
-        for beside in (self._fetching, self._flushing):
-            beside.shutdown(wait=False, cancel_futures=True)
 
     def begin(self, job: Job) -> None:
         """Go on from what there is of a prompt."""
@@ -92,6 +90,8 @@ class Reuse:
         """It goes on without what a store has: what was taken for that is free."""
         if self._asking is not None and self._asking[0] is job:
             self._asking[1].leave()
+            self._asking = None  # a store that does not answer keeps no other prompt waiting
+            self._ask()
 
     def keep(self, job: Job, seat: Seat) -> None:
         """Let others go on from a sequence of a request, if there is room for it."""
@@ -116,7 +116,7 @@ class Reuse:
         writing = not (went or at_once) and self._batch.writes
         if writing and not self._hurrying:
             self._hurrying = True
-            self._flushing.submit(self._hurry)
+            start_daemon(self._hurry, "kvant-hurry")
         if not went and not writing and not self._schedule.running:
             self.forget()
             went = self._batch.evict(nbytes, unwritten=True, used=True)
@@ -149,13 +149,15 @@ class Reuse:
     def _ask(self) -> None:
         """Look for the next prompt, once the one before it was taken: it lies where that one does.
 
-        In a thread of its own, beside the engine's.
+        In a thread of its own, beside the engine's. No thread is started while as many as may be
+        are still waiting for a store, whose requests went on without it.
         """
         while self._unasked and self._asking is None:
             request, until = self._unasked.popleft()
             waiting = Waiting(partial(self._left, request.job, until))
             try:
-                scout = self._batch.scout(request.seat, waiting) if waiting.left() > 0 else None
+                looks = waiting.left() > 0 and self._lookups < LOOKUPS
+                scout = self._batch.scout(request.seat, waiting) if looks else None
             except Exception as error:  # it can still be read
                 clear(error)
                 log.warning("a store was not looked into: %r", error)
@@ -163,25 +165,26 @@ class Reuse:
             if scout is None:
                 self._schedule.arrived(request.job, 0)
             else:
-                self._asking = request.job, waiting
-                self._fetching.submit(self._look, request, scout)
+                self._asking, self._lookups = (request.job, waiting), self._lookups + 1
+                start_daemon(partial(self._look, request, waiting, scout), "kvant-fetch")
 
     def _left(self, job: Job, until: float) -> float:
         """The seconds for which a request waits; in any thread."""
         return until - time.monotonic() if job.waits_until else 0.0
 
-    def _look(self, request: Request, scout: Callable[[], Coming | None]) -> None:
+    def _look(self, request: Request, waiting: Waiting, scout: Callable[[], Coming | None]) -> None:
         coming = None
         with suppress(Exception):  # it can still be read
             coming = scout()
-        self._later(lambda: self._arrived(request, coming))
+        self._later(lambda: self._arrived(request, waiting, coming))
 
-    def _arrived(self, request: Request, coming: Coming | None) -> None:
-        """Take what came for a prompt, and look for the next one."""
-        assert self._asking is not None
-        (_, waiting), self._asking = self._asking, None
+    def _arrived(self, request: Request, waiting: Waiting, coming: Coming | None) -> None:
+        """Take what a store had of a prompt, unless its request left, and look for the next one."""
+        self._lookups -= 1
         try:
-            self._take(request, None if waiting.over else coming)
+            if not waiting.over:
+                self._asking = None
+                self._take(request, coming)
         finally:
             self._ask()
 

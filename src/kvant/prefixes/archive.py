@@ -12,7 +12,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import lcm
@@ -36,10 +35,10 @@ from kvant.cache.pieces import (
 from kvant.contracts import Snapshot
 from kvant.errors import SnapshotMismatch
 from kvant.hf import HostCache
-from kvant.openmp import compute_alone
 from kvant.prefixes.keys import PAGE, chain, digest
 from kvant.prefixes.reading import AT_ONCE, Reading, shapes_in
 from kvant.prefixes.restores import Restores
+from kvant.prefixes.threads import Daemons
 from kvant.prefixes.waiting import Waiting
 from kvant.stores import Blob, Layout, Payload, Tiers
 
@@ -172,7 +171,6 @@ class Archive:
         self.tiers = tiers
         self._shared = shared
         self._there: dict[str, set[str]] = {}  # parts that were written or read lately, by page
-        self._threads = ThreadPoolExecutor(AT_ONCE, "kvant-restore", compute_alone)
         self._counts: Counter[str] = Counter()
         self.restores = Restores()
 
@@ -292,12 +290,11 @@ class Archive:
         return {**{name: self._counts[name] for name in names}, **self.tiers.stats()}
 
     def close(self, seconds: float | None = None) -> None:
-        """Write what waits, so long at most."""
+        """Write what waits, so long at most, unless a store does not answer."""
         if self._shared:
-            self.tiers.behind.flush(seconds)
+            self.tiers.flush(seconds)
         else:
-            self.tiers.behind.close(seconds)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+            self.tiers.close(seconds)
 
     # ---- within
 
@@ -339,7 +336,11 @@ class Archive:
             return None
         with arrival:
             reading = Reading(arrival, found.length, sizes, layouts, get, device)
-            reached = reading.all(self._threads, waiting)
+            threads = Daemons(AT_ONCE, "kvant-restore")  # of its own: a store may block them
+            try:
+                reached = reading.all(threads, waiting)
+            finally:
+                threads.end()
             self._counts["late"] += reading.late
             length = reached.length
             if length < found.length:  # pages of every kind end there

@@ -106,7 +106,10 @@ class Prefixes:
         self.close()
 
     def close(self) -> None:
-        """Let go of all of them, once they are in the store; nothing is written after that."""
+        """Let go of all of them, once they are in the store; nothing is written after that.
+
+        A store that does not answer is not waited for.
+        """
         if self.archive is not None:
             self.archive.close()
         self.clear()
@@ -118,8 +121,11 @@ class Prefixes:
             self.archive.close(0.0)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until all that is kept is in the store, where there is one, so long at most."""
-        return self.archive is None or self.archive.tiers.behind.flush(seconds)
+        """Wait until all that is kept is in the store, where there is one; is it?
+
+        At most `seconds`, and not for a store that does not answer.
+        """
+        return self.archive is None or self.archive.tiers.flush(seconds)
 
     @property
     def nbytes_unwritten(self) -> int:

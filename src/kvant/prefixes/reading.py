@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Late
 from itertools import islice
 from typing import NamedTuple
@@ -15,6 +15,7 @@ import torch
 from kvant.cache.arrival import Arrival
 from kvant.cache.pieces import Page, Shapes
 from kvant.cache.storage import in_runs
+from kvant.prefixes.threads import Daemons
 from kvant.prefixes.waiting import Waiting
 from kvant.stores import Blob, Layout
 
@@ -54,7 +55,7 @@ class Reading:
         self.device = device
         self.late = False  # did some come too late?
 
-    def all(self, threads: Executor, waiting: Waiting) -> Reached:
+    def all(self, threads: Daemons, waiting: Waiting) -> Reached:
         """Put all into memory, in time, up to the first that is not had."""
         coming = iter(self._runs())
 

@@ -17,8 +17,9 @@ from kvant.errors import CacheError
 from kvant.hf import HostCache, continues
 from kvant.prefixes.archive import LITTLE, Restored
 from kvant.prefixes.keys import PAGE, nameless, root, salted
+from kvant.prefixes.threads import Daemons
 from kvant.prefixes.tree import EVERY, LONG, NEWEST, Lost, served
-from kvant.prefixes.waiting import Waiting
+from kvant.prefixes.waiting import STORE_TIMEOUT_S, Waiting
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, attention_in
 from kvant.spec import words
 from kvant.weights import is_packed
@@ -103,7 +104,7 @@ class Shelf:
     def fetch(self, tokens: Sequence[int], memory: HostCache) -> range:
         """Bring what a store has of these tokens, if that is sooner than to read them.
 
-        The tokens that came.
+        The tokens that came. A store that does not answer is waited for `STORE_TIMEOUT_S` at most.
         """
         try:
             names = None if self.owner.archive is None else self._named()
@@ -114,7 +115,7 @@ class Shelf:
             empty = (home or memory).fork()
             if home is None:  # what comes lies in pools of its own, and those become the home
                 empty.clear()
-            coming = self.seek(tokens, empty, held, Waiting())
+            coming = self._seek_in_time(tokens, empty, held)
             if coming is not None:
                 self.add(coming)
                 return coming.came
@@ -122,6 +123,25 @@ class Shelf:
             told = repr(error)  # whoever keeps the error keeps caches
             log.warning("a store was not looked into: %s", told)
         return range(0)
+
+    def _seek_in_time(self, tokens: Sequence[int], empty: HostCache, held: int) -> Coming | None:
+        """Run `seek` in a thread of its own, for `STORE_TIMEOUT_S` at most."""
+        until = time.monotonic() + STORE_TIMEOUT_S
+        waiting, threads = Waiting(lambda: until - time.monotonic()), Daemons(1, "kvant-fetch")
+        waiting.hold(lambda: empty)
+        coming = threads.submit(self.seek, tokens, empty, held, waiting)
+        threads.end()
+        try:
+            found = coming.result(STORE_TIMEOUT_S)
+        except TimeoutError:
+            log.warning("a store does not answer: a prompt of %d tokens is read", len(tokens))
+            waiting.leave()
+            return None
+        except BaseException:  # an interrupt, too
+            waiting.leave()
+            raise
+        waiting.drop(empty)
+        return found
 
     def seek(
         self,
@@ -136,7 +156,7 @@ class Shelf:
         """
         archive, model = self.owner.archive, self._model()
         names = None if archive is None else self._named()
-        if archive is None or model is None or names is None:
+        if archive is None or model is None or names is None or waiting.left() <= 0:
             return None
         find = archive.find(names.tree, tokens, memory.states, held, suffice=self._pages_suffice)
         for found in islice(find, TRIES):

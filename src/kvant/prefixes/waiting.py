@@ -11,6 +11,8 @@ from typing import Protocol, TypeVar
 
 log = logging.getLogger("kvant")
 
+STORE_TIMEOUT_S = 10.0  # how long a prompt waits for a store at most
+
 
 class Held(Protocol):
     """What has memory."""

@@ -2,13 +2,15 @@
 
 Any failure is a miss: an error, a time that is up, bytes that are damaged, which are dropped. It is
 counted, and nobody is told but `stats`. A store that failed five times in a row rests for half a
-minute, and again if the next call fails, too. What is written waits in a queue that is bounded by
+minute, and again if the next call fails, too. While a call is unanswered for long, a store gets no
+others, and nothing waits for it. What is written waits in a queue that is bounded by
 bytes; what does not fit is not written.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
@@ -16,7 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from threading import Condition, Thread, current_thread
+from threading import Condition, Thread, current_thread, get_ident
 from typing import Any, TypeVar
 
 from kvant.errors import BlobError, CacheError
@@ -30,6 +32,8 @@ T = TypeVar("T")
 Work = Callable[[], Iterable[int]]  # done as it is gone through: the bytes of each piece
 IN_A_ROW = 5  # failures, after which a store rests
 REST = 30.0  # seconds
+UNANSWERED = 10.0  # seconds, after which a call is taken to hang
+LOOK_AGAIN = 0.1  # seconds: how often it is looked whether one does
 REMEMBERED = 1 << 12  # blobs that could not be dropped
 WAITING = 256 << 20  # bytes of what is to be written, at most
 SHARE = 0.01  # of all processors' time, that is for writing while nobody waits for it
@@ -46,12 +50,19 @@ class Guarded:
         self.store = store
         self.counts: Counter[str] = Counter()
         self._damaged: set[tuple[str, str]] = set()  # blobs that could not be dropped
+        self._calls: dict[int, float] = {}  # that are not answered: by thread, when they began
         self._in_a_row = 0
         self._rests_until = 0.0
 
     @property
     def rests(self) -> bool:
-        return time.monotonic() < self._rests_until
+        return time.monotonic() < self._rests_until or bool(self.hanging)
+
+    @property
+    def hanging(self) -> list[int]:
+        """The threads whose calls are unanswered for so long that no more are made."""
+        since = time.monotonic() - UNANSWERED
+        return [thread for thread, began in [*self._calls.items()] if began <= since]
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
         found = self._tried(lambda: self.store.has(pages)) or [frozenset()] * len(pages)
@@ -110,6 +121,7 @@ class Guarded:
         if self.rests:
             self.counts["skipped"] += 1
             return None
+        self._calls[get_ident()] = time.monotonic()
         try:
             found = call()
         except BlobError:  # the store answered
@@ -125,13 +137,20 @@ class Guarded:
             else:
                 log.info("%s: %r", self.store.url, error)
             return None
+        finally:
+            del self._calls[get_ident()]
         self._in_a_row = 0
         return found
 
     def stats(self) -> dict[str, Any]:
         names = ("hits", "misses", "written", "unwritten", "damaged", "errors", "skipped", "rests")
         told = {name: self.counts[name] for name in names}
-        return {"url": self.store.url, **told, "resting": self.rests}
+        return {
+            "url": self.store.url,
+            **told,
+            "hanging": len(self.hanging),
+            "resting": self.rests,
+        }
 
 
 class Tiers:
@@ -180,6 +199,23 @@ class Tiers:
         """Forget a blob."""
         for guarded in self.stores:
             guarded.drop(page, part)
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Write what waits, so long at most, unless a store does not answer; is all written?"""
+        until = math.inf if seconds is None else time.monotonic() + seconds
+        while not self.behind.flush(max(0.0, min(LOOK_AGAIN, until - time.monotonic()))):
+            hanging = [one for one in self.stores if self.behind.thread in one.hanging]
+            if hanging:
+                log.warning("%s does not answer: it is not waited for", hanging[0].store.url)
+            if hanging or time.monotonic() >= until or self.behind.thread == get_ident():
+                return False
+        return True
+
+    def close(self, seconds: float | None = None) -> None:
+        """Write what waits, as `flush` does, and nothing that comes later."""
+        self.behind.end()
+        self.flush(seconds)
+        self.behind.close(0.0)
 
     def stats(self) -> dict[str, Any]:
         return {**self.behind.stats(), "stores": [guarded.stats() for guarded in self.stores]}
@@ -238,15 +274,25 @@ class Behind:
             finally:
                 self._awaited -= 1
 
-    def close(self, seconds: float | None = None) -> None:
-        """Do what waits, so long at most, and nothing that comes later."""
+    def end(self) -> None:
+        """Take nothing more; what waits is still done."""
         with self._changed:
             self._ended = True
+            self._changed.notify_all()
+
+    def close(self, seconds: float | None = None) -> None:
+        """Do what waits, so long at most, and nothing that comes later."""
+        self.end()
         self.flush(seconds)
         with self._changed:  # what is being done goes on
             self._dropped += len(self._calls[1:])
             self._nbytes -= sum(nbytes for nbytes, _ in self._calls[1:])
             del self._calls[1:]
+
+    @property
+    def thread(self) -> int | None:
+        """The number of its thread; None before there is one."""
+        return None if self._thread is None else self._thread.ident
 
     @property
     def nbytes(self) -> int:

@@ -14,12 +14,36 @@ import numpy as np
 from kvant.cache.cache import Cache
 from kvant.cache.changes import placed, taken_for
 from kvant.cache.contents import Told, told_by
-from kvant.cache.pieces import layers_of, pages_of, shapes_of
+from kvant.cache.layer import Attention
+from kvant.cache.pieces import check_alike, layers_of, pages_of, shapes_of
 from kvant.cache.storage import Storage, copy_pages, in_runs, retiled
 from kvant.contracts import Fields, Snapshot, Stored
 from kvant.errors import SnapshotMismatch
 
 Sides = Mapping[str, Stored]
+
+
+def check_rest(like: Cache, length: int, rest: Snapshot) -> None:
+    """Refuse what does not fit the layers of a cache that has the model's own tensors."""
+    contents = like.contents
+    shapes = {kind: shapes_of(like, kind) for kind in range(len(like._ledger.kinds))}
+    check_alike(rest, shapes)
+    counts = {kind: len(pages) for kind, pages in pages_of(like, length, rest).items()}
+    told = told_by(contents, rest, counts)
+    for name, leaf in contents.attention():
+        _check_geometry(name, leaf, told)
+    for name in (*dict(contents.recurrent()), *contents.host_states()):
+        if rest.numbers.get(f"{name}/now") != length:
+            raise SnapshotMismatch(f"layer {name}: a state at another length than {length}")
+        now = [x for key, x in rest.tensors.items() if key.startswith(f"{name}/now.")]
+        if any(len(x) != 1 for x in now):
+            raise SnapshotMismatch(f"layer {name}: states of other than one sequence")
+
+
+def _check_geometry(name: str, leaf: Attention, told: Told) -> None:
+    rows, there = told.leaves[name].geometry, leaf.storage
+    if there is not None and there.geometry != rows:
+        raise SnapshotMismatch(f"layer {name}: rows of {rows}, {there.geometry} are here")
 
 
 class Arrival:
@@ -55,9 +79,7 @@ class Arrival:
         """Take the slots, once there is memory for them."""
         ledger, contents = like._ledger, like.contents
         for name, leaf in contents.attention():
-            rows, there = told.leaves[name].geometry, leaf.storage
-            if there is not None and there.geometry != rows:
-                raise SnapshotMismatch(f"layer {name}: rows of {rows}, {there.geometry} are here")
+            _check_geometry(name, leaf, told)
         followers = {name: one.fork() for name, one in contents.host_states().items()}
         for name, follower in followers.items():
             follower.becoming(told.followed[name])()

@@ -161,9 +161,9 @@ class Recurrent(Recurring):
         """Bytes allocated once the same was appended."""
         _check(count, state)
         self._check_fits(state)
-        wide = {name: tensor.to("meta", _wide(tensor)) for name, tensor in state.items()}
+        kinds = {name: tensor.to("meta", wide(tensor.dtype)) for name, tensor in state.items()}
         kept = replace(self.past, now=NOTHING).nbytes  # checkpoints may hold the present state, too
-        return kept + sum(tensor.nbytes for tensor in wide.values())
+        return kept + sum(tensor.nbytes for tensor in kinds.values())
 
     def append(self, count: int, state: Fields) -> None:
         """The state after `count` more tokens; it is copied."""
@@ -246,11 +246,12 @@ def _check(count: int, state: Fields) -> None:
 
 def _kept(tensor: Tensor) -> Tensor:
     """A copy that no later rounding can reach."""
-    return tensor.detach().to(_wide(tensor), copy=True)
+    return tensor.detach().to(wide(tensor.dtype), copy=True)
 
 
-def _wide(tensor: Tensor) -> torch.dtype:
-    return torch.float32 if tensor.dtype in (torch.bfloat16, torch.float16) else tensor.dtype
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a state is kept in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def _shapes(state: Fields) -> dict[str, list[int]]:

@@ -102,10 +102,10 @@ class Batch:
         """What looks for a prompt in a store, in another thread, while somebody waits."""
         shelf = self._shelf_of(seat)
         assert shelf is not None
+        if not self._empty.has_shapes:  # a store may hold anything: what comes is compared
+            self.read(Seat(seat.tokens[:1]), 1)
         memory, tokens, own = (seat.cache or self._empty).fork(), list(seat.tokens), shelf.fork()
         held = memory.length
-        if not self._shares:  # what comes lies in pools of its own, and we take those
-            memory.clear()
         waiting.hold(lambda: memory)
 
         def look() -> Coming | None:

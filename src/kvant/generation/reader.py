@@ -33,6 +33,9 @@ class Shared(Protocol):
     def reachable(self, memory: Any, to: int) -> int:
         """To where a memory may go back."""
 
+    def needs_shapes(self, memory: Any) -> bool:
+        """Whether the model is to read a token, for its shapes, before `fetch`."""
+
     def fetch(self, tokens: Sequence[int], memory: Any) -> range:
         """Bring what there is elsewhere of a prompt that is to begin; the tokens that came."""
 
@@ -65,6 +68,9 @@ class Alone:
 
     def reachable(self, memory: Any, to: int) -> int:
         return int(memory.reachable(to))
+
+    def needs_shapes(self, memory: Any) -> bool:
+        return False
 
     def fetch(self, tokens: Sequence[int], memory: Any) -> range:
         return range(0)
@@ -133,6 +139,9 @@ class Reader:
         self.align(tokens)
         if not self.strategy.remembers(len(tokens)):
             return self.decoder.logits(list(tokens), None)[-1]
+        if self.prefixes.needs_shapes(self.memory):  # a store may hold anything
+            self._forward(tokens, 0, 1, last=1)
+            self.reset()
         came = self.prefixes.fetch(tokens, self.memory)
         self.memory, self._prompt = self.prefixes.begin(tokens, self.memory, self._prompt)
         begin = self.memory.length

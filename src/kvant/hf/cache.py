@@ -123,6 +123,15 @@ class HostCache(Verbs, TransformersCache):
             for layer in self.layers
         ]
 
+    @property
+    def has_shapes(self) -> bool:
+        """Whether all layers have tensors: what a file or a store says can be compared with them.
+
+        So it is behind a first forward, also of a cache that was reset.
+        """
+        rows = all(leaf.storage is not None for _, leaf in self.states.contents.attention())
+        return rows and all(state.has_shapes for state in self._pace.recurrences)
+
     # ---- the verbs
 
     def crop(self, tokens_to_remove: int) -> None:

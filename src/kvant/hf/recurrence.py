@@ -20,9 +20,17 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from kvant.cache.recurrent import NOTHING, Moment, Past, Recurring, restored, shared_snapshot
+from kvant.cache.recurrent import (
+    NOTHING,
+    Moment,
+    Past,
+    Recurring,
+    restored,
+    shared_snapshot,
+    wide,
+)
 from kvant.contracts import Fields, Snapshot, Tally
-from kvant.errors import CacheError, RewindError
+from kvant.errors import CacheError, RewindError, SnapshotMismatch
 from kvant.hf.detect import HostLayer
 from kvant.recipes import RecurrentSpec
 
@@ -109,7 +117,17 @@ class Recurrence(Recurring):
         return shared_snapshot(self.past)
 
     def restored(self, snapshot: Snapshot) -> Past:
-        return restored(self.spec, snapshot)
+        past, own = restored(self.spec, snapshot), self._shapes()
+        for moment in past.moments:
+            held = {name: (x.dtype, tuple(x.shape[1:])) for name, x in moment.state.items()}
+            if own and held and held != own:
+                raise SnapshotMismatch(f"states {held}, {own} are the model's")
+        return past
+
+    @property
+    def has_shapes(self) -> bool:
+        """Whether the host made its tensors, so that their shapes are known."""
+        return bool(self._shapes())
 
     def becoming(self, past: Past) -> Callable[[], None]:
         self.lost, self.checkpoints = True, ()  # of another past
@@ -154,6 +172,19 @@ class Recurrence(Recurring):
                     tensor = tensor[..., -layer.conv_kernel_size[index] :]
                 live[f"{kind}{index}"] = tensor
         return live
+
+    def _shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """What a snapshot of the host's tensors has, by name, whatever the sequences."""
+        layer, found = self.layer, {}
+        for kind, attribute in KINDS.items():
+            for index, tensor in getattr(layer, attribute).items():
+                if tensor is None:
+                    continue
+                shape = tuple(tensor.shape[1:])
+                if kind == "conv":  # without what is recorded for a crop
+                    shape = (*shape[:-1], layer.conv_kernel_size[index] or shape[-1])
+                found[f"{kind}{index}"] = wide(tensor.dtype), shape
+        return found
 
     def _give(self, state: Fields) -> None:
         """Let the host's layer have this state and no other."""

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from math import lcm
 from threading import RLock
@@ -21,26 +22,24 @@ from typing import Any, NamedTuple
 import torch
 
 from kvant.cache import Cache
-from kvant.cache.arrival import Arrival
+from kvant.cache.arrival import Arrival, check_rest
 from kvant.cache.pieces import (
     Page,
     Pieces,
-    Shapes,
     bare,
-    check_alike,
     page_sizes,
-    pages_of,
     shapes_of,
 )
 from kvant.contracts import Snapshot
-from kvant.errors import SnapshotMismatch
+from kvant.errors import BlobError, CacheError, SnapshotMismatch
 from kvant.hf import HostCache
 from kvant.prefixes.keys import PAGE, chain, digest
-from kvant.prefixes.reading import AT_ONCE, Reading, shapes_in
+from kvant.prefixes.reading import AT_ONCE, Reading
 from kvant.prefixes.restores import Restores
 from kvant.prefixes.threads import Daemons
 from kvant.prefixes.waiting import Waiting
 from kvant.stores import Blob, Layout, Payload, Tiers
+from kvant.stores.tiers import Check
 
 log = logging.getLogger("kvant")
 
@@ -110,7 +109,7 @@ class Write:
         there = dict(zip(names, self.archive.tiers.has(names), strict=True))
         lacking = []
         for one in self.due:
-            if one.part in there[one.name]:
+            if one.part in there[one.name] and not self.archive.doubts(one.name):
                 self.archive.know(one.name, one.part)
             else:
                 lacking.append(one)
@@ -171,6 +170,7 @@ class Archive:
         self.tiers = tiers
         self._shared = shared
         self._there: dict[str, set[str]] = {}  # parts that were written or read lately, by page
+        self._doubted: set[str] = set()  # pages behind a blob that was missing or damaged
         self._counts: Counter[str] = Counter()
         self.restores = Restores()
 
@@ -212,9 +212,16 @@ class Archive:
         return write
 
     def put(self, blob: Blob) -> None:
-        """Write a blob now."""
-        if self.tiers.put(blob):
+        """Write a blob now, unless a doubtful page turns out to have the same."""
+        same = None
+        if self.doubts(blob.page):
+            same = self.tiers.get(blob.page, blob.part, partial(_check_same, blob))
+        if same is not None or self.tiers.put(blob):
             self.know(blob.page, blob.part)
+
+    def doubts(self, name: str) -> bool:
+        """Whether a blob of a page counts as written only once it was compared, or written."""
+        return name in self._doubted
 
     def know(self, name: str, part: str) -> None:
         """That blob is there."""
@@ -263,7 +270,8 @@ class Archive:
     ) -> Restored | None:
         """A cache of what was found, in the pools of `memory`; what comes too late is not used.
 
-        That is one of the same model and spec, which has no tokens, or the first of these.
+        That is one of the same model and spec, which has no tokens, or the first of these. Nothing
+        of a blob is used before its shapes were compared with those of `memory`.
         """
         begin, seconds = time.perf_counter(), waiting.left()
         try:
@@ -273,7 +281,9 @@ class Archive:
             log.warning("a prefix of %d tokens was not restored: %s", found.length, told)
             self._counts["refused"] += 1
             if isinstance(error, SnapshotMismatch) and not waiting.over:
-                self._forget(found, page_sizes(memory.states))
+                self._doubt(found.names)
+                if found.rest is not None:
+                    self.tiers.drop(found.names[-1], found.rest)
             return None
         took = max(time.perf_counter() - begin, 1e-6)
         if restored is None and took >= seconds:  # it came too late
@@ -306,30 +316,30 @@ class Archive:
         device: torch.device,
         waiting: Waiting,
     ) -> Restored | None:
+        if not memory.has_shapes:
+            raise ValueError("the shapes of the model are not known: it is to read a token first")
         like, sizes = memory.states, page_sizes(memory.states)
-        first = None
-        if found.rest is not None:
-            begin = (len(found.names) - 1) * PAGE
-            first = self._get(found.names[-1], found.rest, tokens[begin : found.length])
-            if first is None:
-                return None
-        shapes = self._shapes(found, tokens, like, first)
-        if shapes is None:
-            return None
-        if first is None:
+        shapes = {kind: shapes_of(like, kind) for kind in range(len(sizes))}
+        if found.rest is None:
             rest, prompt = bare(like, found.length, shapes), found.length
         else:
-            rest, prompt = Snapshot(first.payload.fields, first.numbers), first.prompt
-            check_alike(rest, shapes)
+            place = len(found.names) - 1
+            own, check = (
+                tokens[place * PAGE : found.length],
+                partial(_check_tail, like, found.length),
+            )
+            tail = self._get(found, place, found.rest, own, check)
+            if tail is None:
+                return None
+            rest, prompt = Snapshot(tail.payload.fields, tail.numbers), tail.prompt
         rest = Snapshot({k: x.to(device) for k, x in rest.tensors.items()}, rest.numbers)
         layouts = {kind: Layout.of(some) for kind, some in shapes.items()}
 
         def get(page: Page) -> Blob | None:
-            blob = self._page(found, tokens, page, sizes)
-            if blob is not None and blob.payload.layout != layouts[page[0]]:
-                self._refuse(blob, "has other tensors than the pages before it")
-                raise SnapshotMismatch(f"{blob.part} has other tensors")
-            return blob
+            kind, number = page
+            begin, end = number * sizes[kind], (number + 1) * sizes[kind]
+            check = partial(_check_page, layouts[kind])
+            return self._get(found, end // PAGE, f"k{kind}-{number}", tokens[begin:end], check)
 
         arrival = waiting.hold(lambda: Arrival(like, found.length, rest))
         if arrival is None:
@@ -350,58 +360,51 @@ class Archive:
             cache = memory.around(arrival.settled(length))
         return Restored(tuple(tokens[:length]), cache, min(prompt, reached.prompt, length))
 
-    def _shapes(
-        self, found: Found, tokens: Sequence[int], like: Cache, rest: Blob | None
-    ) -> dict[int, Shapes] | None:
-        """The tensors of pages of each kind: those that are here, or that a store has.
-
-        What a rest says of them is believed only where it has rows. None: a page is missing.
-        """
-        sizes, shapes = page_sizes(like), dict[int, Shapes]()
-        told = bare(like, found.length, {}) if rest is None else Snapshot(rest.payload.fields, {})
-        for kind, pages in pages_of(like, found.length, told).items():
-            shapes[kind] = shapes_of(like, kind)
-            if not shapes[kind] and pages:
-                blob = self._page(found, tokens, (kind, pages.start), sizes)
-                if blob is None:
-                    return None
-                shapes[kind] = shapes_in(blob.payload.layout)
-        return shapes
-
-    def _page(
-        self, found: Found, tokens: Sequence[int], page: Page, sizes: Sequence[int]
+    def _get(
+        self, found: Found, place: int, part: str, tokens: Sequence[int], check: Check
     ) -> Blob | None:
-        kind, number = page
-        begin, end = number * sizes[kind], (number + 1) * sizes[kind]
-        return self._get(found.names[end // PAGE], f"k{kind}-{number}", tokens[begin:end])
+        """A blob of these tokens that passes a check, at a page of what was found."""
 
-    def _get(self, name: str, part: str, tokens: Sequence[int]) -> Blob | None:
-        """A blob of these tokens."""
-        blob = self.tiers.get(name, part)
+        def fits(blob: Blob) -> None:
+            if blob.tokens != tuple(tokens):
+                raise BlobError("it is of other tokens")
+            check(blob)
+
+        blob = self.tiers.get(found.names[place], part, fits)
         if blob is None:
-            self._there.pop(name, None)
-            return None
-        if blob.tokens != tuple(tokens):
-            self._refuse(blob, "is of other tokens")
-            return None
-        self.know(name, part)
+            self._doubt(found.names)
+        else:
+            self.know(found.names[place], part)
         return blob
 
-    def _refuse(self, blob: Blob, why: str) -> None:
-        """It is not what it should be: drop it."""
-        log.warning("%s %s %s", blob.page, blob.part, why)
-        self._counts["refused"] += 1
-        self._there.pop(blob.page, None)
-        self.tiers.drop(blob.page, blob.part)
-
-    def _forget(self, found: Found, sizes: Sequence[int]) -> None:
-        """Drop what does not fit, so that it is written anew: the rest, or the first pages."""
-        parts = [(found.names[size // PAGE], f"k{kind}-0") for kind, size in enumerate(sizes)]
-        if found.rest is not None:
-            parts = [(found.names[-1], found.rest)]
-        for name, part in parts:
+    def _doubt(self, names: Sequence[str]) -> None:
+        """Compare what lies at these pages before it counts as written."""
+        if len(self._doubted) >= REMEMBERED:
+            self._doubted.clear()
+        self._doubted.update(names)
+        for name in names:
             self._there.pop(name, None)
-            self.tiers.drop(name, part)
+
+
+def _check_page(layout: Layout, blob: Blob) -> None:
+    if blob.payload.layout != layout:
+        raise BlobError("it has other tensors than pages of this model")
+
+
+def _check_tail(like: Cache, length: int, blob: Blob) -> None:
+    try:
+        check_rest(like, length, Snapshot(blob.payload.fields, blob.numbers))
+    except (CacheError, ValueError) as error:
+        raise BlobError(f"it does not fit this model: {error}") from error
+
+
+def _check_same(blob: Blob, there: Blob) -> None:
+    """Refuse a blob that is not the same but for rounding."""
+    if there.payload.layout != blob.payload.layout:
+        raise BlobError("it has other tensors than were written")
+    said = (there.before, there.tokens, dict(there.numbers))
+    if said != (blob.before, blob.tokens, dict(blob.numbers)):
+        raise BlobError("it is of other tokens, or of another length, than was written")
 
 
 def _names(root: bytes, tokens: Sequence[int]) -> list[str]:

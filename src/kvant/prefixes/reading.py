@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from kvant.cache.arrival import Arrival
-from kvant.cache.pieces import Page, Shapes
+from kvant.cache.pieces import Page
 from kvant.cache.storage import in_runs
 from kvant.prefixes.threads import Daemons
 from kvant.prefixes.waiting import Waiting
@@ -126,8 +126,3 @@ def runs(numbers: Iterable[int], most: int) -> Iterator[range]:
     for found, _ in in_runs(every, every):
         for begin in range(found.start, found.stop, most):
             yield range(begin, min(begin + most, found.stop))
-
-
-def shapes_in(layout: Layout) -> Shapes:
-    """The tensors of a page that lies so."""
-    return {name: (place.dtype, place.shape) for name, place in layout.places.items()}

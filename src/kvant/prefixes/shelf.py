@@ -101,6 +101,12 @@ class Shelf:
         """Believe nothing of the model any more: it may have been changed."""
         self._looked = (-math.inf, None)
 
+    def needs_shapes(self, memory: HostCache) -> bool:
+        """Whether a token is to be read before `fetch` can compare what a store has."""
+        if self.owner.archive is None or memory.has_shapes or self._named() is None:
+            return False
+        return self.home is None or not self.home.has_shapes
+
     def fetch(self, tokens: Sequence[int], memory: HostCache) -> range:
         """Bring what a store has of these tokens, if that is sooner than to read them.
 
@@ -111,10 +117,8 @@ class Shelf:
             if names is None:
                 return range(0)
             held = max(memory.length, self.owner._held(names.tree, tokens))
-            home = self.home
-            empty = (home or memory).fork()
-            if home is None:  # what comes lies in pools of its own, and those become the home
-                empty.clear()
+            empty = (self.home or memory).fork()
+            empty.reset()
             coming = self._seek_in_time(tokens, empty, held)
             if coming is not None:
                 self.add(coming)

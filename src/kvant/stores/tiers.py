@@ -29,6 +29,7 @@ from kvant.stores.contract import Bytes, Store
 log = logging.getLogger("kvant")
 
 T = TypeVar("T")
+Check = Callable[[Blob], None]  # raises a `BlobError` where a blob does not fit
 Work = Callable[[], Iterable[int]]  # done as it is gone through: the bytes of each piece
 IN_A_ROW = 5  # failures, after which a store rests
 REST = 30.0  # seconds
@@ -175,11 +176,17 @@ class Tiers:
             found = [one | other for one, other in zip(found, guarded.has(pages), strict=True)]
         return found
 
-    def get(self, page: str, part: str) -> Blob | None:
-        """The nearest blob whose checksum is right; None where no store has one."""
+    def get(self, page: str, part: str, check: Check | None = None) -> Blob | None:
+        """The nearest blob whose checksum is right, and that passes a check; None: there is none.
+
+        One that is wrong is dropped where it lies, and the next store is read.
+        """
 
         def opens(data: Bytes) -> tuple[Blob, Bytes]:
-            return opened_as(page, part, data, self.secret), data
+            blob = opened_as(page, part, data, self.secret)
+            if check is not None:
+                check(blob)
+            return blob, data
 
         for place, guarded in enumerate(self.stores):
             found = guarded.get(page, part, opens)

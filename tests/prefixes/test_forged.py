@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import kvant
 from engine.test_engine import alone, engine_for
+from generation.speakers import Numbers
 from hf.zoo import build
 from kvant.prefixes import Prefixes
 from kvant.stores import Blob, Folder, Payload, Tiers, opened, packed
@@ -163,3 +165,63 @@ def test_an_engine_reads_blobs_that_do_not_fit_as_misses(
         prefixes.close()
         restored.append(result.usage.restored_tokens)
     assert restored[1] == 0 and restored[2] >= 256
+
+
+no_numbers = with_tensors(
+    lambda name, x: torch.full_like(x, torch.nan) if x.is_floating_point() else x
+)
+
+
+@pytest.mark.parametrize(("name", "spec"), CASES)
+def test_a_prefix_with_which_a_model_fails_is_read_no_more(
+    name: str, spec: str, tmp_path: Path
+) -> None:
+    """Rows of the right shape that are no numbers: their prompt had failed at each request."""
+    model, prompt = build(name), text(330, seed=0)
+    expected = said(model, prompt, spec)
+    hit(model, spec, prompt, expected, folder(tmp_path))
+    most = hit(model, spec, prompt, expected, folder(tmp_path))
+    forge(tmp_path, no_numbers)
+    with Prefixes(store=folder(tmp_path)) as prefixes:
+        with pytest.raises(ValueError, match="not numbers"):
+            said(model, prompt, spec, prefixes=prefixes)
+        assert told(prefixes)["refused"] == 1
+        for _ in range(2):
+            assert said(model, prompt, spec, prefixes=prefixes) == expected
+    assert hit(model, spec, prompt, expected, folder(tmp_path)) == most > 0
+
+
+@pytest.mark.parametrize(("name", "spec"), [("llama", "affine8"), ("qwen3_next", "raw")])
+def test_an_engine_fails_once_with_a_prefix(
+    name: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    model, prompt = build(name), text(330, seed=0)
+    expected = alone(model, prompt, spec, max_new_tokens=4)
+    asked = {"max_new_tokens": 4, "ignore_end": True}
+    for forged in (False, True, False):
+        if forged:
+            forge(tmp_path, no_numbers)
+        prefixes = Prefixes(store=folder(tmp_path))
+        with engine_for(model, spec, prefixes=prefixes) as engine:
+            if forged:
+                with pytest.raises(ValueError, match="not numbers"):
+                    engine.submit(prompt, **asked).result()
+            result = engine.submit(prompt, **asked).result()
+            assert list(result.tokens) == expected
+            engine._batch.check()
+        prefixes.close()
+    assert result.usage.restored_tokens >= 256
+
+
+def test_a_session_goes_on_after_it_failed_with_a_prefix(tmp_path: Path) -> None:
+    model, prompt = build("llama"), text(330, seed=0)
+    hit(model, "raw", prompt, said(model, prompt), folder(tmp_path))
+    forge(tmp_path, no_numbers)
+    asked = {"max_new_tokens": 6, "ignore_end": True}
+    with Prefixes(store=folder(tmp_path)) as prefixes:
+        session = kvant.Session(model, Numbers(), "raw", prefixes=prefixes, template=False)
+        with pytest.raises(ValueError, match="not numbers"):
+            session.send(prompt, **asked).finish()
+        steps = list(session.send(prompt, **asked))
+    assert [step.token for step in steps] == said(model, prompt)

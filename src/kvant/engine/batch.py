@@ -185,6 +185,11 @@ class Batch:
         alone = cache if seat.cache is not None else cache.extract(place)
         shelf.keep(seat.tokens[: alone.length], alone, seat.prompt)
 
+    def reject(self, seat: Seat, count: int) -> None:
+        """Drop the first tokens of a sequence from prefixes: its model failed with them."""
+        if (shelf := self._shelf_of(seat)) is not None:
+            shelf.reject(seat.tokens[:count])
+
     def evict(self, nbytes: int, *, unwritten: bool = False, used: bool = False) -> bool:
         """Let go of prefixes of so many bytes; did anything go?
 

@@ -472,6 +472,7 @@ class Engine:
         if error is not None:
             self._figures.failed += 1
             clear(error)
+            self._reuse.reject(request)
         self._schedule.remove(request.job)
         self._reuse.leave(request.job)
         for seat in request.seats:

@@ -105,6 +105,12 @@ class Reuse:
             log.warning("a prefix was not kept: %r", error)
         self.weigh()
 
+    def reject(self, request: Request) -> None:
+        """Drop what a store had of a request that failed before its first token."""
+        if request.came and not request.stream.usage.completion_tokens:
+            self._batch.reject(request.seat, request.came.stop)
+            self.weigh()
+
     def evict(self, nbytes: int, *, at_once: bool) -> None:
         """Let go of prefixes; where nobody is served, also of what those have who wait.
 

@@ -39,6 +39,9 @@ class Shared(Protocol):
     def fetch(self, tokens: Sequence[int], memory: Any) -> range:
         """Bring what there is elsewhere of a prompt that is to begin; the tokens that came."""
 
+    def reject(self, tokens: Sequence[int]) -> None:
+        """Drop what `fetch` brought of these tokens: the model failed with it."""
+
     def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
         """The memory to read tokens with, and how many of those in it were read as prompts."""
 
@@ -74,6 +77,9 @@ class Alone:
 
     def fetch(self, tokens: Sequence[int], memory: Any) -> range:
         return range(0)
+
+    def reject(self, tokens: Sequence[int]) -> None:
+        """Nothing is brought."""
 
     def begin(self, tokens: Sequence[int], memory: Any, prompt: int) -> tuple[Any, int]:
         return memory, prompt
@@ -150,7 +156,14 @@ class Reader:
         self.restored += len(range(came.start, min(came.stop, begin)))
         self.prefixes.count(len(tokens), begin)
         stops = self.prefixes.stops(tokens, begin, marks)
-        return self._read(tokens, progress, stops, prompt=True)[-1]
+        try:
+            logits = self._read(tokens, progress, stops, prompt=True)[-1]
+        except Exception:
+            self._reject(tokens[: came.stop])
+            raise
+        if came and logits.isnan().any():  # no token will be drawn from them
+            self._reject(tokens[: came.stop])
+        return logits
 
     def keep(self) -> None:
         """Let others go on from here who begin with the same tokens."""
@@ -205,6 +218,12 @@ class Reader:
     def adopt(self, tokens: Sequence[int]) -> None:
         """Know what a memory holds that others have filled."""
         self._tokens = list(tokens)
+
+    def _reject(self, tokens: Sequence[int]) -> None:
+        """Drop what a store had of a prompt, if anything, here and for other readers."""
+        if tokens:
+            self.prefixes.reject(tokens)
+            self.reset()
 
     def _read(
         self,

@@ -171,6 +171,7 @@ class Archive:
         self._shared = shared
         self._there: dict[str, set[str]] = {}  # parts that were written or read lately, by page
         self._doubted: set[str] = set()  # pages behind a blob that was missing or damaged
+        self._rejected: set[str] = set()  # pages with which a model failed
         self._counts: Counter[str] = Counter()
         self.restores = Restores()
 
@@ -214,10 +215,21 @@ class Archive:
     def put(self, blob: Blob) -> None:
         """Write a blob now, unless a doubtful page turns out to have the same."""
         same = None
-        if self.doubts(blob.page):
+        if blob.page in self._rejected:
+            self.tiers.drop(blob.page, blob.part)
+        elif self.doubts(blob.page):
             same = self.tiers.get(blob.page, blob.part, partial(_check_same, blob))
         if same is not None or self.tiers.put(blob):
             self.know(blob.page, blob.part)
+
+    def reject(self, root: bytes, tokens: Sequence[int]) -> None:
+        """Find nothing of these tokens until this process has written it anew."""
+        names = _names(root, tokens)
+        if len(self._rejected) >= REMEMBERED:
+            self._rejected.clear()
+        self._doubt(names)
+        self._rejected.update(names)
+        self._counts["refused"] += 1
 
     def doubts(self, name: str) -> bool:
         """Whether a blob of a page counts as written only once it was compared, or written."""
@@ -240,7 +252,10 @@ class Archive:
         """
         names = _names(root, tokens)
         first = beyond // PAGE
-        parts_of = self.tiers.has(names)
+        parts_of = [
+            parts & self._there.get(name, set()) if name in self._rejected else parts
+            for name, parts in zip(names, self.tiers.has(names), strict=True)
+        ]
         for name, parts in zip(names, parts_of, strict=True):
             if name in self._there:
                 self._there[name] &= parts  # others may have dropped some

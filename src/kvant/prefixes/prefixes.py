@@ -183,6 +183,17 @@ class Prefixes:
                 match.kept.used, match.kept.uses = time.monotonic(), match.kept.uses + 1
             return match
 
+    def _reject(self, name: bytes, tokens: Sequence[int]) -> None:
+        """Drop what a store had of these tokens, from memory and from its index."""
+        if self.archive is not None:
+            self.archive.reject(name, tokens)
+        with self._changing():
+            if (tree := self._trees.get(name)) is not None:
+                for kept in tree.find_sharing(tokens):
+                    kept.cancel()
+                    tree.drop(kept)
+            self._let_go()
+
     def _count(self, asked: int, held: int) -> None:
         with self._lock:
             self._counts["hits" if held else "misses"] += 1

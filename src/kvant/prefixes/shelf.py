@@ -181,6 +181,11 @@ class Shelf:
         restored = coming.restored
         self.owner._keep(coming.names, restored.tokens, restored.cache, restored.prompt)
 
+    def reject(self, tokens: Sequence[int]) -> None:
+        """Drop a prefix of a store with which the model failed."""
+        log.warning("a prefix of %d tokens from a store is dropped: its model failed", len(tokens))
+        self.owner._reject(self._names.tree, tokens)
+
     def serves(self, names: Names, restored: Restored, most: int) -> int:
         """So many tokens, not more than `most`, can be gone on from of what came from a store.
 

@@ -155,6 +155,15 @@ class Tree:
             self.drop(one)
         return new
 
+    def find_sharing(self, tokens: Sequence[int]) -> list[Kept]:
+        """All caches that begin with the first page of these tokens, or are shorter than a page."""
+        nodes, found = self._path(tokens)[1:2], list(self.top.kept)
+        while nodes:
+            node = nodes.pop()
+            found += node.kept
+            nodes.extend(node.after.values())
+        return found
+
     def drop(self, kept: Kept) -> None:
         """Let go of one, and of nodes that nothing is behind."""
         node: Node | None = kept.node

@@ -346,7 +346,7 @@ def test_what_is_wrong_is_said(free: Any, given: Any, why: str) -> None:
 
 def test_a_model_without_a_template_has_no_tools(running: tuple[Any, str]) -> None:
     with openai.OpenAI(base_url=f"{running[1]}/v1", api_key="none", max_retries=0) as client:
-        with pytest.raises(openai.BadRequestError, match="response_template"):
+        with pytest.raises(openai.BadRequestError, match="tools for a tokenizer without a chat"):
             chat(client, tools=TOOLS)
         with pytest.raises(openai.BadRequestError, match="without a chat template"):
             chat(client, tools=TOOLS, tool_choice="required")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from inspect import signature
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvant.errors import CacheError, CacheFileError, ContextError, PromptError
 from kvant.generation.reader import shared_prefix
+from kvant.generation.tools import Message, has_tools, knows_tools, takes_system, tools_as_text
 
 CHARACTERS = 4  # of a token, as a first guess
 CUT = 64  # tokens by which a part of a text may have more than the same part of the whole
@@ -108,9 +109,6 @@ class Template:
         return [{"role": role, "content": text} for role, text in (*said, ("user", message))]
 
 
-Message = Mapping[str, Any]  # role and content, and whatever else a template knows
-
-
 @dataclass(frozen=True)
 class Messages:
     """Messages with roles, and what a chat template is told beside them.
@@ -130,6 +128,13 @@ class Messages:
         taken = signature(PreTrainedTokenizerBase.apply_chat_template).parameters
         if wrong := sorted(set(self.options) & set(taken)):
             raise PromptError(f"{wrong[0]!r} is no option of a template")
+
+    def adapt_to(self, tokenizer: Any) -> Messages:
+        """Return these messages as text alone, where the template of a tokenizer knows no tools."""
+        if not (self.tools or has_tools(self.messages)) or knows_tools(tokenizer):
+            return self
+        plain = tools_as_text(self.messages, self.tools, system=takes_system(tokenizer))
+        return replace(self, messages=plain, tools=())
 
     def text(self, tokenizer: Any, messages: Sequence[Message], **how: Any) -> str:
         """Some of the messages as the template of a tokenizer lays them out."""
@@ -174,13 +179,15 @@ def encode(
 
 def templated(tokenizer: Any, asked: Messages, max_context: int | None = None) -> list[int]:
     """The tokens before the reply to the last of these."""
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
+    if getattr(tokenizer, "chat_template", None) is None:
+        if asked.tools:
+            raise PromptError(
+                "tools for a tokenizer without a chat template: describe them in one text"
+            )
         raise PromptError("messages for a tokenizer without a chat template: give one text")
-    if asked.tools and "tools" not in str(template):
-        raise PromptError("tools for a model whose chat template does not know them")
     try:
-        text = asked.text(tokenizer, asked.messages, add_generation_prompt=True)
+        shown = asked.adapt_to(tokenizer)
+        text = shown.text(tokenizer, shown.messages, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
     return encode(tokenizer, check_text(text), max_context, special=False)
@@ -188,6 +195,7 @@ def templated(tokenizer: Any, asked: Messages, max_context: int | None = None) -
 
 def marks_of(tokenizer: Any, asked: Messages, prompt: Sequence[int]) -> list[int]:
     """The lengths of a prompt behind what the system says, and before the last message."""
+    asked = asked.adapt_to(tokenizer)
     messages = asked.messages
     first = next((i for i, one in enumerate(messages) if one.get("role") != "system"), 0)
     found = set()

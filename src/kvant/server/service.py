@@ -17,11 +17,20 @@ from kvant.engine import Engine, Stream, Usage
 from kvant.errors import CacheError, CapacityError, EngineError, GrammarError
 from kvant.generation import Grammar, Messages, Step
 from kvant.generation.grammar import rules_of
+from kvant.generation.tools import knows_tools
 from kvant.server.access import Keys
 from kvant.server.metrics import Metrics
 from kvant.server.protocol import Drawing
 from kvant.server.replies import Reply
-from kvant.server.speech import Listed, Listener, Parsed, Plainly, Template, template_of
+from kvant.server.speech import (
+    Described,
+    Listed,
+    Listener,
+    Parsed,
+    Plainly,
+    Template,
+    template_of,
+)
 from kvant.server.tokenizing import Busy, Prompt, Tokenizing
 
 log = logging.getLogger("kvant")
@@ -53,6 +62,7 @@ class Service:
         self.metrics = Metrics(engine, model)
         self.created = int(time.time())
         self._template = template_of(engine.model, engine.tokenizer)
+        self._knows_tools = knows_tools(engine.tokenizer)
         with suppress(GrammarError):  # the first one of a model takes a second
             rules_of(Grammar.json(), engine.tokenizer, engine.end_tokens)
         self._tokenizing = Tokenizing()
@@ -137,19 +147,25 @@ class Service:
 
     def _listeners(self, asked: Drawing, stream: Stream) -> list[Listener]:
         """Those of all continuations of a prompt."""
-        template, width = self._template_for(asked), asked.n or 1
-        if template is None:
-            return [Listed() if asked.must_call else Plainly() for _ in range(width)]
-        prompt, tools = self.engine.tokenizer.decode(stream.prompt[-NEAR:]), asked.tools_shown
-        return [Parsed(template, prompt, tools, asked.most_calls) for _ in range(width)]
+        template, width, tools = self._template_for(asked), asked.n or 1, asked.tools_shown
+        if asked.must_call:
+            return [Listed() for _ in range(width)]
+        described = bool(tools) and not self._knows_tools
+        found: list[Listener] = [Plainly() for _ in range(width)]
+        if template is not None:
+            prompt = self.engine.tokenizer.decode(stream.prompt[-NEAR:])
+            known = [] if described else tools
+            found = [Parsed(template, prompt, known, asked.most_calls) for _ in range(width)]
+        return [Described(one, tools, asked.most_calls) for one in found] if described else found
 
     def _template_for(self, asked: Drawing) -> Template | None:
         """By which a reply is read; None: it is read as it is."""
         template = self._template if asked.is_parsed else None
-        if asked.is_parsed and asked.tools_shown and not (template and template.has_calls):
+        has_calls = template is not None and template.has_calls
+        if asked.is_parsed and asked.tools_shown and self._knows_tools and not has_calls:
             raise ValueError(
-                "tools: nobody told how this model writes calls (its tokenizer has no "
-                "response_template); tool_choice required, or of one function, does without"
+                "tools: the way in which this model writes calls is unknown (its tokenizer has no "
+                "response_template); force the call: tool_choice required, or of one function"
             )
         return template
 

@@ -1,7 +1,8 @@
 """What a reply is made of: content, what a model thought before it, and calls of tools.
 
 How a model writes these is told by the `response_template` of its tokenizer, which transformers
-reads; for some families it knows one itself. A call that cannot be read is content as it stands.
+reads; for some families it knows one itself. Where the chat template knows no tools, calls are a
+JSON list, as the description of the tools asks. A call that cannot be read is content as it stands.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names that templates have for it
 CALLS = "tool_calls"
+FIRST_CALL = '[{"name":'  # what a list of calls begins with, without spaces
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,57 @@ class Listed(Listener):
             return [_called(one) for one in json.loads(self._text)]
         except (ValueError, RecursionError):  # it was cut short
             return [Content(self._text)] if self._text else []
+
+
+class Described(Listener):
+    """Calls in the form that a description of tools asks for: a JSON list, and no other content.
+
+    Content is kept back for as long as it may become such a list.
+    """
+
+    def __init__(self, inner: Listener, tools: Sequence[Mapping[str, Any]], most: int | None):
+        """`inner` tells content from thoughts; `most` bounds the calls."""
+        self._inner = inner
+        self._names = {tool["function"]["name"] for tool in tools}
+        self._most = most
+        self._kept = ""  # content that may become a list
+        self._is_text = False
+
+    def hear(self, text: str) -> list[Part]:
+        return self._sort(self._inner.hear(text))
+
+    def end(self) -> list[Part]:
+        parts = self._sort(self._inner.end())
+        kept, self._kept = self._kept, ""
+        return parts + (self._calls(kept) if kept else [])
+
+    def _sort(self, parts: Sequence[Part]) -> list[Part]:
+        found: list[Part] = []
+        for part in parts:
+            if self._is_text or not isinstance(part, Content):
+                found.append(part)
+                continue
+            self._kept += part.text
+            begun = "".join(self._kept.split())
+            if not (begun.startswith(FIRST_CALL) or FIRST_CALL.startswith(begun)):
+                self._is_text = True
+                found.append(Content(self._kept))
+                self._kept = ""
+        return found
+
+    def _calls(self, text: str) -> list[Part]:
+        try:
+            listed = json.loads(text)
+        except (ValueError, RecursionError):  # it was cut short, or is no list after all
+            return [Content(text)]
+        if not all(map(self._is_call, listed)):
+            return [Content(text)]
+        return [*map(_called, listed[: self._most])]
+
+    def _is_call(self, value: Any) -> bool:
+        if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
+            return False
+        return str(value["name"]) in self._names and isinstance(value["arguments"], dict)
 
 
 class Template:

@@ -1,0 +1,129 @@
+"""Tools for a chat template that does not know them: all as text.
+
+The functions are described in the system message, or before the first user message where the
+template takes no system message. Calls are text of the assistant, results are text of the user.
+
+    system     Be brief.               + signatures of the functions, and how to call them
+    assistant  [{"name": "weather", "arguments": {"city": "Rome"}}]
+    user       weather returned: It rains.
+
+A call has the form that `Grammar.calls` forces. The text depends on the messages and the tools
+alone, so equal conversations share prefixes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Message = Mapping[str, Any]  # role and content, and whatever else a template knows
+
+PROBE = "kvant_probe"  # a template that renders this word knows where it stands
+PROBE_TOOL = {
+    "type": "function",
+    "function": {
+        "name": PROBE,
+        "description": "",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+DESCRIPTION = """\
+You can call these functions. Each line has a name and the JSON schema of the arguments:
+{functions}
+
+If a function helps, reply with a JSON list of calls and no other text:
+[{{"name": "FUNCTION", "arguments": {{"ARGUMENT": "VALUE"}}}}]
+The results are in the next message. If no function helps, reply in plain text."""
+
+
+def knows_tools(tokenizer: Any) -> bool:
+    """Whether the chat template of a tokenizer renders the tools that it gets."""
+    return _renders(tokenizer, [{"role": "user", "content": "a"}], tools=[PROBE_TOOL])
+
+
+def takes_system(tokenizer: Any) -> bool:
+    """Whether the chat template of a tokenizer renders a system message."""
+    messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "a"}]
+    return _renders(tokenizer, messages)
+
+
+def has_tools(messages: Sequence[Message]) -> bool:
+    """Whether some messages are calls of tools, or their results."""
+    return any(one.get("role") == "tool" or one.get("tool_calls") for one in messages)
+
+
+def tools_as_text(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, system: bool
+) -> list[Message]:
+    """Return the messages with tools, calls and results as text.
+
+    `system`: whether a system message may hold the description of the tools.
+    """
+    plain = _calls_as_text(messages)
+    if not tools:
+        return plain
+    role, searched = ("system", plain[:1]) if system else ("user", plain)
+    text = _description(tools)
+    place = next((i for i, one in enumerate(searched) if one.get("role") == role), None)
+    if place is None:
+        return [{"role": role, "content": text}, *plain]
+    said = _text(plain[place])
+    whole = _paragraphs(said, text) if system else _paragraphs(text, said)
+    plain[place] = {**plain[place], "content": whole}
+    return plain
+
+
+def _description(tools: Sequence[Mapping[str, Any]]) -> str:
+    return DESCRIPTION.format(
+        functions="\n".join(_json(tool.get("function", tool)) for tool in tools)
+    )
+
+
+def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
+    """Calls in what the assistant says; results in what the user says, in one turn."""
+    names: dict[str, str] = {}  # of the functions called, by the id of the call
+    plain: list[Message] = []
+    joins = False  # whether a user message belongs to the results before it
+    for one in messages:
+        role, calls = one.get("role"), one.get("tool_calls") or ()
+        if role == "tool":
+            name = one.get("name") or names.get(str(one.get("tool_call_id")), "the function")
+            one = {"role": "user", "content": f"{name} returned: {_text(one)}"}
+        elif calls:
+            functions = [call.get("function", call) for call in calls]
+            for call, function in zip(calls, functions, strict=True):
+                names[str(call.get("id"))] = function["name"]
+            listed = [{"name": f["name"], "arguments": f.get("arguments", {})} for f in functions]
+            kept = {name: value for name, value in one.items() if name != "tool_calls"}
+            one = {**kept, "content": _paragraphs(_text(one), _json(listed))}
+        if joins and one["role"] == "user":
+            whole = _paragraphs(_text(plain[-1]), _text(one))
+            plain[-1] = {"role": "user", "content": whole}
+        else:
+            plain.append(one)
+        joins = role == "tool" or (joins and role == "user")
+    return plain
+
+
+def _text(message: Message) -> str:
+    """The content of a message, of which parts may be listed."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _paragraphs(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _renders(tokenizer: Any, messages: Sequence[Message], **beside: Any) -> bool:
+    """Whether the template renders `PROBE`; one that raises does not."""
+    try:
+        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **beside)
+    except Exception:  # a template is a program of the model's, and may raise anything
+        return False
+    return PROBE in text

@@ -1,0 +1,122 @@
+"""Tools, calls and results for chat templates that do not know them."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+import kvant
+from generation.speakers import DEMO, tokenizer_of
+from kvant.generation.conversation import marks_of, templated
+
+CHATML = (  # as the template of SmolLM2-135M-Instruct, in other words
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou help."
+    "<|im_end|>\n{% endif %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ALTERNATING = (  # as Gemma's: no system message, and turns of two roles that alternate
+    "{% for m in messages %}"
+    "{% if m.role not in ('user', 'assistant') or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+KNOWING = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+MENTIONING = "You have no tools. {% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Weather of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+NOW = {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}
+CALL = {"name": "weather", "arguments": {"city": "Zürich"}}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "1", "type": "function", "function": CALL}],
+}
+RESULT = {"role": "tool", "tool_call_id": "1", "content": "It rains."}
+USER = {"role": "user", "content": "How is the weather?"}
+LOOP = [USER, CALLED, RESULT]
+
+
+def text_of(template: Any, messages: list[Any], tools: Any = ()) -> str:
+    tokenizer = copy.deepcopy(tokenizer_of(DEMO))
+    tokenizer.chat_template = template
+    asked = kvant.Messages(messages, tools)
+    return str(tokenizer.decode(templated(tokenizer, asked)))
+
+
+def test_functions_are_described_in_a_system_message() -> None:
+    text = text_of(CHATML, [USER], [WEATHER, NOW])
+    system, rest = text.split("<|im_end|>\n", 1)
+    assert system.startswith("<|im_start|>system\n")
+    assert rest == "<|im_start|>user\nHow is the weather?<|im_end|>\n<|im_start|>assistant\n"
+    for tool in (WEATHER, NOW):
+        assert f"\n{json.dumps(tool['function'])}\n" in system
+    assert '[{"name": "FUNCTION", "arguments": ' in system
+    assert text == text_of(CHATML, [USER], [WEATHER, NOW])
+
+
+def test_the_description_follows_the_clients_own_system_message() -> None:
+    text = text_of(CHATML, [{"role": "system", "content": "Be brief."}, USER], [WEATHER])
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou can call these functions.")
+    assert text.count("<|im_start|>system") == 1
+
+
+def test_a_template_without_system_messages_has_it_in_the_first_of_the_user() -> None:
+    text = text_of(ALTERNATING, LOOP, [WEATHER])
+    first, second, third = text.split("[assistant]")[0], *text.split("[assistant]")[1].split("[u")
+    assert first.startswith("[user]You can call these functions.")
+    assert first.endswith("\n\nHow is the weather?")
+    assert json.loads(second) == [CALL]
+    assert third == "ser]weather returned: It rains."
+
+
+def test_what_a_template_knows_is_left_to_it() -> None:
+    text = text_of(KNOWING, LOOP, [WEATHER])
+    assert "You can call these functions" not in text and '"role": "tool"' in text
+    named = {"default": ALTERNATING, "tool_use": KNOWING}
+    assert '"role": "tool"' in text_of(named, LOOP, [WEATHER])
+
+
+def test_a_template_that_mentions_tools_does_not_know_them() -> None:
+    assert '{"name": "weather"' in text_of(MENTIONING, [USER], [WEATHER])
+
+
+def test_calls_and_results_are_text_without_tools_as_well() -> None:
+    """The last turn of an agent often offers none."""
+    text = text_of(CHATML, LOOP)
+    assert '<|im_start|>assistant\n[{"name": "weather", "arguments": {"city": "Zürich"}}]' in text
+    assert "<|im_start|>user\nweather returned: It rains.<|im_end|>" in text
+
+
+def test_results_and_what_the_user_adds_are_one_turn() -> None:
+    two = {"id": "2", "type": "function", "function": {"name": "now", "arguments": {}}}
+    called = {**CALLED, "content": "I look.", "tool_calls": [*CALLED["tool_calls"], two]}
+    results = [RESULT, {"role": "tool", "tool_call_id": "2", "content": "Noon."}]
+    text = text_of(ALTERNATING, [USER, called, *results, {"role": "user", "content": "And?"}])
+    calls = json.dumps([CALL, two["function"]], ensure_ascii=False)
+    assert text == (
+        f"[user]How is the weather?[assistant]I look.\n\n{calls}"
+        "[user]weather returned: It rains.\n\nnow returned: Noon.\n\nAnd?"
+    )
+
+
+def test_others_may_differ_behind_the_description() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of(DEMO))
+    tokenizer.chat_template = CHATML
+    asked = kvant.Messages([USER], [WEATHER])
+    tokens = templated(tokenizer, asked)
+    first = tokenizer.decode(tokens[: marks_of(tokenizer, asked, tokens)[0]])
+    assert "reply in plain text." in first and "How is" not in first
+
+
+def test_tools_without_a_chat_template_are_refused() -> None:
+    with pytest.raises(kvant.PromptError, match="tools for a tokenizer without a chat template"):
+        text_of(None, [USER], [WEATHER])

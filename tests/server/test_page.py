@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvant.server import Keys
 from server.conftest import served
 from server.speaking import speaker
 
@@ -123,3 +124,15 @@ def test_an_error_is_told(page: Any) -> None:
     send(page, PROMPT * 400)
     replies(page)
     assert "shorten it" in page.locator("article.assistant p.wrong").inner_text()
+
+
+def test_a_tenant_sees_its_own_figures(browser: Any, inside: tuple[Any, Any]) -> None:
+    with served(*inside, keys=Keys(["first-key"], admins=["admin-key"])) as (_, url):
+        page = browser.new_page()
+        page.goto(url)
+        for key, shown in (("first-key", "your requests: 0 running"), ("admin-key", "idle prefix")):
+            page.locator("#key").fill(key)
+            page.locator("#key").dispatch_event("change")
+            playwright.expect(page.locator("#memory")).to_contain_text(shown)
+            playwright.expect(page.locator("#bar")).to_be_visible(visible=key == "admin-key")
+        page.close()

@@ -247,7 +247,8 @@ def test_keys_and_what_keeps_their_owners_apart(inside: tuple[Any, Any]) -> None
         for key in (None, "", "third-key", "first-key2"):
             assert ask(key).status_code == 401
         assert httpx.get(f"{url}/v1/models").status_code == 401
-        assert httpx.get(f"{url}/metrics").status_code == 401
+        for path in ("/metrics", "/v1/stats"):
+            assert httpx.get(f"{url}{path}").status_code == 401
         assert httpx.get(f"{url}/health").status_code == 200
         cached = [
             ask(key).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -264,12 +265,21 @@ def test_a_page_under_another_name_may_not_ask(running: tuple[Any, str]) -> None
 def test_keys_are_read_from_a_file_and_a_variable(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# a comment\nfirst-key\n\nfirst-key\n")
-    assert keys_in(file, "second-key, ") == ["first-key", "second-key"]
+    assert keys_in(file, "second-key, ") == (["first-key", "second-key"], [])
+    file.write_text("first-key\nadmin  second-key\nadmin first-key\n")
+    assert keys_in(file, "admin third-key,third-key") == (
+        ["first-key", "second-key", "third-key"],
+        ["second-key", "first-key", "third-key"],
+    )
     file.write_text("#\n")
     with pytest.raises(ValueError, match="there is no key in it"):
         keys_in(file, None)
     with pytest.raises(ValueError, match="a key of 5 characters"):
         keys_in(None, "short")
+    for wrong in ("first-key admin", "user first-key", "admin admin first-key", "admin"):
+        with pytest.raises(ValueError, match="only the word 'admin' and a space") as caught:
+            keys_in(None, wrong)
+        assert "first-key" not in str(caught.value)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.2", "::", "example.org"])

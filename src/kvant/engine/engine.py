@@ -301,13 +301,15 @@ class Engine:
         """Who waits and who is served, what was said, how long it took, what memory is held."""
         schedule, requests = self._schedule, list(self._requests.values())
         return {
-            "waiting": len(schedule.waiting) + len(schedule.running) - schedule.served,
-            "running": schedule.served,
-            "sequences": schedule.sequences,
+            **schedule.load(),
             **self._figures.told(),
             "max_bytes": schedule.max_bytes,
             **self._batch.stats([seat for request in requests for seat in request.seats]),
         }
+
+    def load(self, tenant: str) -> dict[str, int]:
+        """Count the requests of a tenant that wait and that run, and its sequences."""
+        return self._schedule.load(tenant)
 
     # ---- in the engine's thread
 
@@ -473,6 +475,8 @@ class Engine:
             self._figures.failed += 1
             clear(error)
             self._reuse.reject(request)
+        if not request.served:  # else they were counted as its first chunk was read
+            self._figures.found(request.stream.usage)
         self._schedule.remove(request.job)
         self._reuse.leave(request.job)
         for seat in request.seats:

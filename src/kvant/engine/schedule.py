@@ -283,15 +283,21 @@ class Schedule:
             if job in place:
                 place.remove(job)
 
+    def load(self, tenant: str | None = None) -> dict[str, int]:
+        """Count requests that wait and that run, and sequences; with `tenant`, its own alone."""
+        every = (*self.waiting, *self.running)
+        jobs = [job for job in every if tenant is None or job.tenant == tenant]
+        running = [job.sequences for job in jobs if job.placed]
+        return {
+            "waiting": len(jobs) - len(running),
+            "running": len(running),
+            "sequences": sum(running),
+        }
+
     @property
     def sequences(self) -> int:
         """That are served, or for which there is a place."""
         return sum(job.sequences for job in self.running if job.placed)
-
-    @property
-    def served(self) -> int:
-        """Requests that have a place."""
-        return sum(job.placed for job in self.running)
 
     # ---- within
 

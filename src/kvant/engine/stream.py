@@ -12,10 +12,13 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Condition
+from typing import Literal
 
 from kvant.generation.loop import FinishReason, Step
 
 log = logging.getLogger("kvant")
+
+Outcome = Literal["finished", "cancelled", "failed"]
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,16 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
     def done(self) -> bool:
         """Does nothing come any more? There may still be steps to read."""
         return self._over
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """How the request ended; None before it did."""
+        if not self._over:
+            return None
+        if self._error is not None:
+            return "failed"
+        ended = all(steps and steps[-1].finish_reason for steps in self._said)
+        return "finished" if ended else "cancelled"
 
     def add_done_callback(self, tell: Callable[[], object]) -> None:
         """Call this once nothing comes any more, in the engine's thread, or now if it is so."""

@@ -10,16 +10,28 @@ from pathlib import Path
 
 UNKNOWN = "no key, or one that is not known: Authorization: Bearer KEY"
 SHORTEST = 8  # characters of a key
+ADMIN = "admin"  # stands before a key that reads the totals of all tenants
+FOR_ADMINS = (
+    "/metrics has the totals of all tenants, for an admin key: a line 'admin KEY' of --api-keys, "
+    "or 'admin KEY' in KVANT_API_KEYS, makes one; /v1/stats has your own figures"
+)
 KEYS, SECRET = "KVANT_API_KEYS", "KVANT_SECRET"  # in the environment
 
 
 class Keys:
     """The hashes of keys; none: everybody may ask."""
 
-    def __init__(self, keys: Iterable[str] = (), secret: str = "") -> None:
-        """What a tenant's prefixes are salted with follows from its key and the server's secret."""
-        self._hashes = [_hashed(key) for key in keys]
+    def __init__(
+        self, keys: Iterable[str] = (), secret: str = "", admins: Iterable[str] = ()
+    ) -> None:
+        """What a tenant's prefixes are salted with follows from its key and the server's secret.
+
+        `admins` are keys as well, and read the totals of all tenants.
+        """
+        admin = [_hashed(key) for key in admins]
+        self._hashes = list(dict.fromkeys([*map(_hashed, keys), *admin]))
         self._secret = secret.encode()
+        self._admins = frozenset(map(self._name, admin))
 
     def __len__(self) -> int:
         return len(self._hashes)
@@ -39,30 +51,43 @@ class Keys:
         asked, found = _hashed(key), None
         for one in self._hashes:
             if hmac.compare_digest(one, asked):
-                found = hmac.digest(self._secret, one, sha256).hex()
+                found = self._name(one)
         return found
+
+    def is_admin(self, tenant: str) -> bool:
+        """Whether a tenant reads the totals of all; without keys, everybody does."""
+        return not self._hashes or tenant in self._admins
+
+    def _name(self, hashed: bytes) -> str:
+        return hmac.digest(self._secret, hashed, sha256).hex()
 
 
 def known(file: Path | None) -> Keys:
     """The keys of a file and of the environment."""
-    return Keys(keys_in(file, os.environ.get(KEYS)), os.environ.get(SECRET, ""))
+    keys, admins = keys_in(file, os.environ.get(KEYS))
+    return Keys(keys, os.environ.get(SECRET, ""), admins)
 
 
-def keys_in(file: Path | None, named: str | None) -> list[str]:
-    """Those of a file, one a line, and of a variable, between commas."""
+def keys_in(file: Path | None, named: str | None) -> tuple[list[str], list[str]]:
+    """Read the keys of a file, one a line, and of a variable, between commas; and the admins' keys.
+
+    `admin KEY` is the key of an admin, who is a tenant as well.
+    """
     lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
     told = [line.strip() for line in lines if not line.lstrip().startswith("#")]
     told += [one.strip() for one in (named or "").split(",")]
-    keys = list(dict.fromkeys(key for key in told if key))
-    if file is not None and not keys:
+    words = [one.split() for one in told if one]
+    if file is not None and not words:
         raise ValueError(f"--api-keys {file}: there is no key in it, one a line is needed")
-    for key in keys:
-        if len(key) < SHORTEST or not key.isascii() or not key.isprintable() or " " in key:
+    for *role, key in words:
+        right = len(key) >= SHORTEST and key.isascii() and key.isprintable()
+        if not right or role not in ([], [ADMIN]):
             raise ValueError(
                 f"a key of {len(key)} characters: {SHORTEST} or more are needed, in ASCII without "
-                "spaces"
+                f"spaces; only the word {ADMIN!r} and a space may stand before it"
             )
-    return keys
+    keys = dict.fromkeys(key for *_, key in words)
+    return [*keys], [*dict.fromkeys(key for *role, key in words if role)]
 
 
 def _hashed(key: str) -> bytes:

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvant.generation import Messages
-from kvant.server.access import UNKNOWN
+from kvant.server.access import FOR_ADMINS, UNKNOWN
 from kvant.server.protocol import Chat, Completion, Drawing, Tokenize
 from kvant.server.refusals import Wrong, answer_to, told_of
 from kvant.server.replies import Chatted, Completed, Reply
@@ -119,11 +119,14 @@ async def page() -> Response:
 
 @router.get("/v1/stats")
 async def stats(service: Serving, tenant: Tenant) -> dict[str, Any]:
-    return service.stats()
+    """The totals for an admin; of any other tenant its own figures."""
+    return service.stats() if service.keys.is_admin(tenant) else service.stats_of(tenant)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(service: Serving, tenant: Tenant) -> Response:
+    if not service.keys.is_admin(tenant):
+        raise Wrong(FOR_ADMINS, None, 403, "insufficient_permissions")
     return PlainTextResponse(service.metrics.told(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -31,6 +31,7 @@ from kvant.server.speech import (
     Template,
     template_of,
 )
+from kvant.server.tenants import TenantFigures
 from kvant.server.tokenizing import Busy, Prompt, Tokenizing
 
 log = logging.getLogger("kvant")
@@ -69,6 +70,7 @@ class Service:
         self._closing = False
         self._most = engine.max_sequences + max_waiting
         self._asked: Counter[str] = Counter()  # continuations under way, by tenant
+        self._tenants: defaultdict[str, TenantFigures] = defaultdict(TenantFigures)
 
     @property
     def ready(self) -> bool:
@@ -79,14 +81,25 @@ class Service:
         self._closing = True
 
     def stats(self) -> dict[str, Any]:
-        """Where the memory goes."""
+        """Where the memory goes, and the totals of all tenants."""
         prefixes = self.engine.prefixes
         return {
-            "model": self.model,
-            "kv_cache": self.engine.kv_cache,
-            "bytes_a_token": self.engine.bytes_a_token,
+            **self._model_facts(),
             **self.engine.stats(),
             "prefixes": None if prefixes is None else prefixes.stats(),
+        }
+
+    def stats_of(self, tenant: str) -> dict[str, Any]:
+        """The figures of the requests of one tenant."""
+        own = self._tenants[tenant].counts()
+        return {**self._model_facts(), **self.engine.load(tenant), **own}
+
+    def _model_facts(self) -> dict[str, Any]:
+        engine = self.engine
+        return {
+            "model": self.model,
+            "kv_cache": engine.kv_cache,
+            "bytes_a_token": engine.bytes_a_token,
         }
 
     def prompt(self, asked: Messages) -> Prompt:
@@ -124,18 +137,20 @@ class Service:
         self._asked[tenant] += coming
         loop = asyncio.get_running_loop()
 
-        def over() -> None:
+        def over(stream: Stream) -> None:
             self._asked[tenant] -= width
+            self._tenants[tenant].end(stream)
 
-        def told() -> None:
+        def told(stream: Stream) -> None:
             with suppress(RuntimeError):  # the loop ended before its requests
-                loop.call_soon_threadsafe(over)
+                loop.call_soon_threadsafe(over, stream)
 
         try:
             for prompt in prompts:
                 submit = partial(self.engine.submit, prompt, **given)
                 stream = await self._tokenizing.run(prompt, tenant, submit)
-                stream.add_done_callback(told)
+                self._tenants[tenant].begin(stream)
+                stream.add_done_callback(partial(told, stream))
                 streams.append(stream)
                 listeners += self._listeners(asked, stream)
         except BaseException:

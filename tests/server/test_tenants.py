@@ -1,0 +1,147 @@
+"""What tenants see of a server: their own figures, and an admin those of all."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+
+from kvant.server import Keys
+from server.conftest import served
+from server.test_server import PROMPT, settled
+
+NAMES = ("first-key", "second-key", "admin-key")
+COUNTS = ("requests", "finished", "cancelled", "failed", "prompt_tokens", "cached_tokens")
+COUNTS = (*COUNTS, "restored_tokens", "completion_tokens")
+
+
+def get(url: str, path: str, key: str) -> httpx.Response:
+    return httpx.get(f"{url}{path}", headers={"Authorization": f"Bearer {key}"})
+
+
+def ask(url: str, key: str, **more: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    body = {"prompt": PROMPT * 9, "max_tokens": 3, "ignore_eos": True} | more
+    return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+
+
+def counts(told: dict[str, Any]) -> dict[str, int]:
+    return {name: told[name] for name in COUNTS}
+
+
+def summed(url: str, service: Any) -> dict[str, int]:
+    """The figures of all tenants, once nobody is served and every end was counted."""
+    settled(service)
+    until = time.monotonic() + 30
+    while any(service._asked.values()):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    tenants = [service.stats_of(service.keys.tenant(key)) for key in NAMES]
+    assert not any(one["running"] or one["waiting"] for one in tenants)
+    found = Counter[str]()
+    for one in tenants:
+        found.update(counts(one))
+    return {name: found[name] for name in COUNTS}
+
+
+def test_a_tenant_sees_its_own_figures(inside: tuple[Any, Any]) -> None:
+    keys = Keys(NAMES[:2], admins=NAMES[2:])
+    with served(*inside, keys=keys) as (service, url):
+        usage = ask(url, "first-key", n=2, temperature=1).json()["usage"]
+        again = ask(url, "first-key").json()["usage"]
+        settled(service)
+        first = get(url, "/v1/stats", "first-key").json()
+        second = get(url, "/v1/stats", "second-key").json()
+        whole = get(url, "/v1/stats", "admin-key").json()
+    cached = again["prompt_tokens_details"]["cached_tokens"]
+    assert first["requests"] == first["finished"] == 2 and first["cached_tokens"] == cached > 0
+    assert first["prompt_tokens"] == usage["prompt_tokens"] + again["prompt_tokens"]
+    assert first["completion_tokens"] == 9
+    assert first["model"] == second["model"] == "inside"
+    assert not any(counts(second).values())
+    assert counts(whole) == counts(first) and whole["nbytes_held"] > 0
+    assert not {"nbytes_held", "prefixes", "first_token_seconds"} & first.keys()
+
+
+def test_a_tenant_sees_who_of_it_is_served(inside: tuple[Any, Any]) -> None:
+    keys = Keys(NAMES[:2], admins=NAMES[2:])
+    headers = {"Authorization": "Bearer first-key"}
+    body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with (
+        served(*inside, keys=keys) as (_, url),
+        httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as reply,
+    ):
+        next(reply.iter_text())
+        first, second, whole = (get(url, "/v1/stats", key).json() for key in NAMES)
+        assert (first["running"], first["requests"]) == (whole["running"], 1)
+        assert first["completion_tokens"] > 0 == first["finished"]
+        assert not any(second[name] for name in ("running", "waiting", "sequences", *COUNTS))
+
+
+def test_figures_of_tenants_add_up_to_the_totals(
+    inside: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes of a request: an end, a client that goes, a refusal, a failure."""
+    keys = Keys(NAMES[:2], admins=NAMES[2:])
+    with served(*inside, keys=keys, max_sequences=2, max_waiting=64) as (service, url):
+
+        def gone(number: int) -> None:
+            headers = {"Authorization": f"Bearer {NAMES[number % 3]}"}
+            body = {"prompt": PROMPT * (number + 1), "max_tokens": 300, "stream": True}
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers) as reply:
+                if number % 2:
+                    next(reply.iter_text())
+
+        def one(number: int) -> None:
+            if number % 3 == 1:
+                gone(number)
+            else:
+                more = {"n": 1 + number % 2, "temperature": 1, "seed": number}
+                ask(url, NAMES[number % 3], **more, max_tokens=number % 7 + 1)
+
+        with ThreadPoolExecutor(6) as clients:
+            list(clients.map(one, range(18)))
+        assert ask(url, "first-key", prompt="").status_code == 400
+        assert summed(url, service) == counts(service.stats())
+        assert service.stats()["cancelled"] and service.stats()["cached_tokens"]
+
+        def fails(going: Any, logits: Any) -> list[Exception]:
+            return [ValueError("why")] * len(going)
+
+        monkeypatch.setattr("kvant.engine.engine.drawn_for", fails)
+        assert ask(url, "second-key").status_code == 500
+        told = summed(url, service)
+        assert told == counts(service.stats()) and told["failed"] == 1
+        assert len(service._tenants) == len(NAMES)
+
+
+def test_totals_are_for_an_admin(inside: tuple[Any, Any]) -> None:
+    with served(*inside, keys=Keys(["first-key"], admins=["admin-key"])) as (_, url):
+        refused = get(url, "/metrics", "first-key")
+        assert get(url, "/metrics", "admin-key").status_code == 200
+        assert ask(url, "admin-key").status_code == 200  # who is a tenant as well
+    assert refused.status_code == 403
+    error = refused.json()["error"]
+    assert "a line 'admin KEY' of --api-keys" in error["message"]
+    assert error["code"] == "insufficient_permissions"
+
+
+def test_keys_without_an_admin_show_totals_to_nobody(inside: tuple[Any, Any]) -> None:
+    with served(*inside, keys=Keys(["first-key"])) as (_, url):
+        assert get(url, "/metrics", "first-key").status_code == 403
+        assert "nbytes_held" not in get(url, "/v1/stats", "first-key").json()
+
+
+def test_replicas_know_the_admins() -> None:
+    """Ray sends keys to its replicas, each of which answers for itself."""
+    keys = Keys(NAMES[:2], "secret", NAMES[2:])
+    sent = pickle.loads(pickle.dumps(keys))
+    told = [sent.is_admin(keys.tenant(key)) for key in NAMES]
+    assert told == [False, False, True]
+    assert json.dumps(sorted(vars(sent)["_admins"])).count("admin-key") == 0

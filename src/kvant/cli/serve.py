@@ -27,7 +27,9 @@ def serve(
     store: options.Store = None,
     host: Annotated[str, Option(help="Another one only with keys.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535)] = 8000,
-    api_keys: Annotated[Path | None, Option(help="Keys, one a line; or KVANT_API_KEYS.")] = None,
+    api_keys: Annotated[
+        Path | None, Option(help="Keys, one a line, or 'admin KEY'; or KVANT_API_KEYS.")
+    ] = None,
     name: Annotated[str | None, Option(help="What clients call the model.")] = None,
     replicas: Annotated[
         int | None, Option(min=1, help="So many engines, on Ray Serve: each of --max-bytes.")

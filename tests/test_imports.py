@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # Lowest first. A name with a slash is a folder, the others are single modules. The modules of a
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
-    "contracts devices errors exit_codes extent heap launches modes openmp progress recipes "
-    "retention sizes native/",
+    "contracts devices dtypes errors exit_codes extent heap launches lazy modes openmp progress "
+    "recipes retention sizes native/",
     "codecs/ scores/ norms packed recording weights",
     "attention/ spec/ functional",
     "cache/ models/ demo/ stores/",

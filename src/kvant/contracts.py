@@ -28,15 +28,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
-import numpy as np
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # specs are read, and commands are explained, without torch
+    import torch
+    from torch import Tensor
 
-from kvant.extent import Change, Extent, Ints
+    from kvant.extent import Change, Extent, Ints
 
-Fields = Mapping[str, Tensor]
+Fields: TypeAlias = "Mapping[str, Tensor]"
 Order = Literal["BHTD", "BTHD"]
 
 
@@ -181,6 +181,8 @@ class Selection:
 
     def count(self, pages: Ints) -> Ints:
         """Of so many pages, so many are read."""
+        import numpy as np
+
         share = np.ceil(pages * self.percent / 100).astype(np.int64)
         count: Ints = np.minimum(pages, np.maximum(share, self.pages))
         return count
@@ -295,10 +297,10 @@ class Request(NamedTuple):
     q: Tensor  # [B, H * group, T, D], of any float dtype: the last T columns of the view
     scale: float
     mask: Mask | Tensor
+    dtype: torch.dtype  # that outputs may be rounded to
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [H * group]: learned logits that lead nowhere
     lse: bool = True  # is log-sum-exp asked for?
-    dtype: torch.dtype = torch.float32  # that outputs may be rounded to
     # Of sealed pages, read these only: [B, H, T, n] numbers in order, then -1. None: read all.
     chosen: Tensor | None = None
 

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-import torch
-from torch import nn
-
-from kvant.recipes import DTYPES
+from kvant.recipes import DTYPE_NAMES
 from kvant.sizes import format_size
+
+if TYPE_CHECKING:  # a name is checked without torch
+    import torch
+    from torch import nn
 
 KNOWN = "cpu, cuda, cuda:N, mps"
 AUTO = "auto"  # the dtype that a checkpoint says
 # The operators of torch, by dtype, that say whether oneDNN multiplies it on this processor.
 SUPPORT = {
-    torch.bfloat16: "_is_mkldnn_bf16_supported",
-    torch.float16: "_is_mkldnn_fp16_supported",
+    "bfloat16": "_is_mkldnn_bf16_supported",
+    "float16": "_is_mkldnn_fp16_supported",
 }
 _warned: WeakSet[nn.Module] = WeakSet()
 
 
+def check_device(name: str | None) -> None:
+    """Refuse a device that is not there; torch is imported where one is named beside the CPU."""
+    if name not in (None, "cpu"):
+        named_device(name)
+
+
 def named_device(name: str | None = None) -> torch.device:
     """The device of that name, if it is there; unnamed, a GPU of CUDA where there is one."""
+    import torch
+
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if not re.fullmatch("cpu|cuda|cuda:[0-9]{1,4}|mps", name):
@@ -39,10 +49,17 @@ def named_device(name: str | None = None) -> torch.device:
     return device
 
 
+def check_dtype(name: str) -> None:
+    """Refuse the name of a dtype that no model is loaded in."""
+    if name not in (AUTO, *DTYPE_NAMES):
+        raise ValueError(f"--dtype {name}: known are {', '.join((AUTO, *DTYPE_NAMES))}")
+
+
 def named_dtype(name: str = AUTO) -> torch.dtype | str:
     """The dtype of that name, as loading a checkpoint takes it."""
-    if name not in (AUTO, *DTYPES):
-        raise ValueError(f"--dtype {name}: known are {', '.join((AUTO, *DTYPES))}")
+    from kvant.dtypes import DTYPES
+
+    check_dtype(name)
     return DTYPES.get(name, AUTO)
 
 
@@ -52,7 +69,9 @@ def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
     They do on a CPU where oneDNN has no kernel for the dtype: bfloat16 without AVX-512 (or
     AVX-NE-CONVERT), float16 without AVX-512 FP16. Where torch cannot tell, the answer is False.
     """
-    operator = SUPPORT.get(dtype)
+    import torch
+
+    operator = SUPPORT.get(str(dtype).removeprefix("torch."))
     if device.type != "cpu" or operator is None:
         return False
     supported = getattr(torch.ops.mkldnn, operator, None)
@@ -61,6 +80,10 @@ def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
 
 def list_slow_dtypes() -> list[str]:
     """List the dtypes that are slow on this processor, by name."""
+    import torch
+
+    from kvant.dtypes import DTYPES
+
     return [name for name, dtype in DTYPES.items() if is_slow(dtype, torch.device("cpu"))]
 
 
@@ -88,6 +111,8 @@ def warn_of_slow_weights(model: nn.Module, warn: Callable[[str], None]) -> None:
 
 
 def _there() -> list[str]:
+    import torch
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     apple = ["mps"] if torch.backends.mps.is_available() else []
     return ["cpu", *(f"cuda:{index}" for index in range(gpus)), *apple]

@@ -8,15 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvant.contracts import Codec, Mask, Pruning, Retention, Selection
-from kvant.extent import Paging
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvant.extent import Paging
 
 T = TypeVar("T")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = ("float32", "bfloat16", "float16")  # of dense rows
 Prefill = Literal["dense", "stored"]  # are a prompt chunk's own rows seen dense, or by the rule?
 
 
@@ -39,7 +41,7 @@ class LayerSpec:
     prefill: Prefill = "dense"
     step: int = 1  # rows by which memory grows, in whole pages
     capacity: int | None = None  # rows allocated at once; more is an error
-    dtype: torch.dtype | None = None  # of dense rows, one of DTYPES; None: as they come
+    dtype: torch.dtype | None = None  # of dense rows, one of DTYPE_NAMES; None: as they come
     chunk: int | None = None  # a query sees its own block of so many positions only
     value_dim: int | None = None  # values are the first channels of the keys (MLA)
     select: Selection | None = None  # None: a token reads all pages that it sees
@@ -67,6 +69,8 @@ class LayerSpec:
 
     @cached_property
     def paging(self) -> Paging:
+        from kvant.extent import Paging
+
         deepest = max(codec.tail for codec in self.sides.values())
         tail = deepest if self.tail is None else self.tail
         return Paging(self.page, tail if self.seals else None, self.dense_until)
@@ -143,6 +147,13 @@ class EmptySpec:
 
 
 Recipe = LayerSpec | RecurrentSpec | GroupSpec | SharedSpec | EmptySpec
+KINDS: dict[str, type[Recipe]] = {  # by the name that a header has for them
+    "attention": LayerSpec,
+    "recurrent": RecurrentSpec,
+    "group": GroupSpec,
+    "shared": SharedSpec,
+    "empty": EmptySpec,
+}
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ import kvant
 from hf.zoo import build
 from kvant import SpecError, demo
 from kvant.eval.outliers import with_outliers
-from kvant.probing import MAX_KL, MAX_LOST, harm, resolved, trial
-from kvant.probing.finding import CHOICES, auto_tolerance, promoted, smallest
-from kvant.probing.judgement import MEANINGLESS, Tolerance
+from kvant.probing import harm, resolved, trial
+from kvant.probing.finding import CHOICES, promoted, smallest
+from kvant.probing.judgement import MEANINGLESS
+from kvant.spec.auto import MAX_KL, MAX_LOST, Tolerance, auto_tolerance
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,8 @@ from kvant.contracts import Snapshot, Tiles
 from kvant.errors import CacheError, CacheFileError, name_path
 from kvant.extent import LENGTH, PADDING
 from kvant.recipes import CacheSpec, LayerSpec
-from kvant.spec import distinct, from_json, to_json
+from kvant.spec import from_json, to_json
+from kvant.spec.headers import distinct
 
 ENTRY = "kvant-cache"  # the one entry of the header's metadata: JSON, so that bytes are the same
 VERSION = 2

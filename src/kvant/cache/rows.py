@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvant.contracts import Fields, Order
+from kvant.dtypes import DTYPES
 from kvant.errors import CapacityError
 from kvant.extent import Change, Extent
-from kvant.recipes import DTYPES, LayerSpec
+from kvant.recipes import LayerSpec
 
 
 class Known(Protocol):

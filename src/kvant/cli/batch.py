@@ -68,7 +68,7 @@ def batch(
     json: options.Json = False,
 ) -> None:
     """Continue many prompts of a file, on one model at once."""
-    from kvant.probing import check_spec
+    from kvant.spec.auto import check_spec
 
     spec = "affine8" if kv_cache is None else kv_cache
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}

@@ -61,7 +61,7 @@ def _language() -> dict[str, Any]:
 
 
 def _explained(spec: str) -> dict[str, Any]:
-    from kvant.probing import check_spec, is_auto
+    from kvant.spec.auto import check_spec, is_auto
 
     check_spec(spec)
     if is_auto(spec):

@@ -61,7 +61,7 @@ class Wanted:
     def check(self, asked: Mapping[str, Any]) -> None:
         """Before anything is loaded: what is said twice or wrong, and files that are not there."""
         from kvant.generation.strategy import strategy_of
-        from kvant.probing import check_spec
+        from kvant.spec.auto import check_spec
 
         check_asked(asked, self.max_context)
         strategy_of(self.strategy, self.threshold, self.bytes)
@@ -199,7 +199,7 @@ class Named:
     @classmethod
     def of(cls, wanted: Wanted, session: Any) -> Named:
         """Of a session that begins, or goes on from a file."""
-        from kvant.probing import is_auto
+        from kvant.spec.auto import is_auto
 
         begun = present(session)
         found = wanted.load is not None or is_auto(wanted.spec)

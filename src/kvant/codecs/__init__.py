@@ -1,16 +1,36 @@
 """The formats of sealed pages, by the name they have on disk."""
 
-from kvant.codecs.affine import Affine
-from kvant.codecs.codebook import Codebook
-from kvant.codecs.fp8 import Fp8
-from kvant.codecs.raw import Raw
-from kvant.contracts import Codec
+from __future__ import annotations
 
-CODECS: dict[str, type[Codec]] = {
-    "raw": Raw,
-    "affine": Affine,
-    "codebook": Codebook,
-    "fp8": Fp8,
-}
+from typing import TYPE_CHECKING
+
+from kvant.contracts import Codec
+from kvant.lazy import Registry, lazy_names
+
+if TYPE_CHECKING:
+    from kvant.codecs.affine import Affine
+    from kvant.codecs.codebook import Codebook
+    from kvant.codecs.fp8 import Fp8
+    from kvant.codecs.raw import Raw
+
+CODECS: Registry[type[Codec]] = Registry(
+    {
+        "raw": "kvant.codecs.raw:Raw",
+        "affine": "kvant.codecs.affine:Affine",
+        "codebook": "kvant.codecs.codebook:Codebook",
+        "fp8": "kvant.codecs.fp8:Fp8",
+    }
+)
 
 __all__ = ["CODECS", "Affine", "Codebook", "Fp8", "Raw"]
+
+if not TYPE_CHECKING:  # or any name would be a good one
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "Affine": "kvant.codecs.affine",
+            "Codebook": "kvant.codecs.codebook",
+            "Fp8": "kvant.codecs.fp8",
+            "Raw": "kvant.codecs.raw",
+        },
+    )

@@ -37,9 +37,10 @@ from kvant.hf import (
     unwrapped,
 )
 from kvant.native import library
-from kvant.probing import is_auto, resolved, trial
+from kvant.probing import resolved, trial
 from kvant.recipes import AnySpec, CacheSpec
 from kvant.recording import Blocks, recorded
+from kvant.spec.auto import is_auto
 
 Call = Callable[[Tensor, Any], Tensor]  # (ids [1, T], cache) -> logits [1, T, vocabulary]
 

@@ -19,12 +19,12 @@ from kvant.hf import continuing, host_model
 from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import plan
-from kvant.probing.judgement import MAX_KL, MAX_LOST, Judgement, Tolerance, Trial, trial
+from kvant.probing.judgement import Judgement, Trial, trial
 from kvant.probing.predictions import Divergence, unbounded
 from kvant.recipes import AnySpec
 from kvant.retention import WINDOW_SINKS
 from kvant.sizes import format_size, parse_size
-from kvant.spec import parse
+from kvant.spec.auto import MAX_KL, MAX_LOST, Tolerance, auto_size, auto_tolerance, is_auto
 from kvant.spec.formats import SMOOTHED, parse_format
 
 Judge = Callable[[str], bool]  # does the spec do little enough?
@@ -92,7 +92,6 @@ def _joined(word: str, options: list[str], *more: str) -> str:
     return ",".join([word, *options, *more])
 
 
-AUTO = "auto"
 Progress = Callable[[int, int], None]  # formats that were tried, and all that there are
 
 
@@ -186,48 +185,6 @@ def resolved(
 
     context = max_context(model.config) or 8192
     return smallest(judge, layer_shapes(model), context, size)
-
-
-def is_auto(spec: object) -> bool:
-    return isinstance(spec, str) and _parts(spec)[0].partition(":")[0].strip() == AUTO
-
-
-def auto_size(spec: str) -> str | None:
-    """What `auto:SIZE` may take, if it says so."""
-    _, colon, size = _parts(spec)[0].partition(":")
-    if colon and not size:
-        raise SpecError(f"{spec!r}: a size is needed behind the colon; nearest: auto:1GiB")
-    if not colon:
-        return None
-    parse_size(size)
-    return size
-
-
-def auto_tolerance(spec: str, usual: Tolerance) -> Tolerance:
-    """What `auto,max_kl=NATS,max_lost=SHARE` may do to a model, where it says so."""
-    told: dict[str, float] = {}
-    for part in _parts(spec)[1:]:
-        name, _, number = part.partition("=")
-        if name not in ("max_kl", "max_lost") or name in told:
-            raise SpecError(f"{spec!r}: auto takes max_kl=NATS and max_lost=SHARE, each once")
-        try:
-            told[name] = float(number)
-        except ValueError:
-            raise SpecError(f"{spec!r}: {name} needs a number; nearest: {name}=0.01") from None
-    return replace(usual, **told)
-
-
-def check_spec(spec: str) -> None:
-    """A spec of any number of layers; what `auto` is, only a model tells."""
-    if is_auto(spec):
-        auto_size(spec)
-        auto_tolerance(spec, Tolerance())
-    else:
-        parse(spec, 1)
-
-
-def _parts(spec: str) -> list[str]:
-    return [part.strip() for part in spec.split(",")]
 
 
 def _better(judgement: Judgement, spec: AnySpec) -> tuple[AnySpec, str]:

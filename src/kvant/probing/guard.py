@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from kvant import hf
 from kvant.errors import UnsupportedView
 from kvant.hf.detect import host_layers, recipes
-from kvant.probing.finding import Progress, is_auto, resolved, silent
+from kvant.probing.finding import Progress, resolved, silent
 from kvant.probing.judgement import Trial, trial
 from kvant.probing.predictions import divergence, unbounded
 from kvant.recipes import AnySpec, attention_in
+from kvant.spec.auto import is_auto
 
 log = logging.getLogger("kvant")
 UNASKED = (

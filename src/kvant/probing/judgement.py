@@ -35,28 +35,13 @@ from kvant.probing.predictions import (
 )
 from kvant.probing.recall import Exam, Recall, exams
 from kvant.recipes import AnySpec, CacheSpec, Recipe, attention_in
+from kvant.spec.auto import Tolerance
 
 TOKENS = 1024  # read; the last ones are judged by
 LETTERS = 8  # of a text for a token: no tokenizer packs source code so densely
 FEWEST = 512  # in fewer there is no room for what is planted, and most rows of a tail are dense
 EXAMS = 2  # texts in which things are planted, and asked for
-MAX_KL = 5e-3  # nats, in the mean: about one percent of perplexity
-MAX_LOST = 0.04  # of the chance of an answer: between formats that are twice that and half of it
 MEANINGLESS = 10.0  # times as much: what was seen is said above
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """What a format may do to a model."""
-
-    max_kl: float = MAX_KL  # nats, in the mean
-    max_lost: float = MAX_LOST  # of the chance that an answer is right
-
-    def __post_init__(self) -> None:
-        for name in ("max_kl", "max_lost"):
-            value = getattr(self, name)
-            if not value >= 0:
-                raise ValueError(f"{name}={value}: 0 or more is needed")
 
 
 USUAL = Tolerance()

@@ -1,14 +1,16 @@
 """Which rows of a prompt matter most: a file and a line in SCORES for each way to tell."""
 
 from kvant.contracts import Score
-from kvant.scores.expected import Expected
-from kvant.scores.keydiff import KeyDiff
-from kvant.scores.random import Random
-from kvant.scores.snapkv import SnapKV
-from kvant.scores.tova import Tova
+from kvant.lazy import Registry
 
-SCORES: dict[str, type[Score]] = {
-    score.name: score for score in (SnapKV, Expected, KeyDiff, Tova, Random)
-}
+SCORES: Registry[type[Score]] = Registry(
+    {
+        "snapkv": "kvant.scores.snapkv:SnapKV",
+        "expected": "kvant.scores.expected:Expected",
+        "keydiff": "kvant.scores.keydiff:KeyDiff",
+        "tova": "kvant.scores.tova:Tova",
+        "random": "kvant.scores.random:Random",
+    }
+)
 
 __all__ = ["SCORES"]

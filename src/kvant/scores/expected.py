@@ -8,12 +8,12 @@ covariance are those of the newest ones, at the positions that they have.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvant.contracts import Rows, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FIRST = 4  # rows that always stay: many heads rest their attention on them
 
@@ -24,6 +24,8 @@ class Expected(Score):
     queries: ClassVar[int] = 512
 
     def of(self, rows: Rows) -> Tensor:
+        import torch
+
         assert rows.queries is not None and rows.asked is not None
         found = []
         for keys, there, queries, asked in zip(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
-from torch.nn.functional import normalize
+from typing import TYPE_CHECKING, ClassVar
 
 from kvant.contracts import Rows, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class KeyDiff(Score):
     decodes: ClassVar[bool] = True
 
     def of(self, rows: Rows) -> Tensor:
+        from torch.nn.functional import normalize
+
         directions = normalize(rows.keys, dim=-1)
         there = rows.there.unsqueeze(-1)
         mean = (directions * there).sum(1, keepdim=True) / there.sum(1, keepdim=True)

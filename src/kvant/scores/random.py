@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, ClassVar
 
 from kvant.contracts import Rows, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Random(Score):
     decodes: ClassVar[bool] = True
 
     def of(self, rows: Rows) -> Tensor:
+        import torch
+
         count = rows.there.shape[1]
         found = torch.zeros(rows.there.shape)
         for first in range(0, len(found), rows.heads):

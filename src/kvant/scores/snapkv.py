@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor
-from torch.nn.functional import avg_pool1d
+from typing import TYPE_CHECKING, ClassVar
 
 from kvant.contracts import Rows, Score
 from kvant.scores.weights import attention
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WIDTH = 5  # neighbours over which weights are averaged: what matters is rarely one row
 
@@ -20,4 +20,6 @@ class SnapKV(Score):
     queries: ClassVar[int] = 64
 
     def of(self, rows: Rows) -> Tensor:
+        from torch.nn.functional import avg_pool1d
+
         return avg_pool1d(attention(rows), WIDTH, stride=1, padding=WIDTH // 2).mean(1)

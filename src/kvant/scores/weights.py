@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvant.contracts import Rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def attention(rows: Rows) -> Tensor:
     """The mean over queries of their attention weights, [N, group, n]; a head at a time."""
+    import torch
+
     assert rows.queries is not None and rows.asked is not None
     found = []
     for keys, there, queries, asked in zip(

@@ -15,11 +15,11 @@ from kvant.devices import named_device, named_dtype
 from kvant.engine import Engine
 from kvant.errors import SpecError
 from kvant.prefixes import Prefixes
-from kvant.probing import check_spec, is_auto
 from kvant.server.access import Keys
 from kvant.server.service import Service
 from kvant.sizes import parse_size
 from kvant.spec import as_spec
+from kvant.spec.auto import check_spec, is_auto
 from kvant.stores import open_tiers
 
 INSIDE = "kvant-inside"  # the name of the model inside the package

@@ -1,13 +1,21 @@
 """One string names a cache everywhere; one JSON object does so in the header of a file."""
 
 from kvant.spec.formats import spelled
-from kvant.spec.headers import distinct
-from kvant.spec.language import as_spec, check_fitted, from_json, parse, split, to_json, words
+from kvant.spec.language import (
+    as_spec,
+    check_fitted,
+    check_words,
+    from_json,
+    parse,
+    split,
+    to_json,
+    words,
+)
 
 __all__ = [
     "as_spec",
     "check_fitted",
-    "distinct",
+    "check_words",
     "from_json",
     "parse",
     "spelled",

@@ -15,21 +15,24 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from reprlib import repr as short
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from kvant.codecs import CODECS, Affine, Codebook, Fp8
-from kvant.codecs.frames import Identity, Rotation, smoothed
+from kvant.codecs import CODECS
 from kvant.contracts import Codec
 from kvant.errors import SpecError
+
+if TYPE_CHECKING:
+    import torch
 
 GROUPS = {8: 64, 6: 64, 5: 32, 4: 32, 3: 32, 2: 16}  # width: values a scale covers
 TURBO_WIDTHS = (4, 3, 2)
 FAMILIES = {"affine": tuple(GROUPS), "turbo": TURBO_WIDTHS, "aura": TURBO_WIDTHS}
-SPELLED_BY_WIDTH = (Affine, Codebook)  # codecs that only FAMILY and width can name
+SPELLED_BY_WIDTH = (
+    "affine",
+    "codebook",
+)  # codecs that only FAMILY and width can name
 ROTATABLE = {"affine", "fp8"}  # families that the option asks; turbo is rotated anyway
-DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 SMOOTHED = {"affine", "turbo", "fp8"}  # whose codecs take any frame
 FORMATS = (
     "raw, affine2|3|4|5|6|8, fp8, turbo2|3|4, two widths (affine8v4), two sides (fp8/turbo3),"
@@ -81,13 +84,15 @@ class Side:
     family: str  # affine, fp8, turbo, or a disk name
     bits: int = 0
     group: int | None = None  # fixed by an alias
-    dtype: torch.dtype | None = None
+    dtype: str | None = None  # its name in torch
 
     def codec(self, choice: Choice, seed: int) -> Codec:
         build = BUILDERS.get(self.family)
         codec: Any = build(self, choice, seed) if build else CODECS[self.family]()
         if not (choice.smooth and self.family in SMOOTHED):
             return codec  # type: ignore[no-any-return]
+        from kvant.codecs.frames import smoothed
+
         return replace(codec, frame=smoothed(codec.frame))  # type: ignore[no-any-return]
 
 
@@ -100,7 +105,12 @@ class Format:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        return self.keys.dtype or self.values.dtype
+        name = self.keys.dtype or self.values.dtype
+        if name is None:
+            return None
+        from kvant.dtypes import DTYPES
+
+        return DTYPES[name]
 
     def codecs(self, choice: Choice, layer: int) -> tuple[Codec, Codec]:
         # No two layers, sides or seeds share a rotation. Heads do: layers may be split by head.
@@ -109,15 +119,24 @@ class Format:
 
 
 def affine(side: Side, choice: Choice, seed: int) -> Codec:
+    from kvant.codecs import Affine
+    from kvant.codecs.frames import Identity, Rotation
+
     group = side.group or choice.group or GROUPS[side.bits]
     return Affine(side.bits, group, Rotation(seed) if choice.rotate else Identity())
 
 
 def turbo(side: Side, choice: Choice, seed: int) -> Codec:
+    from kvant.codecs import Codebook
+    from kvant.codecs.frames import Rotation
+
     return Codebook(side.bits, frame=Rotation(seed))
 
 
 def fp8(side: Side, choice: Choice, seed: int) -> Codec:
+    from kvant.codecs import Fp8
+    from kvant.codecs.frames import Identity, Rotation
+
     return Fp8(Rotation(seed) if choice.rotate else Identity())
 
 
@@ -203,8 +222,8 @@ def plain_codecs() -> dict[str, Side]:
     """Codecs that go by their disk name, also those added to CODECS from outside."""
     return {
         name: Side(name, name)
-        for name, codec in CODECS.items()
-        if name not in SIDES and codec not in SPELLED_BY_WIDTH and takes_nothing(codec)
+        for name in CODECS
+        if name not in SIDES and name not in SPELLED_BY_WIDTH and takes_nothing(CODECS[name])
     }
 
 
@@ -219,6 +238,8 @@ def spelled(*codecs: Codec) -> str:
 
 def word_of(codec: Codec) -> str:
     """Its family and width, or its disk name."""
+    from kvant.codecs import Affine, Codebook
+
     if isinstance(codec, Affine | Codebook):
         return f"{'affine' if isinstance(codec, Affine) else 'turbo'}{codec.bits}"
     names = (name for name, kind in CODECS.items() if kind is type(codec))

@@ -22,28 +22,19 @@ import torch
 from kvant.codecs import CODECS
 from kvant.codecs.frames import FRAMES
 from kvant.contracts import Codec, Frame, Pruning, Retention, Score, Selection
+from kvant.dtypes import DTYPES
 from kvant.errors import SpecError
 from kvant.recipes import (
-    DTYPES,
+    KINDS,
     CacheSpec,
-    EmptySpec,
-    GroupSpec,
     LayerSpec,
     Recipe,
     RecurrentSpec,
-    SharedSpec,
 )
 from kvant.retention import RETENTIONS
 from kvant.scores import SCORES
 from kvant.spec.formats import nearest
 
-KINDS: dict[str, type[Recipe]] = {
-    "attention": LayerSpec,
-    "recurrent": RecurrentSpec,
-    "group": GroupSpec,
-    "shared": SharedSpec,
-    "empty": EmptySpec,
-}
 PARTS = {name: KINDS[name] for name in ("attention", "recurrent")}
 # What a field of this type may hold: the key that names it in JSON, and all that it can name.
 TABLES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
@@ -59,6 +50,7 @@ TABLES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
 }
 
 
+HINTS = {"torch": torch}  # what the types of fields name and their modules do not import
 # Fields that recipes did not always have: where they say nothing, stores of before are still found.
 UNTOLD = ("select", "prune")
 
@@ -149,7 +141,9 @@ def decode_named(hint: Any, value: Any, where: str) -> Any:
 @lru_cache
 def form(kind: type) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
     """The fields of a dataclass and their types: a header may name it for each of many layers."""
-    return {item.name: item for item in fields(kind) if item.init}, get_type_hints(kind)
+    return {item.name: item for item in fields(kind) if item.init}, get_type_hints(
+        kind, localns=HINTS
+    )
 
 
 def check_keys(tag: str, own: Mapping[str, Field[Any]], value: Any, where: str) -> None:

@@ -13,13 +13,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from reprlib import repr as short
-from typing import Any
+from typing import Any, NamedTuple
 
-from kvant.codecs.frames import Smooth, waits
 from kvant.contracts import Retention
 from kvant.errors import SpecError
 from kvant.recipes import (
-    DTYPES,
+    KINDS,
     AnySpec,
     CacheSpec,
     EmptySpec,
@@ -32,7 +31,6 @@ from kvant.recipes import (
 )
 from kvant.retention import WINDOW_SINKS, All, Window
 from kvant.spec.formats import MAX_LAYERS, Choice, Format, parse_format, spelled
-from kvant.spec.headers import KINDS, dumps, loads
 from kvant.spec.options import (
     ADAPTIVE,
     MAX_NUMBER,
@@ -79,6 +77,32 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     """
     if not 1 <= num_layers <= MAX_LAYERS:
         raise SpecError(f"num_layers={num_layers}: allowed is 1 to {MAX_LAYERS}; nearest: 1")
+    main, edge, count, options = read_words(text)
+    choice = Choice(
+        options.get("group"), "rotate" in options, "smooth" in options, options.get("seed", 0)
+    )
+    layers = []
+    for layer in range(num_layers):
+        at_edge = min(layer, num_layers - 1 - layer) < count
+        layers.append(recipe(edge if at_edge else main, options, choice, layer))
+    return checked(CacheSpec(tuple(layers)))
+
+
+class Words(NamedTuple):
+    """The words of a spec, read and checked."""
+
+    main: Format
+    edge: Format
+    edge_layers: int  # at each end, which are stored in `edge`
+    options: Mapping[str, Any]
+
+
+def check_words(text: str) -> None:
+    """Refuse a spec with a wrong word. It builds no codec, so it needs no torch."""
+    read_words(text)
+
+
+def read_words(text: str) -> Words:
     first, *rest = (word.strip() for word in text.split(","))
     if first.partition("=")[0] in OPTIONS:
         raise SpecError(
@@ -88,16 +112,9 @@ def parse(text: str, num_layers: int) -> CacheSpec:
     main = parse_format(first)
     options = parse_options(rest)
     count, other = options.pop("edge", (0, main))
-    choice = Choice(
-        options.get("group"), "rotate" in options, "smooth" in options, options.get("seed", 0)
-    )
     check_choice(options, (main, other) if count else (main,))
     check_room(options)
-    layers = []
-    for layer in range(num_layers):
-        at_edge = min(layer, num_layers - 1 - layer) < count
-        layers.append(recipe(other if at_edge else main, options, choice, layer))
-    return checked(CacheSpec(tuple(layers)))
+    return Words(main, other, count, options)
 
 
 def split(formats: str) -> list[str]:
@@ -147,14 +164,21 @@ def check_layer(layer: LayerSpec, where: str, before: Layers) -> None:
                 f"{where}.prune beside a window, sinks, a chunk or values inside the keys;"
                 " allowed: a layer that keeps every row and sees it; nearest: no prune"
             )
-    if layer.dtype is not None and layer.dtype not in DTYPES.values():
-        raise SpecError(
-            f"{where}.dtype is {layer.dtype}; allowed: {', '.join(DTYPES)}; nearest: float32"
-        )
+    if layer.dtype is not None:
+        check_dtype(layer.dtype, where)
+
+
+def check_dtype(dtype: Any, where: str) -> None:
+    from kvant.dtypes import DTYPES
+
+    if dtype not in DTYPES.values():
+        raise SpecError(f"{where}.dtype is {dtype}; allowed: {', '.join(DTYPES)}; nearest: float32")
 
 
 def check_fitted(spec: CacheSpec) -> CacheSpec:
     """`spec`, if it needs no model to tell it more."""
+    from kvant.codecs.frames import Smooth, waits
+
     for layer in attention_in(*spec.layers):
         if any(waits(codec.frame) for codec in layer.sides.values()):
             Smooth().refuse()
@@ -209,11 +233,15 @@ CHECKS: dict[type, Callable[[Any, str, Layers], None]] = {
 
 def to_json(spec: CacheSpec) -> str:
     """`spec` as one line of JSON, for the header of a file."""
+    from kvant.spec.headers import dumps
+
     return dumps(checked(spec))
 
 
 def from_json(text: str) -> CacheSpec:
     """The spec of a header that nobody vouches for."""
+    from kvant.spec.headers import loads
+
     return checked(loads(text))
 
 

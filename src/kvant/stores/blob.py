@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kvant.contracts import Fields
 from kvant.errors import BlobError
-from kvant.spec import distinct
+from kvant.spec.headers import distinct
 from kvant.stores.contract import MAGIC, MAX_BLOB, Bytes
 
 VERSION = 2

@@ -1,0 +1,9 @@
+"""The dtypes that dense rows may have, by name."""
+
+from __future__ import annotations
+
+import torch
+
+from kvant.recipes import DTYPE_NAMES
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_NAMES}

@@ -14,6 +14,15 @@ from kvant.hf import attachments
 from kvant.models import layer_shapes
 
 
+def test_every_public_name_is_there() -> None:
+    for name in kvant.__all__:
+        assert getattr(kvant, name).__name__.rpartition(".")[2] == name
+    assert set(kvant.__all__) <= set(dir(kvant))
+    assert kvant.sizes.parse_size("1KiB") == 1024  # and modules, without an import of them
+    with pytest.raises(AttributeError, match="module 'kvant' has no attribute 'nonsense'"):
+        kvant.nonsense  # noqa: B018
+
+
 def test_a_model_is_attached_for_a_block() -> None:
     model = build("llama")
     with kvant.attach(model, "affine8", guard=False) as inside:

@@ -1,48 +1,52 @@
-"""kvant: the KV cache of a language model as a component of its own."""
+"""kvant: the KV cache of a language model as a component of its own.
+
+Names are imported when they are first used: `import kvant` alone imports neither torch nor
+transformers.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from os import PathLike
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
-from torch import device as Device
-
-from kvant import attention, functional
-from kvant.attention import attend
-from kvant.cache import Cache, files, merge
-from kvant.cache.files import save
-from kvant.cache.sequences import Sequences
-from kvant.contracts import Mask, Tiles
-from kvant.errors import (
-    CacheError,
-    CacheFileError,
-    CapacityError,
-    ContextError,
-    EngineError,
-    GrammarError,
-    PromptError,
-    RewindError,
-    SnapshotMismatch,
-    SpecError,
-    UnknownSequence,
-    UnsupportedView,
-)
-from kvant.models.shapes import Shape
-from kvant.planner import Plan, plan
-from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
-from kvant.spec import parse
-from kvant.weights import Packing, pack, unpack
+from kvant.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from torch import device as Device
     from torch.nn import Module
 
+    from kvant import functional
+    from kvant.attention import attend
+    from kvant.cache import Cache, merge
+    from kvant.cache.files import save
+    from kvant.cache.sequences import Sequences
+    from kvant.contracts import Mask, Tiles
     from kvant.engine import Engine, Result, Stream, Usage, generate_many
+    from kvant.errors import (
+        CacheError,
+        CacheFileError,
+        CapacityError,
+        ContextError,
+        EngineError,
+        GrammarError,
+        PromptError,
+        RewindError,
+        SnapshotMismatch,
+        SpecError,
+        UnknownSequence,
+        UnsupportedView,
+    )
     from kvant.generation import Grammar, Messages, Session, Step, generate
     from kvant.hf import HostCache, cache_for, detach
+    from kvant.models.shapes import Shape
+    from kvant.planner import Plan, plan
     from kvant.prefixes import Prefixes
     from kvant.probing import Probe, attach, probe
+    from kvant.recipes import CacheSpec, EmptySpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
+    from kvant.spec import parse
+    from kvant.weights import Packing, pack, unpack
 
 __version__ = "0.1.0"
 
@@ -100,11 +104,28 @@ __all__ = [
 ]
 
 
-LATER = dict.fromkeys(("cache_for", "detach"), "kvant.hf")
-LATER["Prefixes"] = "kvant.prefixes"
-LATER |= dict.fromkeys(("Probe", "attach", "probe"), "kvant.probing")
-LATER |= dict.fromkeys(("Grammar", "Messages", "Session", "Step", "generate"), "kvant.generation")
-LATER |= dict.fromkeys(("Engine", "Result", "Stream", "Usage", "generate_many"), "kvant.engine")
+_NAMES = {  # of each module, what `kvant.` has of it
+    "kvant.attention": "attend",
+    "kvant.cache": "Cache merge",
+    "kvant.cache.files": "save",
+    "kvant.cache.sequences": "Sequences",
+    "kvant.contracts": "Mask",
+    "kvant.engine": "Engine Result Stream Usage generate_many",
+    "kvant.errors": (
+        "CacheError CacheFileError CapacityError ContextError EngineError GrammarError PromptError "
+        "RewindError SnapshotMismatch SpecError UnknownSequence UnsupportedView"
+    ),
+    "kvant.generation": "Grammar Messages Session Step generate",
+    "kvant.hf": "cache_for detach",
+    "kvant.models.shapes": "Shape",
+    "kvant.planner": "Plan plan",
+    "kvant.prefixes": "Prefixes",
+    "kvant.probing": "Probe attach probe",
+    "kvant.recipes": "CacheSpec EmptySpec GroupSpec LayerSpec RecurrentSpec SharedSpec",
+    "kvant.spec": "parse",
+    "kvant.weights": "Packing pack unpack",
+}
+LATER = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 
 @overload
@@ -132,6 +153,8 @@ def load(
     10
     """
     if model is None:
+        from kvant.cache import files
+
         return files.load(path, device=device or "cpu", tiles=tiles)
     if tiles is not None:
         raise ValueError("tiles beside a model: its cache lies as the model's backends like it")
@@ -152,19 +175,26 @@ def explain(what: Any) -> Any:
     >>> print(kvant.explain(model))
     layers 0-5, full_attention: raw; not read yet
     """
-    if isinstance(what, torch.nn.Module):
+    from torch.nn import Module
+
+    from kvant.attention import explain
+
+    if isinstance(what, Module):
         from kvant.hf import explain_model
 
         return explain_model(what)
-    return attention.explain(what)
+    return explain(what)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> Any:
-    """What needs transformers is imported when it is asked for."""
-    if name in LATER:
-        return getattr(import_module(LATER[name]), name)
-    raise AttributeError(f"module 'kvant' has no attribute {name!r}")
+if not TYPE_CHECKING:  # or any name would be a good one
+    _import_name = lazy_names(__name__, LATER)
+
+    def __getattr__(name: str) -> Any:
+        """Import a name of LATER, or a module of the package."""
+        if name not in LATER and find_spec(f"kvant.{name}") is not None:
+            return import_module(f"kvant.{name}")
+        return _import_name(name)

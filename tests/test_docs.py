@@ -18,7 +18,7 @@ import pytest
 import typer
 
 from kvant.bench.markdown import markdown
-from kvant.cli.main import NAMES, app, main
+from kvant.cli.main import BENCHES, app, main
 from kvant.spec.guide import AUTO, FORMATS, OPTIONS
 from kvant.spec.options import OPTIONS as KNOWN
 
@@ -121,7 +121,7 @@ def test_its_tables_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_benchmark_is_shown() -> None:
     text = "".join((ROOT / page).read_text() for page in PAGES)
-    assert [name for name in NAMES if not re.search(rf"bench[. ]{name}\b", text)] == []
+    assert [name for name in BENCHES if not re.search(rf"bench[. ]{name}\b", text)] == []
 
 
 def test_the_page_of_formats_is_the_guide() -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
     "contracts devices dtypes errors exit_codes extent heap launches lazy modes openmp progress "
-    "recipes retention sizes native/",
+    "recipes retention sizes tables native/",
     "codecs/ scores/ norms packed recording weights",
     "attention/ spec/ functional",
     "cache/ models/ demo/ stores/",
@@ -32,6 +32,19 @@ RANK = {name.rstrip("/"): rank for name, rank in PLACES.items()}
 FOLDERS = {name.rstrip("/") for name in PLACES if name.endswith("/")}
 KNOWN = [[], *([name] for name in RANK)]  # what may follow "kvant."
 HOST = RANK["hf"]  # from here up transformers may be imported
+COMMANDS = [
+    "run",
+    "chat",
+    "batch",
+    "serve",
+    "formats",
+    "plan",
+    "eval",
+    "inspect",
+    "doctor",
+    "store",
+    "bench",
+]
 # Triton's own language: all of it is optional.
 KERNELS = ("kvant.attention.triton.kernels", "kvant.codecs.frames.kernels")
 
@@ -215,3 +228,53 @@ def test_words_need_no_torch(code: str) -> None:
 @pytest.mark.parametrize("optional", ["transformers", "triton"])
 def test_a_cache_needs_nothing_that_is_optional(optional: str) -> None:
     assert optional not in imported("import kvant; kvant.Cache(1, 'affine4')")
+
+
+COMMAND = """
+import sys
+sys.argv = ["kvant", *{words}]
+from kvant_command import main
+try:
+    main()
+except SystemExit as end:
+    print(end.code, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--help",
+        *(f"{name} --help" for name in COMMANDS),
+        "store prune --help",
+        "formats",
+        "--show-completion bash",
+    ],
+)
+def test_help_needs_no_torch(words: str) -> None:
+    assert imported(COMMAND.format(words=words.split())) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run --nonsense",
+        "run --prompt x --kv-cache affine9",
+        "run --prompt x --temperature -1",
+        "run --prompt x --top-p 2",
+        "run --prompt x --strategy none",
+        "run --prompt x --model ./nowhere",
+        "run --prompt x --dtype int8",
+        "run --file nowhere",
+        "chat --kv-cache affine8,window=4k",
+        "batch nowhere.jsonl --out there.jsonl",
+        "serve --kv-cache affine9",
+        "serve --model ./nowhere",
+        "eval --formats affine9",
+        "plan --kv-cache affine9",
+        "formats affine9",
+        "store ls nowhere",
+    ],
+)
+def test_a_mistake_needs_no_torch(words: str) -> None:
+    assert imported(COMMAND.format(words=words.split())) == []

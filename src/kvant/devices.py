@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -61,6 +63,14 @@ def named_dtype(name: str = AUTO) -> torch.dtype | str:
 
     check_dtype(name)
     return DTYPES.get(name, AUTO)
+
+
+def describe_processor() -> str:
+    """The name of this machine's processor."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
 
 
 def is_slow(dtype: torch.dtype, device: torch.device) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import kvant.bench
-from kvant.cli.main import NAMES
+from kvant.cli.main import BENCHES
 
 KVANT = str(Path(sys.executable).with_name("kvant"))
 APPEND = ("append", "--lengths", "8", "--tokens", "2", "--heads", "1", "--dim", "32")
@@ -55,7 +55,13 @@ def test_a_peer_that_cannot_run_is_skipped_in_a_line(call: Any) -> None:
 def test_every_benchmark_has_a_module_and_the_other_way_round() -> None:
     found = [info.name for info in pkgutil.iter_modules(kvant.bench.__path__)]
     mains = [name for name in found if hasattr(import_module(f"kvant.bench.{name}"), "main")]
-    assert set(mains) - {"markdown"} == set(NAMES)
+    assert set(mains) - {"markdown"} == set(BENCHES)
+
+
+def test_every_benchmark_is_listed_with_the_first_line_of_its_help() -> None:
+    for name, line in BENCHES.items():
+        told = import_module(f"kvant.bench.{name}").main.__doc__ or ""
+        assert " ".join(told.partition("\n\n")[0].split()) == line
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=str)

@@ -52,7 +52,7 @@ def test_a_kernel_that_is_wrong_is_found(call: Any, monkeypatch: pytest.MonkeyPa
 
 def test_without_kernels_it_says_so(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = Library(None, reason="the native library was not built (is there a C++ compiler?)")
-    for place in ("kvant.native", "kvant.attention.native", "kvant.cli.doctor", "kvant.packed"):
+    for place in ("kvant.native", "kvant.attention.native", "kvant.packed"):
         monkeypatch.setattr(f"{place}.library", lambda: gone, raising=False)
     code, out, _ = call("doctor")
     assert code == 0 and gone.reason in out

@@ -11,7 +11,7 @@ import torch
 
 from kvant import Cache, save
 from kvant.bench.cache_race import SHAPES
-from kvant.cli.main import NAMES, app
+from kvant.cli.main import BENCHES, app
 from kvant.cli.store import store
 from kvant.stores import Blob, Folder, Payload, packed
 
@@ -70,7 +70,7 @@ COMMANDS = {
 
 def test_every_command_is_here() -> None:
     named = {str(one.name or one.callback.__name__) for one in app.registered_commands}
-    named |= {f"bench {name}" for name in NAMES}
+    named |= {f"bench {name}" for name in BENCHES}
     named |= {f"store {one.name or one.callback.__name__}" for one in store.registered_commands}
     assert named - {"serve"} <= COMMANDS.keys()  # which goes on until it is ended
 

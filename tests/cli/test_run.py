@@ -320,7 +320,8 @@ def test_a_model_is_packed_where_nobody_says_otherwise(
     command: str, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[kvant.Packing] = []
-    monkeypatch.setattr("kvant.cli.session.pack", lambda model: packed.append(kvant.pack(model)))
+    pack = kvant.pack
+    monkeypatch.setattr("kvant.weights.pack", lambda model: packed.append(pack(model)))
     words = {"run": (*SHORT, "--device", "cpu"), "chat": ("chat", "--max-new-tokens", "6")}[command]
     first = call(*words, typed="import os\n")
     assert first[0] == 0 and len(packed) == 1

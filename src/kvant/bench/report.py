@@ -19,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvant.bench.device import CPU, Device
+from kvant.devices import describe_processor
 from kvant.exit_codes import command
+from kvant.tables import PIPE_WIDTH
 
-PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
 COLOURS = 10  # that matplotlib draws curves in, before it begins again
 LINES = ("-", "--", ":")
 # Where a legend hides nothing of a picture.
@@ -39,7 +40,7 @@ def run(main: Callable[..., None]) -> None:
 def machine(device: Device = CPU) -> dict[str, Any]:
     """What the figures were taken on."""
     return {
-        "processor": _processor(),
+        "processor": describe_processor(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.release()}",
@@ -110,13 +111,6 @@ def text(value: Any) -> str:
     if not isinstance(value, float):
         return "" if value is None else str(value)
     return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.2f}"  # ratios near 1 need the digits
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
 
 
 def check_plot(file: Path | None) -> None:

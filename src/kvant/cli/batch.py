@@ -18,15 +18,20 @@ from typing import Annotated, Any
 from typer import Argument, Exit, Option
 
 from kvant import checkpoints, heap
-from kvant.attention import check_backend
 from kvant.cli import options
-from kvant.cli.options import check_asked, check_readable, check_writable, read_text
+from kvant.cli.options import (
+    check_asked,
+    check_backend,
+    check_readable,
+    check_writable,
+    read_text,
+)
 from kvant.cli.session import attached, prefixes_in, show
-from kvant.devices import named_device, named_dtype
+from kvant.devices import check_device, check_dtype
 from kvant.errors import name_path
 from kvant.progress import Bar
 from kvant.sizes import parse_size
-from kvant.stores import open_tiers
+from kvant.spec.auto import check_spec
 
 PROMPTS = ("prompt", "messages")  # a line has one of them,
 ASKED: Mapping[str, tuple[type, ...]] = {  # and any of these, in place of the command's own
@@ -68,8 +73,6 @@ def batch(
     json: options.Json = False,
 ) -> None:
     """Continue many prompts of a file, on one model at once."""
-    from kvant.spec.auto import check_spec
-
     spec = "affine8" if kv_cache is None else kv_cache
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     asked = drawn | {"seed": seed, "max_new_tokens": max_new_tokens}
@@ -78,10 +81,12 @@ def batch(
     check_writable(out, "--out")
     check_spec(spec)
     check_backend(backend)
-    named_device(device)
-    named_dtype(dtype)
+    check_device(device)
+    check_dtype(dtype)
     checkpoints.check(model)
     if store:
+        from kvant.stores import open_tiers
+
         open_tiers(store)
     told = {"model": model, "kv_cache": spec, "dtype": dtype, "max_context": max_context}
     lines = [
@@ -153,7 +158,7 @@ def _answered(
 
 def _request(line: str, number: int, asked: Mapping[str, Any]) -> dict[str, Any]:
     """What a line asks for, or an error that names the line; a seed counts up with the lines."""
-    from kvant.generation.sampling import Sampling, seed_of
+    from kvant.generation.settings import Sampling, seed_of
 
     try:
         found = json_text.loads(line)

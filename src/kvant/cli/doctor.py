@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import json as json_text
 import os
+import platform
 import time
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Annotated, Any
 
-import torch
 from packaging.requirements import Requirement
+from rich.console import Console
+from rich.table import Table
 from typer import Option
 
-from kvant.attention import attend
-from kvant.attention.attending import BACKENDS
-from kvant.bench.report import machine
-from kvant.cache import Cache
 from kvant.cli import options
-from kvant.cli.options import blank
-from kvant.contracts import View
-from kvant.devices import list_slow_dtypes
-from kvant.native import library
-from kvant.packed import FEW, Order, PackedMatrix, explain_refusal
+from kvant.devices import describe_processor, list_slow_dtypes
 from kvant.sizes import format_size
+from kvant.tables import blank
 
 EXTRAS = ("server", "ray", "redis", "object", "grammar", "plot", "gpu")
-FORMATS = ("raw", "affine8", "affine4", "affine3", "fp8", "turbo4", "turbo3")
-HEADS, TOKENS, DIM = 2, 300, 64
+LABEL = 19  # characters: two tables below each other look like one
 FAR = 1e-3  # between backends: float32 in another order is closer by far
 
 
@@ -37,59 +31,53 @@ def doctor(
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Say what runs on this machine and what does not, and test the kernels."""
+    """Say what runs on this machine, and test the kernels."""
     begin = time.perf_counter()
-    tested = [row for device in _devices() for row in _tested(device)]
-    told = {
-        "kvant": version("kvant"),
-        "transformers": version("transformers"),
-        **machine(),
-        "memory": _memory(),
-        "kernels": library().isa or library().reason,
-        "packed_weights": _packs(),
-        "slow_dtypes": list_slow_dtypes(),
-        "gpu": _gpu(),
-        "backends": {device: _backends(device) for device in _devices()},
-        "extras": dict(_extras()),
-        "self_test": tested,
-        "seconds": time.perf_counter() - begin,
-        "healthy": all(row["difference"] < FAR for row in tested),
-    }
+    system = _system()
+    if not json:
+        _show_system(system)
+    told = system | _tested()
+    told["seconds"] = time.perf_counter() - begin
+    told["healthy"] = all(row["difference"] < FAR for row in told["self_test"])
     if json:
         print(json_text.dumps(told))
     else:
-        _show(told)
-    if not told["healthy"] or (kernels and library().functions is None):
+        _show_tested(told)
+    if not told["healthy"] or (kernels and not told["compiled"]):
         raise SystemExit(1)
 
 
-def _devices() -> list[str]:
-    return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+def _system() -> dict[str, Any]:
+    """What is known without torch, which takes a second to import."""
+    return {
+        "kvant": version("kvant"),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": describe_processor(),
+        "cores": os.cpu_count(),
+        "memory": _memory(),
+        "extras": dict(_extras()),
+    }
 
 
-def _view(spec: str, device: str) -> View:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(2, 1, HEADS, TOKENS, DIM, generator=generator).to(device)
-    made: View = Cache(1, spec)[0].append(*rows)
-    return made
+def _tested() -> dict[str, Any]:
+    """What torch and the kernels do here."""
+    from kvant.bench.report import machine
+    from kvant.cli import self_test
+    from kvant.native import library
 
-
-def _backends(device: str) -> dict[str, str | None]:
-    """Why each does not read affine4 rows there; None of those that do."""
-    view = _view("affine4", device)
-    return {one.name: one.supports(view, None) for one in BACKENDS}
-
-
-def _tested(device: str) -> Iterator[dict[str, Any]]:
-    """How far each fast backend is from the reference."""
-    q = torch.randn(1, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(1)).to(device)
-    for spec in FORMATS:
-        view = _view(spec, device)
-        right = attend(q, view, backend="reference")
-        for one in BACKENDS[:2]:
-            if one.supports(view, None) is None:
-                apart = (attend(q, view, backend=one.name) - right).abs().max().item()
-                yield {"format": spec, "device": device, "backend": one.name, "difference": apart}
+    devices = self_test.list_devices()
+    return machine() | {
+        "kernels": library().isa or library().reason,
+        "compiled": library().functions is not None,
+        "packed_weights": self_test.describe_packing(),
+        "slow_dtypes": list_slow_dtypes(),
+        "gpu": self_test.describe_gpu(),
+        "backends": {device: self_test.explain_backends(device) for device in devices},
+        "self_test": [row for device in devices for row in self_test.compare_backends(device)],
+    }
 
 
 def _memory() -> int | None:
@@ -97,25 +85,6 @@ def _memory() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not of this system
         return None
-
-
-def _packs() -> str:
-    """What `kvant.pack` does with weights in bfloat16 here."""
-    if (reason := explain_refusal(torch.bfloat16)) is not None:
-        return f"no: {reason}"
-    drawn = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    matrix = PackedMatrix(drawn.bfloat16(), Order())
-    kernel = matrix.kernel_part(torch.ones(1, 256).bfloat16(), None)
-    return f"yes, and up to {FEW} rows by our kernel" if kernel else "yes, computed by oneDNN"
-
-
-def _gpu() -> str:
-    if torch.version.cuda is None:
-        return f"none: torch {torch.__version__} was built without CUDA"
-    if not torch.cuda.is_available():
-        return f"none that torch {torch.__version__} finds"
-    found = (torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count()))
-    return ", ".join(f"{one.name}, {format_size(one.total_memory)}" for one in found)
 
 
 def _extras() -> Iterator[tuple[str, list[str]]]:
@@ -148,20 +117,31 @@ def _is_here(one: Requirement) -> bool:
         return False
 
 
-def _show(told: dict[str, Any]) -> None:
+def _rows() -> tuple[Console, Table]:
     console, table = blank()
     table.show_header = False
-    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, min_width=LABEL)
+    return console, table
+
+
+def _show_system(told: dict[str, Any]) -> None:
+    console, table = _rows()
     memory = "" if told["memory"] is None else f", {format_size(told['memory'])} of memory"
     table.add_row(
         "versions",
         f"kvant {told['kvant']}, torch {told['torch']}, transformers {told['transformers']}, "
         f"Python {told['python']}, {told['system']}",
     )
-    table.add_row(
-        "processor",
-        f"{told['processor']}, {told['cores']} cores, {told['threads']} threads of torch{memory}",
-    )
+    table.add_row("processor", f"{told['processor']}, {told['cores']} cores{memory}")
+    for extra, missing in told["extras"].items():
+        lacking = f"without {', '.join(missing)}: pip install 'kvant[{extra}]'"
+        table.add_row(f"kvant[{extra}]", lacking if missing else "installed")
+    console.print(table)
+
+
+def _show_tested(told: dict[str, Any]) -> None:
+    console, table = _rows()
+    table.add_row("threads", f"torch computes with {told['threads']}")
     table.add_row("GPU", told["gpu"])
     table.add_row("kernels", told["kernels"])
     table.add_row("packed weights", told["packed_weights"])
@@ -173,9 +153,6 @@ def _show(told: dict[str, Any]) -> None:
         for name, reason in backends.items():
             used = "reads rows, and is what is taken" if name == first else "reads rows if asked to"
             table.add_row(f"{name} on {device}", f"does not: {reason}" if reason else used)
-    for extra, missing in told["extras"].items():
-        lacking = f"without {', '.join(missing)}: pip install 'kvant[{extra}]'"
-        table.add_row(f"kvant[{extra}]", lacking if missing else "installed")
     console.print(table)
     far = [row for row in told["self_test"] if row["difference"] >= FAR]
     for row in far:

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from kvant.bench.report import check_plot
-from kvant.checkpoints import load
+from kvant import checkpoints
 from kvant.cli import options
-from kvant.cli.options import blank, check_writable, read_text
+from kvant.cli.options import check_writable, read_text
 from kvant.errors import name_path
 from kvant.progress import Bar
 from kvant.sizes import format_size
-from kvant.spec import parse, split
+from kvant.spec import check_words, split
+from kvant.tables import blank
 
 FORMATS = "affine8,affine4,turbo4v4,turbo4v2"
 
@@ -48,12 +48,19 @@ def evaluation(
     ] = None,
     json: options.Json = False,
 ) -> None:
-    """What each format does to a model's predictions, beside the raw cache, and what it takes."""
-    check_plot(plot)
+    """What each format does to a model's predictions, and its bytes."""
+    if plot is not None:
+        from kvant.bench.report import check_plot
+
+        check_plot(plot)
     _check_files({"--csv": csv, "--plot": plot, "--save": save})
-    specs = {spec: spec for spec in split(formats) if parse(spec, 1)}
+    specs = {spec: spec for spec in split(formats)}
+    for spec in specs:
+        check_words(spec)
     told = None if text is None else read_text(text, "--text")
-    loaded, tokenizer = load(model, trust_code=trust_remote_code, device=device, dtype=dtype)
+    loaded, tokenizer = checkpoints.load(
+        model, trust_code=trust_remote_code, device=device, dtype=dtype
+    )
     from kvant.eval import Settings, evaluate
     from kvant.eval.result import Point, draw, flat
     from kvant.hf import attach

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json as json_text
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
 
 from kvant.cli import options
-from kvant.cli.options import blank
-from kvant.models.shapes import LayerShape
-from kvant.planner import Plan, plan
 from kvant.sizes import format_size
+from kvant.spec.auto import check_spec, is_auto
 from kvant.spec.formats import Side, parse_format
 from kvant.spec.guide import AUTO, FORMATS, OPTIONS, Word
 from kvant.spec.options import parse_options
+from kvant.tables import blank
 
-LAYER = LayerShape(num_heads=8, key_dim=128, value_dim=128)
+if TYPE_CHECKING:
+    from kvant.planner import Plan
+
+HEADS, DIM = 8, 128  # of the layer whose bytes are shown
 A_LAYER = "a layer of 8 heads of 128 in bfloat16"
 LENGTHS = (1024, 8192, 32768)  # tokens
 MORE = (
@@ -43,13 +45,12 @@ def formats(
 
 
 def _language() -> dict[str, Any]:
-    raw = _planned("raw", LENGTHS[0]).nbytes_per_token
-    sizes = {one.word: _planned(one.word, LENGTHS[0]).nbytes_per_token for one in FORMATS}
+    raw = FORMATS[0]
     return {
         "layer": A_LAYER,
         "formats": [
-            {"format": one.word, "nbytes_per_token": sizes[one.word]}
-            | {"of_raw": sizes[one.word] / raw, "what": one.what, "use": one.use}
+            {"format": one.word, "nbytes_per_token": HEADS * DIM * one.bits / 8}
+            | {"of_raw": one.bits / raw.bits, "what": one.what, "use": one.use}
             for one in FORMATS
         ],
         "options": [
@@ -61,8 +62,6 @@ def _language() -> dict[str, Any]:
 
 
 def _explained(spec: str) -> dict[str, Any]:
-    from kvant.spec.auto import check_spec, is_auto
-
     check_spec(spec)
     if is_auto(spec):
         return {"spec": spec, "words": {AUTO.word: AUTO.what}, "lengths": []}
@@ -96,7 +95,10 @@ def _option(word: str) -> str:
 
 
 def _planned(spec: str, context: int) -> Plan:
-    return plan((LAYER,), spec, context=context)
+    from kvant.models.shapes import Shape
+    from kvant.planner import plan
+
+    return plan(Shape(1, HEADS, DIM, DIM), spec, context=context)
 
 
 def _sides(keys: Side, values: Side) -> dict[str, str]:

@@ -6,24 +6,21 @@ import json as json_text
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-import torch
 from typer import Argument, Option
 
-from kvant.attention import explain
-from kvant.cache import Cache
-from kvant.cache.files import Header, Stored, header
 from kvant.checkpoints import configuration, skeleton
 from kvant.cli import options
-from kvant.cli.options import blank
-from kvant.contracts import View
-from kvant.models import layer_shapes, max_context
-from kvant.models.shapes import LayerShape
-from kvant.planner import Plan, plan
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
 from kvant.sizes import counted, format_size
 from kvant.spec import spelled
+from kvant.tables import blank
+
+if TYPE_CHECKING:
+    from kvant.cache.files import Header, Stored
+    from kvant.models.shapes import LayerShape
+    from kvant.planner import Plan
 
 BIAS = "relative_attention_num_buckets"  # T5, and what was made from it
 MOST_SAID = 100  # characters of what a writer said about a file
@@ -45,7 +42,7 @@ def inspect(
     kv_cache: Annotated[str | None, Option(help="How a model's cache is stored.")] = None,
     json: options.Json = False,
 ) -> None:
-    """Show the layers, formats and bytes of a saved cache, or of a model's cache to be."""
+    """Show layers, formats and bytes of a saved cache, or of a model's."""
     if file is None:
         told, lines = _of_model(model, "raw" if kv_cache is None else kv_cache)
     elif model is not None or kv_cache is not None:
@@ -59,6 +56,8 @@ def inspect(
 
 
 def _of_file(path: Path) -> tuple[dict[str, Any], list[Line]]:
+    from kvant.cache.files import header
+
     try:
         head = header(path)
         size = path.stat().st_size
@@ -102,6 +101,8 @@ def _rows(head: Header, sides: Mapping[str, Stored]) -> str:
 def _of_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[Line]]:
     """Built without memory: its modules say what its configuration leaves open."""
     from kvant.hf import PairedCache, cache_for
+    from kvant.models import layer_shapes, max_context
+    from kvant.planner import plan
 
     config = configuration(name)
     model = skeleton(config)
@@ -148,11 +149,15 @@ def _reader(recipe: Recipe, layer: LayerShape, biased: bool) -> str:
         return ""
     if biased:
         return "reference"
+    import torch
+
+    from kvant.attention import explain
+    from kvant.cache import Cache
+
     state = Cache(None, CacheSpec((part,)))[0]
     sides = [layer.key_dim] if part.value_dim is not None else [layer.key_dim, layer.value_dim]
     rows = [torch.zeros(1, layer.num_heads, 1, dim, dtype=layer.dtype) for dim in sides]
-    view: View = state.append(*rows)
-    return str(explain(view).backend)
+    return str(explain(state.append(*rows)).backend)
 
 
 def _kind(recipe: Recipe) -> str:

@@ -1,7 +1,7 @@
 """The command itself: its subcommands; how each ends is said in kvant.exit_codes.
 
-`kvant bench NAME` is a front for `kvant.bench.NAME`, with its options and its function. A benchmark
-is imported when it is asked for: most import transformers, which takes seconds.
+`kvant bench NAME` is a front for `kvant.bench.NAME`, with its options and its function. Commands
+import torch when they compute, so help and mistakes are shown at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from kvant.cli.batch import batch
 from kvant.cli.chat import chat
@@ -25,24 +25,46 @@ from kvant.cli.serve import serve
 from kvant.cli.store import store
 from kvant.exit_codes import command
 
-NAMES = (
-    *("append", "attend", "batch", "conversations", "decode"),
-    *("engine", "prefill", "prefixes", "products", "scale", "serve", "stores"),
-)
+BENCHES = {  # and what the help of `main` of each begins with
+    "append": "The cost of one appended token, one layer, bf16, batch 1.",
+    "attend": "Attention of the newest tokens, one layer, bf16.",
+    "batch": "What sequences of different lengths cost in one forward, and what beams cost.",
+    "conversations": (
+        "Many users in memory for a few: with prefixes and a store, and from the beginning."
+    ),
+    "decode": (
+        "What decoding costs: a model without a cache, with ours, with peers; or bare caches."
+    ),
+    "engine": "What serving many requests at once gives, beside what transformers does with them.",
+    "prefill": "Reading a prompt, batch 1.",
+    "prefixes": "The time to the first token, of prompts that were read before and of others.",
+    "products": "Products of few rows with packed weights.",
+    "scale": "Simulate how requests go to replicas: what they find there, and who waits.",
+    "serve": "Tokens a second and waits of clients of a server, beside the engine itself.",
+    "stores": "What decoding beside a writer costs, and how soon a prefix is back.",
+}
+
+
+class Bench(TyperCommand):
+    """A benchmark, whose module is imported when its options are read."""
+
+    def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
+        app = typer.Typer(add_completion=False)
+        app.command(self.name)(import_module(f"kvant.bench.{self.name}").main)
+        command = typer.main.get_command(app)
+        return command.make_context(info_name, args, parent=parent, **extra)
 
 
 class Benches(TyperGroup):
     """The benchmarks, as subcommands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return list(NAMES)
+        return list(BENCHES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in NAMES:
-            raise ValueError(f"kvant bench {cmd_name}: known are {', '.join(NAMES)}")
-        app = typer.Typer(add_completion=False)
-        app.command(cmd_name)(import_module(f"kvant.bench.{cmd_name}").main)
-        return typer.main.get_command(app)
+        if cmd_name not in BENCHES:
+            raise ValueError(f"kvant bench {cmd_name}: known are {', '.join(BENCHES)}")
+        return Bench(cmd_name, help=BENCHES[cmd_name])
 
 
 bench = typer.Typer(cls=Benches, no_args_is_help=True)

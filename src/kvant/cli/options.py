@@ -1,4 +1,4 @@
-"""The options and tables that several commands share, and the checks of what was typed.
+"""The options that several commands share, and the checks of what was typed.
 
 They find what is wrong as far as it can be known before a model is loaded.
 """
@@ -11,28 +11,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.table import Table
 from typer import Option
 
-from kvant.bench.report import PIPE_WIDTH
-from kvant.cache.files import Header, header
-from kvant.checkpoints import config_file
 from kvant.errors import CacheError, CacheFileError
-from kvant.models import layer_shapes
 from kvant.retention import WINDOW_SINKS
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # help and mistakes are shown without torch, which takes seconds to import
+    from kvant.cache.files import Header
     from kvant.generation.conversation import Transcript
-
-
-def blank() -> tuple[Console, Table]:
-    """Standard output, which takes text as it is, and an empty table for it."""
-    console = Console(highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console.width = PIPE_WIDTH
-    return console, Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
 
 
 Model = Annotated[str | None, Option(help="A folder or a name on the hub; else the one inside.")]
@@ -131,10 +117,17 @@ def checked_text(text: str, where: str) -> str:
     return text
 
 
+def check_backend(name: str | None) -> None:
+    """Refuse a name that no backend has; torch is imported where one is given."""
+    if name is not None:
+        from kvant import attention
+
+        attention.check_backend(name)
+
+
 def check_asked(asked: Mapping[str, Any], max_context: int | None) -> None:
     """How tokens are drawn, how many, and before what they end."""
-    from kvant.generation import Sampling
-    from kvant.generation.loop import Limits
+    from kvant.generation.settings import Limits, Sampling
 
     drawn = dict(asked)
     ends = {"max_new_tokens": drawn.pop("max_new_tokens"), "stop": drawn.pop("stop")}
@@ -147,9 +140,10 @@ def check_saved(path: Path, model: str | None) -> Transcript:
 
     The weights may still be others: that is found when they are there.
     """
+    check_readable(path, "--load")
+    from kvant.cache.files import header
     from kvant.generation.conversation import Transcript
 
-    check_readable(path, "--load")
     head = header(path)
     said = Transcript.of(path, head.about)
     found, own = _rows(head), _model_rows(model)
@@ -173,6 +167,9 @@ def _rows(head: Header) -> list[Rows]:
 
 def _model_rows(model: str | None) -> list[Rows] | None:
     """None where only the model itself can tell."""
+    from kvant.checkpoints import config_file
+    from kvant.models import layer_shapes
+
     file = config_file(model)
     try:
         told = None if file is None else json.loads(file.read_text(encoding="utf-8"))

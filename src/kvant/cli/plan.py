@@ -9,23 +9,25 @@ import json as json_text
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 from typer import Option
 
 from kvant import demo
 from kvant.checkpoints import configuration, told_by
 from kvant.cli import options
-from kvant.cli.options import blank
-from kvant.contracts import Retention
-from kvant.models import Entries, layer_shapes, max_context, says_dtype
-from kvant.models.shapes import LayerShape
-from kvant.planner import Plan
-from kvant.planner import plan as planned
 from kvant.recipes import attention_in
 from kvant.retention import All
 from kvant.sizes import format_size, parse_size
+from kvant.spec import check_words
+from kvant.tables import blank
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvant.contracts import Retention
+    from kvant.models.shapes import LayerShape
+    from kvant.planner import Plan
 
 RAW = "raw"
 EIGHT_BITS = ("affine8", "fp8")
@@ -45,6 +47,11 @@ def plan(
 ) -> None:
     """How many bytes the cache of a model takes, format by format."""
     limit = None if budget is None else parse_size(budget)
+    for spec in kv_cache or []:
+        check_words(spec)
+    from kvant.models import layer_shapes, max_context
+    from kvant.planner import plan as planned
+
     name, told = _told(model, config)
     layers, longest = layer_shapes(told), max_context(told)
     specs, refused = (kv_cache, []) if kv_cache else _stored(layers)
@@ -107,6 +114,8 @@ def _told(model: str | None, config: Path | None) -> tuple[str, Any]:
 
 def _stored(layers: Sequence[LayerShape]) -> tuple[list[str], list[str]]:
     """The formats that can store rows of these shapes, and why the others cannot."""
+    from kvant.planner import plan as planned
+
     specs: list[str] = []
     refused: dict[str, list[str]] = {}
     for spec in FORMATS:
@@ -155,6 +164,8 @@ def _name(dtype: torch.dtype) -> str:
 
 def _notes(one: Plan, longest: int | None, told: Any) -> list[str]:
     """What the numbers do not say."""
+    from kvant.models import Entries, says_dtype
+
     notes = []
     if one.dtypes and not says_dtype(told):
         notes.append(

@@ -7,9 +7,11 @@ from typing import Annotated
 
 from typer import Option
 
+from kvant import checkpoints
 from kvant.cli import options
 from kvant.cli.options import check_readable
 from kvant.cli.session import attached, prefixes_in, show
+from kvant.spec.auto import check_spec
 
 
 def serve(
@@ -42,13 +44,16 @@ def serve(
     dtype: options.DType = "auto",
 ) -> None:
     """Serve a model to clients of OpenAI's interface."""
+    spec = "affine8" if kv_cache is None else kv_cache
+    check_spec(spec)
+    checkpoints.check(model)
     from kvant import server
 
     settings = server.Settings(
         model=model,
         name=name,
         trust_remote_code=trust_remote_code,
-        kv_cache="affine8" if kv_cache is None else kv_cache,
+        kv_cache=spec,
         max_bytes=max_bytes,
         max_sequences=max_sequences,
         max_context=max_context,
@@ -79,7 +84,7 @@ def serve(
         run(Deployed.model_validate(settings.model_dump() | more), port, begun)
         return
     served, tokenizer = settings.load()
-    spec = attached(served, settings.kv_cache, tokenizer, guard)
+    spec = attached(served, spec, tokenizer, guard)
     with (
         prefixes_in(store, quiet=True, most=settings.most_kept) as kept,
         settings.served(served, tokenizer, spec, kept, keys) as service,

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from kvant import checkpoints, heap
-from kvant.attention import check_backend
-from kvant.cli.options import check_asked, check_saved, spec_of
-from kvant.devices import named_device, named_dtype, warn_of_slow_weights
-from kvant.planner import plan
+from kvant.cli.options import check_asked, check_backend, check_saved, spec_of
+from kvant.devices import check_device, check_dtype, warn_of_slow_weights
 from kvant.progress import Bar
 from kvant.sizes import counted, format_size, parse_size
 from kvant.spec import words
-from kvant.weights import pack
+from kvant.spec.auto import check_spec, is_auto
 
 PATIENCE = 0.1  # seconds after which a bar tells how much is still to be written
 
@@ -60,17 +58,16 @@ class Wanted:
 
     def check(self, asked: Mapping[str, Any]) -> None:
         """Before anything is loaded: what is said twice or wrong, and files that are not there."""
-        from kvant.generation.strategy import strategy_of
-        from kvant.spec.auto import check_spec
+        from kvant.generation.settings import check_strategy
 
         check_asked(asked, self.max_context)
-        strategy_of(self.strategy, self.threshold, self.bytes)
+        check_strategy(self.strategy, self.threshold, self.bytes)
         if self.store and self.budget is not None:
             raise ValueError("--budget beside --store: what is kept there is of one format")
         check_spec(self.spec)
         check_backend(self.backend)
-        named_device(self.device)
-        named_dtype(self.dtype)
+        check_device(self.device)
+        check_dtype(self.dtype)
         checkpoints.check(self.model)
         if self.draft not in (None, "ngram"):
             checkpoints.check(self.draft, flag="--draft", tokenizer=False)
@@ -129,6 +126,8 @@ class Wanted:
     def _packed(self, model: Any) -> Any:
         """The model itself, which is ours to change."""
         if self.pack:
+            from kvant.weights import pack
+
             pack(model)
         return model
 
@@ -199,8 +198,6 @@ class Named:
     @classmethod
     def of(cls, wanted: Wanted, session: Any) -> Named:
         """Of a session that begins, or goes on from a file."""
-        from kvant.spec.auto import is_auto
-
         begun = present(session)
         found = wanted.load is not None or is_auto(wanted.spec)
         return cls(begun if found else wanted.spec, begun)
@@ -268,6 +265,8 @@ class Reply:
 def held(session: Any) -> str:
     """Its memory beside that of a raw cache: 1.2 MiB, 0.31 of raw."""
     cache = session.stats()
+    from kvant.planner import plan
+
     length, nbytes = cache["length"], cache["nbytes"]
     raw = plan(session.reader.decoder.model, "raw", context=length).nbytes if length else 0
     if not raw:

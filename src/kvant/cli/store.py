@@ -10,17 +10,19 @@ from contextlib import suppress
 from datetime import datetime
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Exit, Option
 
 from kvant.cli import options
-from kvant.cli.options import blank
 from kvant.errors import BlobError, StoreError
 from kvant.progress import Bar
 from kvant.sizes import format_size, parse_size
-from kvant.stores import Entry, Folder, about, opened_as, surplus
+from kvant.tables import blank
+
+if TYPE_CHECKING:
+    from kvant.stores import Entry, Folder
 
 DAY = 86_400.0
 LOOKED_INTO = 8  # blobs of a namespace, until one says of which model it is
@@ -138,6 +140,8 @@ def prune(
     if max_bytes is None and older_than is None and namespace is None:
         raise ValueError("what is to go? --max-bytes, --older-than or --namespace says it")
     most = None if max_bytes is None else parse_size(max_bytes)
+    from kvant.stores import surplus
+
     found = _store(folder)
     spaces = _spaces(sorted(found))
     if namespace is not None:
@@ -180,6 +184,8 @@ def _store(folder: str) -> Folder:
     within = (two for space in path.iterdir() if space.is_dir() for two in space.iterdir())
     if any(path.iterdir()) and not any(_two_digits(one.name) for one in within):
         raise StoreError(f"{path}: this folder is no store of kvant")
+    from kvant.stores import Folder
+
     return Folder(path)
 
 
@@ -201,6 +207,8 @@ def _secret(file: Path | None) -> bytes | None:
 
 def _wrong(found: Folder, entry: Entry, secret: bytes | None) -> str | None:
     """What is wrong with a blob; None too where it went meanwhile."""
+    from kvant.stores import opened_as
+
     try:
         data = found.read(entry.page, entry.part)
         if data is not None:
@@ -221,6 +229,8 @@ def _spaces(entries: Iterable[Entry]) -> list[tuple[str, list[Entry]]]:
 
 
 def _space(found: Folder, name: str, entries: Sequence[Entry]) -> dict[str, Any]:
+    from kvant.stores import about
+
     told: Mapping[str, str] = {}
     for entry in islice(entries, LOOKED_INTO):
         with suppress(BlobError, OSError):  # `verify` says why

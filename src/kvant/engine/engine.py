@@ -48,8 +48,9 @@ from kvant.errors import CacheError, EngineError
 from kvant.generation.conversation import Prompt, encode, marks_of_prompt, tokens_of_prompt
 from kvant.generation.decoder import HostDecoder, decoder_of
 from kvant.generation.grammar import Grammar, rules_of
-from kvant.generation.loop import Limits, Reply, Step
-from kvant.generation.sampling import Sampler, Sampling
+from kvant.generation.loop import Reply, Step
+from kvant.generation.sampling import Sampler
+from kvant.generation.settings import Limits, Sampling
 from kvant.hf import attach, attachments, detach
 from kvant.planner import plan
 from kvant.prefixes import Prefixes

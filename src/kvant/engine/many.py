@@ -12,7 +12,7 @@ from kvant.engine.engine import Engine
 from kvant.engine.stream import Result, Stream
 from kvant.errors import CapacityError, EngineError
 from kvant.generation.conversation import Prompt
-from kvant.generation.sampling import seed_of
+from kvant.generation.settings import seed_of
 from kvant.progress import Bar
 from kvant.recipes import AnySpec
 

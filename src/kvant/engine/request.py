@@ -11,8 +11,9 @@ from torch import Tensor
 from kvant.engine.batch import Seat
 from kvant.engine.schedule import Job
 from kvant.engine.stream import Stream
-from kvant.generation.loop import Limits, Reply
+from kvant.generation.loop import Reply
 from kvant.generation.sampling import Drawn, Sampler, drawn
+from kvant.generation.settings import Limits
 
 
 @dataclass(eq=False)

@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvant.errors import ContextError, PromptError
 from kvant.generation.drafts import Aim, Drafter, NoDrafts
 from kvant.generation.reader import Progress, Reader
-from kvant.generation.sampling import Draft, Drawn, Sampler, Sampling
+from kvant.generation.sampling import Draft, Drawn, Sampler
+from kvant.generation.settings import Limits, Sampling
 
 # An end token or stop string; a limit; the one who asked.
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -136,46 +136,6 @@ def _overlap(text: str, string: str) -> int:
     """How many of the last characters are a beginning of the string."""
     most = min(len(text), len(string) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Where the loop ends, and how far it guesses."""
-
-    max_new_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    end_tokens: frozenset[int] = frozenset()
-    max_context: int | None = None
-    vocabulary: int | None = None
-    max_drafts: int = 8  # tokens that are guessed at once, where there is somebody to guess
-    special: bool = False  # are the names of special tokens part of the text?
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "max_context", "max_drafts"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: 1 or more is needed")
-        if any(not string for string in self.stop):
-            raise ValueError(f"stop={list(self.stop)}: strings that are not empty are needed")
-
-    def check_prompt(self, tokens: Sequence[int]) -> None:
-        count, most = len(tokens), self.vocabulary
-        if count == 0:
-            raise PromptError("the prompt has no tokens: give at least one")
-        if min(tokens) < 0 or (most is not None and max(tokens) >= most):
-            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
-            allowed = "0 or more" if most is None else f"0 to {most - 1}"
-            raise PromptError(f"the prompt has token {wrong}: {allowed} is needed")
-        if self.max_context is not None and count >= self.max_context:
-            raise ContextError(
-                f"a prompt of {count} tokens for a context of {self.max_context}: shorten it, or "
-                "keep a window (window=N in the spec) and allow a longer context"
-            )
-
-    def left(self, said: int, length: int) -> int:
-        """How many tokens may still come after `said` of them, with `length` in all."""
-        more = self.max_new_tokens - said
-        return more if self.max_context is None else min(more, self.max_context - length)
 
 
 @dataclass

@@ -16,71 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvant.generation.grammar import Rules
+from kvant.generation.settings import Sampling
 
 NEVER = float("-inf")
 LIKELIEST = (256, 4096)  # tokens that are looked at before all of them are
-MAX_PENALTY = 100.0  # a larger factor makes logits infinite, and so does its inverse
 SMALLEST = 1e-30  # a temperature below it would divide 0 by 0
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn."""
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    presence_penalty: float = 0.0  # taken from the logit of what was said,
-    frequency_penalty: float = 0.0  # and as often as it was
-    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
-    rules: Rules | None = None  # of the grammar that a reply follows
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature}: 0 or more is needed")
-        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
-            if value is not None and not 0 <= value <= 1:
-                raise ValueError(f"{name}={value}: 0 to 1 is needed")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k={self.top_k}: 1 or more, or None for all tokens")
-        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
-            raise ValueError(f"seed={self.seed}: a number of 64 bits is needed")
-        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
-            raise ValueError(
-                f"repetition_penalty={self.repetition_penalty}: {1 / MAX_PENALTY} to {MAX_PENALTY} "
-                "is needed; 1 changes nothing"
-            )
-        for name, number in (
-            ("presence_penalty", self.presence_penalty),
-            ("frequency_penalty", self.frequency_penalty),
-            *((f"logit_bias of token {token}", bias) for token, bias in self.logit_bias),
-        ):
-            if not -float("inf") < number < float("inf"):
-                raise ValueError(f"{name}={number}: a number is needed")
-
-    @property
-    def changes(self) -> bool:
-        """Does it change logits, by what came before, by a bias or by a grammar?"""
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0
-        return any(penalties) or bool(self.logit_bias) or self.rules is not None
-
-    def apart(self, index: int) -> Sampling:
-        """The same with other random numbers, for one of several continuations."""
-        return replace(self, seed=seed_of(self.seed, index))
-
-    @property
-    def leaves_all(self) -> bool:
-        """May every token be drawn?"""
-        return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
-
-
-def seed_of(seed: int | None, index: int) -> int | None:
-    """The seed of one of several texts; it begins again behind the largest."""
-    return None if seed is None else (seed + index) % 2**64
 
 
 class Drawn(NamedTuple):

@@ -20,9 +20,9 @@ from kvant.generation.conversation import Transcript, Turn, dialogue_of, refusin
 from kvant.generation.decoder import Decoder, HostDecoder, Memory, decoder_of
 from kvant.generation.drafts import Drafter, drafter_of
 from kvant.generation.grammar import Grammar, rules_of
-from kvant.generation.loop import Limits, Run, Step, Steps
+from kvant.generation.loop import Run, Step, Steps
 from kvant.generation.reader import Progress, Reader, shared_prefix
-from kvant.generation.sampling import Sampling
+from kvant.generation.settings import Limits, Sampling
 from kvant.generation.strategy import strategy_of
 from kvant.hf import HostCache
 from kvant.prefixes import Prefixes, Shelf

@@ -15,8 +15,9 @@ from typing import Any, Protocol, TypeVar
 
 from kvant.codecs import Affine, Codebook, Fp8
 from kvant.contracts import Codec, Retention
-from kvant.errors import CacheError, SpecError
+from kvant.errors import CacheError
 from kvant.generation.decoder import Memory
+from kvant.generation.settings import check_strategy
 from kvant.recipes import CacheSpec, attention_in
 from kvant.retention import WINDOW_SINKS, Window
 from kvant.sizes import as_bytes, format_size
@@ -38,10 +39,6 @@ class Adaptive:
     budget: int
     _told: bool = field(default=False, init=False, repr=False, compare=False)
     _stuck: Any = field(default=None, init=False, repr=False, compare=False)  # no step helps there
-
-    def __post_init__(self) -> None:
-        if self.budget < 1:
-            raise ValueError(f"budget={self.budget}: 1 byte or more is needed")
 
     def remembers(self, length: int) -> bool:
         return True
@@ -165,9 +162,6 @@ def _distinct(things: Iterable[T]) -> list[T]:
     return seen
 
 
-NAMES = ("always", "disabled", "long", "adaptive")
-
-
 class Strategy(Protocol):
     """How a loop uses a memory; it changes no token where the memory is exact."""
 
@@ -213,10 +207,6 @@ class Long:
 
     threshold: int = 512
 
-    def __post_init__(self) -> None:
-        if self.threshold < 0:
-            raise ValueError(f"threshold={self.threshold}: 0 or more tokens are needed")
-
     def remembers(self, length: int) -> bool:
         return length > self.threshold
 
@@ -231,17 +221,12 @@ ALWAYS = Always()
 
 def strategy_of(name: str, threshold: int = 512, budget: int | str | None = None) -> Strategy:
     """The strategy of that name; the numbers are those of `long` and of `adaptive`: 64MiB too."""
-    if budget is not None and name != "adaptive":
-        raise SpecError(f"budget={budget} with strategy={name!r}: only 'adaptive' has one")
-    if name == "adaptive":
-        if budget is None:
-            raise SpecError("strategy='adaptive' needs budget=, the bytes that the cache may take")
+    check_strategy(name, threshold, budget)
+    if budget is not None:
         return Adaptive(as_bytes(budget))
     made: dict[str, Strategy] = {
         "always": ALWAYS,
         "disabled": Disabled(),
         "long": Long(threshold),
     }
-    if name not in made:
-        raise SpecError(f"strategy={name!r}: allowed are {', '.join(NAMES)}")
     return made[name]

@@ -15,31 +15,93 @@ class Word:
     what: str
     use: str
     default: str = ""
+    bits: float = 0.0  # of a format: for a key and a value together, in rows of 128 channels
 
 
 FORMATS = (
-    Word("raw", "rows as the model computes them", "nothing may change; what others compare with"),
-    Word("affine8", "8 bits, a scale and a bias for 64 values", "the first to try: safe on models"),
-    Word("affine6", "6 bits, a scale and a bias for 64 values", "a little less than affine8"),
-    Word("affine5", "5 bits, a scale and a bias for 32 values", "between affine6 and affine4"),
-    Word("affine4", "4 bits, a scale and a bias for 32 values", "a third of raw; probe it first"),
-    Word("affine3", "3 bits, a scale and a bias for 32 values", "where memory decides"),
-    Word("affine2", "2 bits, a scale and a bias for 16 values", "research: few models take it"),
-    Word("affine8v4", "keys in 8 bits, values in 4; any two widths", "keys are the harder side"),
-    Word("fp8", "8-bit floats (E4M3), a scale for a row", "rows without outliers"),
-    Word("turbo4", "4 bits of a codebook, rotated, a scale for a row", "the smallest with 4 bits"),
-    Word("turbo3", "3 bits of a codebook, rotated, a scale for a row", "a fifth of raw"),
-    Word("turbo2", "2 bits of a codebook, rotated, a scale for a row", "research"),
+    Word(
+        "raw",
+        "rows as the model computes them",
+        "nothing may change; what others compare with",
+        bits=32.0,
+    ),
+    Word(
+        "affine8",
+        "8 bits, a scale and a bias for 64 values",
+        "the first to try: safe on models",
+        bits=17.0,
+    ),
+    Word(
+        "affine6",
+        "6 bits, a scale and a bias for 64 values",
+        "a little less than affine8",
+        bits=13.0,
+    ),
+    Word(
+        "affine5",
+        "5 bits, a scale and a bias for 32 values",
+        "between affine6 and affine4",
+        bits=12.0,
+    ),
+    Word(
+        "affine4",
+        "4 bits, a scale and a bias for 32 values",
+        "a third of raw; probe it first",
+        bits=10.0,
+    ),
+    Word("affine3", "3 bits, a scale and a bias for 32 values", "where memory decides", bits=8.0),
+    Word(
+        "affine2",
+        "2 bits, a scale and a bias for 16 values",
+        "research: few models take it",
+        bits=8.0,
+    ),
+    Word(
+        "affine8v4",
+        "keys in 8 bits, values in 4; any two widths",
+        "keys are the harder side",
+        bits=13.5,
+    ),
+    Word("fp8", "8-bit floats (E4M3), a scale for a row", "rows without outliers", bits=16.25),
+    Word(
+        "turbo4",
+        "4 bits of a codebook, rotated, a scale for a row",
+        "the smallest with 4 bits",
+        bits=8.25,
+    ),
+    Word("turbo3", "3 bits of a codebook, rotated, a scale for a row", "a fifth of raw", bits=6.25),
+    Word("turbo2", "2 bits of a codebook, rotated, a scale for a row", "research", bits=4.25),
     Word(
         "turbo4v2",
         "keys in 4 bits, values in 2; any two widths",
         "a fifth of raw; turbo3 may do less harm",
+        bits=6.25,
     ),
-    Word("fp8/turbo3", "two formats: of the keys, and of the values", "what one side needs"),
-    Word("bf16", "raw in that dtype, whatever the model has (f16, f32)", "to fix the dtype"),
-    Word("q8_0", "affine8 with 32 values to a scale (llama.cpp's name)", "coming from llama.cpp"),
-    Word("q4_0", "affine4 with 32 values to a scale (llama.cpp's name)", "coming from llama.cpp"),
-    Word("aura4v2", "turbo4v2 (FFAI's name); any two widths", "coming from FFAI"),
+    Word(
+        "fp8/turbo3",
+        "two formats: of the keys, and of the values",
+        "what one side needs",
+        bits=11.25,
+    ),
+    Word(
+        "bf16",
+        "raw in that dtype, whatever the model has (f16, f32)",
+        "to fix the dtype",
+        bits=32.0,
+    ),
+    Word(
+        "q8_0",
+        "affine8 with 32 values to a scale (llama.cpp's name)",
+        "coming from llama.cpp",
+        bits=18.0,
+    ),
+    Word(
+        "q4_0",
+        "affine4 with 32 values to a scale (llama.cpp's name)",
+        "coming from llama.cpp",
+        bits=10.0,
+    ),
+    Word("aura4v2", "turbo4v2 (FFAI's name); any two widths", "coming from FFAI", bits=6.25),
 )
 
 AUTO = Word(

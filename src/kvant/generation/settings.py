@@ -1,0 +1,132 @@
+"""How tokens are drawn, how many, and what is kept of them: values that check themselves.
+
+They need no torch, so a command refuses a wrong number at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvant.errors import ContextError, PromptError, SpecError
+from kvant.sizes import as_bytes
+
+if TYPE_CHECKING:
+    from kvant.generation.grammar import Rules
+
+MAX_PENALTY = 100.0  # a larger factor makes logits infinite, and so does its inverse
+STRATEGIES = ("always", "disabled", "long", "adaptive")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    presence_penalty: float = 0.0  # taken from the logit of what was said,
+    frequency_penalty: float = 0.0  # and as often as it was
+    logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
+    rules: Rules | None = None  # of the grammar that a reply follows
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature={self.temperature}: 0 or more is needed")
+        for name, value in (("top_p", self.top_p), ("min_p", self.min_p)):
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"{name}={value}: 0 to 1 is needed")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k={self.top_k}: 1 or more, or None for all tokens")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise ValueError(f"seed={self.seed}: a number of 64 bits is needed")
+        if not 1 / MAX_PENALTY <= self.repetition_penalty <= MAX_PENALTY:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty}: {1 / MAX_PENALTY} to {MAX_PENALTY} "
+                "is needed; 1 changes nothing"
+            )
+        for name, number in (
+            ("presence_penalty", self.presence_penalty),
+            ("frequency_penalty", self.frequency_penalty),
+            *((f"logit_bias of token {token}", bias) for token, bias in self.logit_bias),
+        ):
+            if not -float("inf") < number < float("inf"):
+                raise ValueError(f"{name}={number}: a number is needed")
+
+    @property
+    def changes(self) -> bool:
+        """Does it change logits, by what came before, by a bias or by a grammar?"""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0
+        return any(penalties) or bool(self.logit_bias) or self.rules is not None
+
+    def apart(self, index: int) -> Sampling:
+        """The same with other random numbers, for one of several continuations."""
+        return replace(self, seed=seed_of(self.seed, index))
+
+    @property
+    def leaves_all(self) -> bool:
+        """May every token be drawn?"""
+        return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
+
+
+def seed_of(seed: int | None, index: int) -> int | None:
+    """The seed of one of several texts; it begins again behind the largest."""
+    return None if seed is None else (seed + index) % 2**64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Where the loop ends, and how far it guesses."""
+
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    end_tokens: frozenset[int] = frozenset()
+    max_context: int | None = None
+    vocabulary: int | None = None
+    max_drafts: int = 8  # tokens that are guessed at once, where there is somebody to guess
+    special: bool = False  # are the names of special tokens part of the text?
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "max_context", "max_drafts"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value}: 1 or more is needed")
+        if any(not string for string in self.stop):
+            raise ValueError(f"stop={list(self.stop)}: strings that are not empty are needed")
+
+    def check_prompt(self, tokens: Sequence[int]) -> None:
+        count, most = len(tokens), self.vocabulary
+        if count == 0:
+            raise PromptError("the prompt has no tokens: give at least one")
+        if min(tokens) < 0 or (most is not None and max(tokens) >= most):
+            wrong = min(tokens) if min(tokens) < 0 else max(tokens)
+            allowed = "0 or more" if most is None else f"0 to {most - 1}"
+            raise PromptError(f"the prompt has token {wrong}: {allowed} is needed")
+        if self.max_context is not None and count >= self.max_context:
+            raise ContextError(
+                f"a prompt of {count} tokens for a context of {self.max_context}: shorten it, or "
+                "keep a window (window=N in the spec) and allow a longer context"
+            )
+
+    def left(self, said: int, length: int) -> int:
+        """How many tokens may still come after `said` of them, with `length` in all."""
+        more = self.max_new_tokens - said
+        return more if self.max_context is None else min(more, self.max_context - length)
+
+
+def check_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> None:
+    """Refuse a strategy that is not known, or whose numbers are wrong."""
+    if budget is not None and name != "adaptive":
+        raise SpecError(f"budget={budget} with strategy={name!r}: only 'adaptive' has one")
+    if name not in STRATEGIES:
+        raise SpecError(f"strategy={name!r}: allowed are {', '.join(STRATEGIES)}")
+    if name == "adaptive" and budget is None:
+        raise SpecError("strategy='adaptive' needs budget=, the bytes that the cache may take")
+    if budget is not None and as_bytes(budget) < 1:
+        raise ValueError(f"budget={budget}: 1 byte or more is needed")
+    if threshold < 0:
+        raise ValueError(f"threshold={threshold}: 0 or more tokens are needed")

@@ -1,0 +1,17 @@
+"""Tables on standard output, for people."""
+
+from __future__ import annotations
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
+
+
+def blank() -> tuple[Console, Table]:
+    """Standard output, which takes text as it is, and an empty table for it."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return console, Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)

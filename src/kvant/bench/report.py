@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the JSON line and noth
 
 def run(main: Callable[..., None]) -> None:
     """Run a benchmark as a command of its own."""
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(main)
     command(app)
 

@@ -49,7 +49,7 @@ class Bench(TyperCommand):
     """A benchmark, whose module is imported when its options are read."""
 
     def make_context(self, info_name: Any, args: Any, parent: Any = None, **extra: Any) -> Any:
-        app = typer.Typer(add_completion=False)
+        app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(self.name)(import_module(f"kvant.bench.{self.name}").main)
         command = typer.main.get_command(app)
         return command.make_context(info_name, args, parent=parent, **extra)
@@ -67,7 +67,7 @@ class Benches(TyperGroup):
         return Bench(cmd_name, help=BENCHES[cmd_name])
 
 
-bench = typer.Typer(cls=Benches, no_args_is_help=True)
+bench = typer.Typer(cls=Benches, no_args_is_help=True, rich_markup_mode=None)
 
 
 @bench.callback()
@@ -78,6 +78,7 @@ def about_bench() -> None:
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # whose tables cut the names of options
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(run)

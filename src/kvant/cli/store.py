@@ -29,7 +29,7 @@ LOOKED_INTO = 8  # blobs of a namespace, until one says of which model it is
 
 Place = Annotated[str, Argument(metavar="FOLDER", help="A folder that is a store.")]
 
-store = typer.Typer(no_args_is_help=True)
+store = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
 
 
 @store.callback()

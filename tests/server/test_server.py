@@ -346,3 +346,17 @@ def test_the_command_ends_tidily_and_keeps_prefixes_in_a_store(tmp_path: Path) -
         assert answers[1].json()["usage"]["completion_tokens"] == 200
         out, error = process.communicate(timeout=60)
         assert (process.returncode, out, error) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_during_the_start_ends_it_tidily(name: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from kvant import checkpoints\n"
+        "from kvant_command import main\n"
+        f"checkpoints.load = lambda *_, **__: os.kill(os.getpid(), signal.{name})\n"
+        "sys.argv = ['kvant', 'serve', '--port', '0']\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -323,7 +323,9 @@ def run(settings: Deployed, port: int, begun: Callable[[int], None]) -> None:
     ended = threading.Event()
 
     def end(number: int, frame: object) -> None:
-        if ended.is_set() or not up:
+        if not up:
+            raise SystemExit(0)
+        if ended.is_set():
             raise KeyboardInterrupt
         ended.set()
 

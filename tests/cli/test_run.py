@@ -43,7 +43,9 @@ def test_statistics_go_to_standard_error(call: Any, tmp_path: Path) -> None:
     file.write_text("class A:\n")
     code, out, error = call("run", "--file", str(file), "--max-new-tokens", "3", "--stats")
     assert (code, out[:9]) == (0, "class A:\n")
-    assert error.startswith("3 tokens") and "raw: " in error
+    prompt, figures = error.splitlines()
+    assert prompt == "prompt: a text, continued as it is"
+    assert figures.startswith("3 tokens") and "raw: " in figures
 
 
 @pytest.mark.parametrize("words", [("-",), ("--prompt", "-")])
@@ -336,9 +338,7 @@ def test_a_prompt_is_read_now_and_continued_later(call: Any, tmp_path: Path) -> 
     read = call("run", "--prompt", "import os\nimport sys\n", "--cache-prompt", file)
     assert read == (0, "", "")
     told = json.loads(call("run", "--load", file, "--prompt", "def f", *few, "--json")[1])
-    whole = json.loads(
-        call("run", "--prompt", "import os\nimport sys\ndef f", "--no-template", *few, "--json")[1]
-    )
+    whole = json.loads(call("run", "--prompt", "import os\nimport sys\ndef f", *few, "--json")[1])
     assert told["text"] == whole["text"]
     assert told["cache"]["tokens_reused"] > 0
 
@@ -389,9 +389,9 @@ def test_penalties_change_what_is_said(name: str, call: Any) -> None:
     assert call(*words, "nan")[0] == 2
 
 
-def test_a_prompt_is_a_message_where_there_is_a_template(
-    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def instruct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the model inside a chat template."""
     loaded = checkpoints.load
 
     def load(*words: Any, **named: Any) -> Any:
@@ -400,10 +400,58 @@ def test_a_prompt_is_a_message_where_there_is_a_template(
         return model, tokenizer
 
     monkeypatch.setattr(checkpoints, "load", load)
-    few = ("--max-new-tokens", "6")
-    asked = call("run", "--prompt", "import os", *few)[1]
-    plain = call("run", "--prompt", "# import os\n", "--no-template", *few)[1]
+
+
+FEW = ("--max-new-tokens", "6")
+HINT = "the model has a chat template: --chat "
+
+
+def test_a_prompt_is_continued_as_it_is(
+    call: Any, instruct: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, out, error = call("run", "--prompt", "import os", *FEW, "--stats")
+    assert code == 0 and out.startswith("import os")
+    assert error.startswith("prompt: a text, continued as it is\n") and HINT not in error
+    told = json.loads(call("run", "--prompt", "import os", *FEW, "--json")[1])
+    assert (told["chat"], out) == (False, "import os" + told["text"] + "\n")
+    monkeypatch.setattr("kvant.cli.run.watched", lambda: True)
+    assert HINT in call("run", "--prompt", "import os", *FEW)[2]
+    assert HINT not in call("run", "--prompt", "import os", *FEW, "--chat")[2]
+    assert HINT not in call("run", "--prompt", "import os", *FEW, "--json")[2]
+
+
+def test_a_prompt_is_a_message_of_a_chat(call: Any, instruct: None) -> None:
+    code, asked, error = call("run", "--prompt", "import os", "--chat", *FEW, "--stats")
+    assert code == 0 and error.startswith("prompt: a message, by the model's chat template\n")
+    plain = call("run", "--prompt", "# import os\n", *FEW)[1]
     assert plain == "# import os\n" + asked  # only a text that goes on is shown
+    assert json.loads(call("run", "--prompt", "import os", "--chat", *FEW, "--json")[1])["chat"]
+
+
+def test_a_chat_needs_a_template(call: Any) -> None:
+    code, out, error = call("run", "--prompt", "import os", "--chat", *FEW)
+    assert (code, out, error.count("\n")) == (2, "", 1)
+    assert error.startswith("error: --chat: this model has no chat template: leave --chat out")
+
+
+def test_a_saved_conversation_says_itself_whether_it_is_a_chat(
+    call: Any, instruct: None, tmp_path: Path
+) -> None:
+    text, chat = str(tmp_path / "text.kv"), str(tmp_path / "chat.kv")
+    assert call("run", "--prompt", "import os", *FEW, "--save", text)[0] == 0
+    assert call("run", "--prompt", "import os", "--chat", *FEW, "--save", chat)[0] == 0
+    more = ("--prompt", "def f", *FEW, "--json")
+    assert not json.loads(call("run", "--load", text, *more)[1])["chat"]
+    assert json.loads(call("run", "--load", chat, *more)[1])["chat"]
+    assert json.loads(call("run", "--load", chat, *more, "--chat")[1])["chat"]
+    code, _, error = call("run", "--load", text, *more, "--chat")
+    assert code == 2 and f"--chat beside --load {text}: " in error
+
+
+def test_no_message_is_read_without_a_reply(call: Any, tmp_path: Path) -> None:
+    words = ("--chat", "--cache-prompt", str(tmp_path / "read.kv"))
+    code, _, error = call("run", "--prompt", "import os", *words)
+    assert code == 2 and error.startswith("error: --chat beside --cache-prompt: ")
 
 
 def test_memory_is_told_beside_raw(call: Any) -> None:

@@ -17,6 +17,8 @@ from kvant.cli.options import check_saved, check_writable, checked_text, read_te
 from kvant.cli.session import Named, Reply, Wanted, prefixes_in, show, story
 from kvant.progress import Bar
 
+TEXT, MESSAGE = "a text, continued as it is", "a message, by the model's chat template"
+HINT = "hint: the model has a chat template: --chat takes the prompt as a message, to be answered"
 PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
 
 
@@ -50,9 +52,9 @@ def run(
     backend: options.Backend = None,
     pack: options.Pack = True,
     guard: options.Guard = True,
-    template: Annotated[
-        bool, Option(help="The prompt is a message, where the model has a chat template.")
-    ] = True,
+    chat: Annotated[
+        bool, Option("--chat", help="Take the prompt as a message, by the model's chat template.")
+    ] = False,
     save: Annotated[Path | None, Option(help="Write text and cache to a file, to go on.")] = None,
     cache_prompt: Annotated[
         Path | None, Option(help="Read the prompt, write it to a file for --load, and end.")
@@ -66,23 +68,16 @@ def run(
 ) -> None:
     """Continue a prompt with a model, on a cache of any format."""
     text = _prompt(source, prompt, file, load)
-    if save is not None and cache_prompt is not None:
-        raise ValueError("--save beside --cache-prompt: give one of them")
-    for flag, path in (("--save", save), ("--cache-prompt", cache_prompt)):
-        if path is not None:
-            check_writable(path, flag)
-    if cache_prompt is not None and load is not None:
-        _check_text(load, model)
+    _check_files(save, cache_prompt, load, model, chat=chat)
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
     placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
-    wanted = Wanted(model, *kept, draft, load, *placed, store=store)
+    wanted = Wanted(model, *kept, draft, load, *placed, store=store, chat=chat)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     drawn |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
     drawn |= {"frequency_penalty": frequency_penalty, "seed": seed}
     asked = drawn | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())}
     with prefixes_in(store, quiet=json) as prefixes:
-        as_message = template and cache_prompt is None
-        session = wanted.session(asked, template=as_message, prefixes=prefixes)
+        session = wanted.session(asked, template=chat, prefixes=prefixes)
         named = Named.of(wanted, session)
         if cache_prompt is not None:
             _read(session, text, quiet=json)
@@ -93,15 +88,61 @@ def run(
             session.save(path)
         cache, stored = session.stats(), named.now(session)
         if json:
-            said = {"prompt": text, "text": reply.text, "kv_cache": stored}
+            said = {
+                "prompt": text,
+                "chat": session.dialogue.template,
+                "text": reply.text,
+                "kv_cache": stored,
+            }
             print(json_text.dumps(said | reply.figures() | {"cache": cache}), flush=True)
         elif stats:
+            show(f"prompt: {MESSAGE if session.dialogue.template else TEXT}")
             for line in [*story(cache["recoded"]), reply.line(stored, session)]:
                 show(line)
 
 
-def _check_text(load: Path, model: str | None) -> None:
-    if check_saved(load, model).template:
+def watched() -> bool:
+    """Whether standard error is a terminal."""
+    return sys.stderr.isatty()
+
+
+def _show_hint(session: Any) -> None:
+    """Name --chat where a prompt to a model with a chat template is continued."""
+    if watched() and session.tokenizer.chat_template and not session.dialogue.template:
+        show(HINT)
+
+
+def _check_files(
+    save: Path | None,
+    cache_prompt: Path | None,
+    load: Path | None,
+    model: str | None,
+    *,
+    chat: bool,
+) -> None:
+    """Refuse files that cannot be written, read, or gone on from."""
+    if save is not None and cache_prompt is not None:
+        raise ValueError("--save beside --cache-prompt: give one of them")
+    for flag, path in (("--save", save), ("--cache-prompt", cache_prompt)):
+        if path is not None:
+            check_writable(path, flag)
+    if cache_prompt is not None and chat:
+        raise ValueError(
+            "--chat beside --cache-prompt: a message is read with its reply; --save writes both"
+        )
+    if load is not None and (chat or cache_prompt is not None):
+        _check_saved(load, model, chat)
+
+
+def _check_saved(load: Path, model: str | None, chat: bool) -> None:
+    """Refuse what a saved conversation cannot go on with."""
+    template = check_saved(load, model).template
+    if chat and not template:
+        raise ValueError(
+            f"--chat beside --load {load}: the file holds a text, which goes on as it is: leave "
+            "--chat out"
+        )
+    if template and not chat:
         raise ValueError(
             f"--cache-prompt beside --load {load}: a template lays out its turns, so no message "
             "of it can be read without a reply; --save writes the reply as well"
@@ -117,6 +158,8 @@ def _continued(
     session: Any, text: str, asked: dict[str, Any], save: Path | None, *, quiet: bool
 ) -> Reply:
     reply = Reply()
+    if not (quiet or session.turns):
+        _show_hint(session)
     with Bar("reading the prompt", quiet=quiet) as reading:
         steps = session.send(text, **asked, progress=reading.show)
         before = "" if session.dialogue.template else text

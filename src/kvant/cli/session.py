@@ -47,6 +47,7 @@ class Wanted:
     backend: str | None = None
     pack: bool = True
     store: list[str] | None = None
+    chat: bool = False  # the model must have a chat template
 
     @property
     def spec(self) -> str:
@@ -93,6 +94,11 @@ class Wanted:
         """Load the model, and begin or go on; `asked` is what `send` will be told."""
         self.check(asked)
         model, tokenizer = checkpoints.load(self.model, **self._placed)
+        if self.chat and tokenizer.chat_template is None:
+            raise ValueError(
+                "--chat: this model has no chat template: leave --chat out, and the prompt is "
+                "continued as it is"
+            )
         self._packed(model)
         heap.keep()
         from kvant.generation import Session

@@ -50,6 +50,49 @@ def test_a_model_is_explained() -> None:
         assert "affine4" in kvant.explain(model)
 
 
+def test_a_cache_is_explained() -> None:
+    mixed = (*kvant.parse("affine4,window=256", 2).layers, kvant.SharedSpec(0), kvant.EmptySpec())
+    group = kvant.GroupSpec((("rows", mixed[0]), ("state", kvant.RecurrentSpec())))
+    cache = kvant.Cache(spec=kvant.CacheSpec((*mixed, kvant.RecurrentSpec(), group)))
+    assert str(kvant.explain(cache)).splitlines() == [
+        "layers 0-1: affine4,window=256,sinks=4; empty, so what reads it is not known yet",
+        "layer 2: reads the rows of layer 0",
+        "layer 3: remembers nothing",
+        "layer 4: a state, which the model reads itself",
+        "layer 5: rows: affine4,window=256,sinks=4; empty, so what reads it is not known yet"
+        " beside state: a state, which the model reads itself",
+    ]
+    cache = kvant.Cache(2, "affine4", backend="reference")
+    for layer in cache:
+        layer.append(*torch.randn(2, 1, 2, 300, 64))
+    assert kvant.explain(cache) == "layers 0-1: affine4; reference reads it"
+    for first in (cache.fork(), kvant.merge([cache, cache])):
+        assert kvant.explain(first) == kvant.explain(cache)
+
+
+def test_what_a_cache_is_not_read_by_is_explained() -> None:
+    cache = kvant.Cache(1, "raw")
+    view = cache[0].append(*torch.randn(2, 1, 2, 10, 64))
+    first, *refused = str(kvant.explain(view)).splitlines()
+    backend = first.partition(":")[0]
+    assert kvant.explain(cache) == "; ".join([f"layer 0: raw; {backend} reads it", *refused])
+
+
+def test_a_session_and_its_cache_are_explained() -> None:
+    model, tokenizer = checkpoints.load(None)
+    session = kvant.Session(model, tokenizer, "affine4", template=False)
+    list(session.send("import os\n", max_new_tokens=2))
+    found = str(kvant.explain(session))
+    assert "affine4" in found and found == str(kvant.explain(session.memory))
+    assert "affine8" in str(kvant.explain(kvant.cache_for(model, "affine8")))
+
+
+@pytest.mark.parametrize(("wrong", "name"), [(kvant.Cache, "Cache"), (3, "int"), ("raw", "str")])
+def test_what_cannot_be_explained_is_refused(wrong: object, name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} cannot be explained: give a view, a cache, "):
+        kvant.explain(wrong)
+
+
 @pytest.mark.parametrize("path", [demo.PATH, demo.PATH / "config.json", str(demo.PATH)])
 def test_a_path_is_planned(path: str | Path) -> None:
     config = checkpoints.configuration(str(demo.PATH))

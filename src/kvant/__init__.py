@@ -164,10 +164,10 @@ def load(
 
 
 def explain(what: Any) -> Any:
-    """Which backend reads a view, a cache or a model, and why the others do not.
+    """Which backend reads a view, a cache, a session or a model, and why the others do not.
 
-    A view says it of itself, a cache of transformers of its layers; of a model it is said how the
-    cache that it is attached with would be read, or a raw one.
+    A cache is explained layer by layer, a session by its cache. Of a model it is said how the cache
+    that it is attached with would be read, or a raw one.
 
     >>> view = kvant.Cache(1, backend="reference")[0].append(*torch.randn(2, 1, 2, 10, 64))
     >>> print(kvant.explain(view))

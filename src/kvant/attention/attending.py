@@ -130,7 +130,10 @@ def explain(view: Any) -> Any:
 
     A host's cache explains itself, layer by layer.
     """
-    raise TypeError(f"{type(view).__name__} cannot be explained: a view or a host's cache can")
+    name = view.__name__ if isinstance(view, type) else type(view).__name__
+    raise TypeError(
+        f"{name} cannot be explained: give a view, a cache, a session, or a model of transformers"
+    )
 
 
 @explain.register

@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvant.attention import explain
 from kvant.cache import files
 from kvant.errors import PromptError, RewindError
 from kvant.generation.conversation import Transcript, Turn, dialogue_of, refusing, tokens_of
@@ -353,3 +354,9 @@ class Session:
         if not isinstance(decoder, HostDecoder) or not isinstance(memory, HostCache):
             raise TypeError("prefixes are of models of transformers: others have no weights")
         return self._prefixes.shelf(decoder.model, memory)
+
+
+@explain.register
+def _(session: Session) -> Any:
+    """Explain the cache of a session."""
+    return explain(session.memory)

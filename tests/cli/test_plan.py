@@ -51,8 +51,9 @@ def test_a_dtype_that_nobody_told_is_said(call: Any, tmp_path: Path) -> None:
 def test_a_table_over_formats(call: Any, tmp_path: Path) -> None:
     words = ("--config", written(tmp_path, QWEN3_1_7B), "--context", "40960", "--budget", "8GiB")
     code, out, error = call("plan", *words)
-    title, heads, *rows = out.splitlines()
+    title, heads, *rows, note = out.splitlines()
     assert (code, error) == (0, "")
+    assert note.endswith(": more tokens fit than the 40960 this model was made for")
     assert title.endswith("config.json: 28 layers of full_attention; bfloat16")
     assert heads.split("  ")[0] == "format" and heads.endswith("tokens in 8 GiB")
     assert [row.split()[0] for row in rows] == list(FORMATS)
@@ -199,3 +200,31 @@ def test_a_file_is_read_without_transformers(tmp_path: Path) -> None:
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_a_budget_for_more_tokens_than_the_model_was_made_for_is_noted(
+    call: Any, tmp_path: Path
+) -> None:
+    words = ("plan", "--config", written(tmp_path, QWEN3_1_7B), "--kv-cache", "raw")
+    words += ("--kv-cache", "affine4", "--kv-cache", "affine4,window=512", "--budget", "4GiB")
+    out = call(*words)[1]
+    note = "affine4, affine4,window=512: more tokens fit than the 40960 this model was made for"
+    assert out.splitlines()[-1] == note
+    note = "affine4,window=512: more tokens fit than the 40960 this model was made for"
+    assert call(*words[:-1], "1GiB")[1].splitlines()[-1] == note
+    assert "more tokens fit" not in call(*words[:-1], "16MiB")[1]
+
+
+@pytest.mark.parametrize("spec", ["auto", "auto:1GiB,max_kl=0.01"])
+def test_beside_auto_other_rows_are_planned(spec: str, call: Any) -> None:
+    code, out, error = call("plan", "--kv-cache", spec, "--kv-cache", "affine4", "--json")
+    told = json.loads(out)
+    assert (code, error, [row["kv_cache"] for row in told["formats"]]) == (0, "", ["affine4"])
+    assert told["notes"][-1].startswith(f"{spec}: found by trying formats on the model")
+    told = json.loads(call("plan", "--kv-cache", spec, "--json")[1])
+    assert [row["kv_cache"] for row in told["formats"]] == list(FORMATS)
+
+
+def test_auto_of_no_size_is_refused(call: Any) -> None:
+    code, out, error = call("plan", "--kv-cache", "auto:")
+    assert (code, out) == (2, "") and "a size is needed behind the colon" in error

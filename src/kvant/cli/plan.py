@@ -19,7 +19,7 @@ from kvant.cli import options
 from kvant.recipes import attention_in
 from kvant.retention import All
 from kvant.sizes import format_size, parse_size
-from kvant.spec import check_words
+from kvant.spec.auto import check_spec, is_auto
 from kvant.tables import blank
 
 if TYPE_CHECKING:
@@ -48,13 +48,15 @@ def plan(
     """How many bytes the cache of a model takes, format by format."""
     limit = None if budget is None else parse_size(budget)
     for spec in kv_cache or []:
-        check_words(spec)
+        check_spec(spec)
     from kvant.models import layer_shapes, max_context
     from kvant.planner import plan as planned
 
     name, told = _told(model, config)
     layers, longest = layer_shapes(told), max_context(told)
-    specs, refused = (kv_cache, []) if kv_cache else _stored(layers)
+    automatic = [spec for spec in kv_cache or [] if is_auto(spec)]
+    named = [spec for spec in kv_cache or [] if not is_auto(spec)]
+    specs, refused = (named, []) if named else _stored(layers)
     if context is None:  # the longest that all have room for
         context = min(planned(layers, spec).context for spec in specs)
         context = context if longest is None else min(context, longest)
@@ -72,6 +74,11 @@ def plan(
         for spec, rule in zip(specs, map(_widest_rule, plans), strict=True)
         if rule.window is not None and rule != _widest_rule(raw)  # which is the model's own
     ]
+    notes += _budget_notes(rows, limit, longest)
+    notes += [
+        f"{spec}: found by trying formats on the model, which kvant run --kv-cache {spec} does"
+        for spec in automatic
+    ]
     if json:
         figures = {"model": name, "context": raw.context, "sequences": sequences}
         figures |= {
@@ -84,6 +91,21 @@ def plan(
         print(json_text.dumps(figures))
     else:
         _show(f"{name}: {_layers(layers)}", rows, notes, raw, limit)
+
+
+def _budget_notes(
+    rows: Sequence[dict[str, Any]], limit: int | None, longest: int | None
+) -> list[str]:
+    """Name the formats of which the budget holds more tokens than the model was made for."""
+    if limit is None or longest is None:
+        return []
+    found = [
+        row["kv_cache"]
+        for row in rows
+        if row["largest_context"] is None or row["largest_context"] > longest
+    ]
+    told = f"{', '.join(found)}: more tokens fit than the {longest} this model was made for"
+    return [told] if found else []
 
 
 def _widest_rule(one: Plan) -> Retention:

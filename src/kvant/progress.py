@@ -1,27 +1,30 @@
-"""A bar on a terminal while long work is done; in a pipe nothing, or a line for each tenth."""
+"""Progress of long work on standard error: a bar on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
 import sys
+from time import monotonic
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+LINE_SECONDS = 10  # between two lines: short work prints none
 
 
 class Bar:
-    """How much is done, on standard error; it is gone when there is something to say."""
+    """How much is done, and how long the rest takes; a bar is removed at its end."""
 
-    def __init__(self, what: str, *, quiet: bool = False, lines: bool = False) -> None:
-        """`lines` are for a log of work that takes minutes, where nobody sees the bar."""
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn())
+    def __init__(self, what: str, *, quiet: bool = False) -> None:
         console = Console(stderr=True)
+        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         hidden = quiet or not console.is_terminal
         self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
         self._task = self._bar.add_task(what)
-        self._what, self._lines = what, lines and not (quiet or console.is_terminal)
-        self._tenths = 0
+        self._what, self._prints_lines = what, hidden and not quiet
+        self._begun = self._last_line = monotonic()
 
     def __enter__(self) -> Bar:
+        self._begun = self._last_line = monotonic()
         self._bar.start()
         return self
 
@@ -33,6 +36,17 @@ class Bar:
 
     def show(self, done: int, total: int) -> None:
         self._bar.update(self._task, completed=done, total=total)
-        if self._lines and (tenths := 10 * done // max(total, 1)) > self._tenths:
-            self._tenths = tenths
-            print(f"{self._what}: {done} of {total}", file=sys.stderr, flush=True)
+        now = monotonic()
+        if self._prints_lines and now - self._last_line >= LINE_SECONDS:
+            self._last_line = now
+            left = (now - self._begun) * (total - done) / max(done, 1)
+            line = f"{self._what}: {done} of {total}, about {duration(left)} left"
+            print(line, file=sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Write seconds for people: 42 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

@@ -46,7 +46,7 @@ def test_three_tables(call: Any, tmp_path: Path) -> None:
     text.write_text("import os\n\n\ndef listed(path):\n    return os.listdir(path)\n" * 60)
     code, out, error = call("eval", *FEW, "--formats", "raw,affine4", "--text", str(text))
     title, quality, *rows = out.splitlines()
-    assert (code, error.splitlines()[-1]) == (0, "measuring: 8 of 8")
+    assert (code, error) == (0, "")
     assert title.startswith("the model inside, bfloat16; raw: perplexity ")
     assert title.endswith("%") and "over 698 tokens" in title
     assert quality.split()[:3] == ["format", "perplexity", "95%"]

@@ -67,7 +67,7 @@ def evaluation(
 
     attach(loaded)  # some attention reads stored rows only so
     settings = Settings(tokens=tokens, context=context, prompts=prompts)
-    with Bar("measuring", quiet=json, lines=True) as reading:
+    with Bar("measuring", quiet=json) as reading:
         results = evaluate(
             loaded, tokenizer, specs, text=told, settings=settings, save=save, progress=reading.show
         )

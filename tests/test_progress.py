@@ -1,0 +1,69 @@
+"""Long work is visible on standard error where there is no terminal, and short work prints none."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvant import progress
+from kvant.progress import Bar, duration
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(progress, "monotonic", clock)
+    return clock
+
+
+def test_a_line_every_ten_seconds_with_the_time_left(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Bar("measuring") as bar:
+        for done in range(1, 41):
+            clock.now += 1
+            bar.show(done, 100)
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert error.splitlines() == [
+        "measuring: 10 of 100, about 2 min left",
+        "measuring: 20 of 100, about 80 s left",
+        "measuring: 30 of 100, about 70 s left",
+        "measuring: 40 of 100, about 60 s left",
+    ]
+
+
+def test_a_first_step_that_takes_long_is_a_line(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Bar("measuring") as bar:
+        clock.now += 600
+        bar.show(1, 31)
+    assert capsys.readouterr().err == "measuring: 1 of 31, about 5.0 h left\n"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_short_work_and_quiet_work_print_nothing(
+    quiet: bool, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Bar("measuring", quiet=quiet) as bar:
+        clock.now += 1000 if quiet else 9
+        bar.show(1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (7200, "2.0 h")],
+)
+def test_durations_are_written_for_people(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

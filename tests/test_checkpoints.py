@@ -143,3 +143,56 @@ def test_a_model_is_loaded_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     """There may be no GPU here: `meta` stands for one."""
     monkeypatch.setattr(checkpoints, "named_device", lambda name: torch.device("meta"))
     assert checkpoints.load(None, device="cuda")[0].device.type == "meta"
+
+
+class Hub:
+    """A hub that answers every question in one way, and counts them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+        self.asked: list[str] = []
+
+        def model_info(api: object, name: str, *, timeout: float) -> None:
+            self.asked.append(name)
+            raise error
+
+        def refuse(*given: object, **named: object) -> None:
+            raise AssertionError("a second request")
+
+        monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+        monkeypatch.setattr("huggingface_hub.file_download.get_hf_file_metadata", refuse)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.mark.parametrize("read", [checkpoints.load, checkpoints.load_model, checkpoints.told_by])
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    read: Callable[[str], object],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """transformers asked it again and again: 27 s of silence for a folder with a typing error."""
+    hub = Hub(monkeypatch, ConnectionError("no network"))
+    with pytest.raises(
+        ValueError, match=r"some/model cannot be loaded: .* cannot be reached, .*name a folder"
+    ):
+        read("some/model")
+    assert hub.asked == ["some/model"]
+    assert capsys.readouterr().err.startswith("--model some/model: no such folder, looking it up")
+
+
+def test_a_name_that_the_hub_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.errors import HFValidationError
+
+    hub = Hub(monkeypatch, HFValidationError("no name"))
+    with pytest.raises(ValueError, match=r"--model some/model: .* no such model on https?://"):
+        checkpoints.load("some/model")
+    assert hub.asked == ["some/model"]
+
+
+def test_nothing_is_asked_where_the_hub_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub = Hub(monkeypatch, ConnectionError("no network"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match="its cache lacks it"):
+        checkpoints.load("some/model")
+    assert not hub.asked and not capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
@@ -22,6 +23,7 @@ from kvant.devices import AUTO, named_device, named_dtype
 CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS = "*.safetensors"
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken.json")  # any of them may be all there is
+HUB_TIMEOUT_S = 5.0  # for the hub to answer at all
 POINTER = b"version https://git-lfs"  # what Git leaves where a large file was not fetched
 
 
@@ -39,12 +41,14 @@ def load(
     """
     from transformers import AutoTokenizer
 
+    place, numbers = named_device(device), named_dtype(dtype)
     check(name, flag=flag)
     where = _where(name, flag)
-    model = load_model(name, flag=flag, trust_code=trust_code, device=device, dtype=dtype)
-    with _loading(where, flag):
-        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_code)
-    return model, tokenizer
+    with _loading(where, flag) as options:
+        options |= {"trust_remote_code": trust_code}
+        model = _pretrained(where, numbers, options)
+        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+    return model.to(place), tokenizer
 
 
 def load_model(
@@ -56,24 +60,23 @@ def load_model(
     dtype: str = AUTO,
 ) -> Any:
     """The model alone."""
-    from transformers import AutoModelForCausalLM
-
     place, numbers = named_device(device), named_dtype(dtype)
     check(name, flag=flag, tokenizer=False)
     where = _where(name, flag)
-    with _loading(where, flag):
-        model, found = AutoModelForCausalLM.from_pretrained(
-            where,
-            dtype=numbers,
-            use_safetensors=True,
-            trust_remote_code=trust_code,
-            output_loading_info=True,
-        )
-        if found["missing_keys"]:
-            raise ValueError(
-                f"it has no weights for {', '.join(sorted(found['missing_keys'])[:3])}"
-            )
-    return model.eval().to(place)
+    with _loading(where, flag) as options:
+        model = _pretrained(where, numbers, options | {"trust_remote_code": trust_code})
+    return model.to(place)
+
+
+def _pretrained(where: str, dtype: Any, options: dict[str, Any]) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(
+        where, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+    )
+    if found["missing_keys"]:
+        raise ValueError(f"it has no weights for {', '.join(sorted(found['missing_keys'])[:3])}")
+    return model.eval()
 
 
 def configuration(name: str | None) -> Any:
@@ -81,8 +84,8 @@ def configuration(name: str | None) -> Any:
     from transformers import AutoConfig
 
     where = _where(name, "--model")
-    with _loading(where, "--model"):
-        return AutoConfig.from_pretrained(where)
+    with _loading(where, "--model") as options:
+        return AutoConfig.from_pretrained(where, **options)
 
 
 def told_by(path: str | PathLike[str]) -> Any:
@@ -185,20 +188,49 @@ def _check_weights(file: Path, flag: str) -> None:
 
 
 @contextmanager
-def _loading(where: str, flag: str) -> Iterator[None]:
-    """Quiet, and in one line where it fails."""
+def _loading(where: str, flag: str) -> Iterator[dict[str, Any]]:
+    """Load quietly, with the options yielded; an error is one line."""
     from transformers.utils import logging as host_logging
 
     host_logging.disable_progress_bar()
     host_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    reached = Path(where).is_dir() or _reach_hub(where, flag)
     try:
-        yield
+        yield {} if reached else {"local_files_only": True}
     except Exception as error:  # a broken checkpoint makes its readers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if not Path(where).is_dir():
-            reason = f"it is no folder, and as a name on the hub: {reason}"
+        if not reached:
+            reason = (
+                "it is no folder, the hub cannot be reached, and its cache lacks it or a part "
+                "of it: name a folder, or load it once with a network"
+            )
         raise ValueError(f"{flag} {where} cannot be loaded: {reason}") from error
+
+
+def _reach_hub(name: str, flag: str) -> bool:
+    """Ask the hub for a name once; False where it cannot be reached.
+
+    transformers tries a hub that is unreachable many times: nothing is asked a second time.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+
+    if constants.HF_HUB_OFFLINE:
+        return False
+    print(f"{flag} {name}: no such folder, looking it up on {constants.ENDPOINT}", file=sys.stderr)
+    try:
+        HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ValueError(
+            f"{flag} {name}: there is no such folder, and no such model on {constants.ENDPOINT}: "
+            "check the name, or log in (hf auth login) where it is private"
+        ) from error
+    except HfHubHTTPError:  # it answers; what it refuses is said where a file is asked for
+        return True
+    except Exception:  # its clients have errors of their own for each way of not connecting
+        return False
+    return True
 
 
 def skeleton(config: Any) -> Any:

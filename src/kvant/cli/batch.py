@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json as json_text
 import os
+import time
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
@@ -30,7 +31,7 @@ from kvant.cli.session import attached, prefixes_in, show
 from kvant.devices import check_device, check_dtype
 from kvant.errors import name_path
 from kvant.progress import Bar
-from kvant.sizes import parse_size
+from kvant.sizes import counted, parse_size
 from kvant.spec.auto import check_spec
 
 PROMPTS = ("prompt", "messages")  # a line has one of them,
@@ -80,14 +81,7 @@ def batch(
     check_readable(prompts, "PROMPTS")
     check_writable(out, "--out")
     check_spec(spec)
-    check_backend(backend)
-    check_device(device)
-    check_dtype(dtype)
-    checkpoints.check(model)
-    if store:
-        from kvant.stores import open_tiers
-
-        open_tiers(store)
+    _check_served(model, store, backend, device, dtype)
     told = {"model": model, "kv_cache": spec, "dtype": dtype, "max_context": max_context}
     lines = [
         _request(line, number, asked)
@@ -117,16 +111,52 @@ def batch(
             prefixes_in(store, quiet=json, most=most) as prefixes,
             Engine(served, tokenizer, stored, prefixes=prefixes, **options) as engine,
         ):
-            failed += _answered(engine, lines, marks, done, out, max_sequences, quiet=json)
-            figures = {"engine": engine.stats()}
+            begin = time.perf_counter()
+            wrong = _answered(engine, lines, marks, done, out, max_sequences, quiet=json)
+            failed += wrong
+            figures = _figures(time.perf_counter() - begin, engine.stats())
     if json:
         summary = {"prompts": len(lines), "done_before": done, "failed": failed, "out": str(out)}
         print(json_text.dumps(summary | figures))
     elif done:
         show(f"{done} of {len(lines)} were there already")
+    if figures and not json:
+        show(_summary(len(lines) - done, wrong, figures))
     if failed:
         show(f"{failed} of {len(lines)} prompts failed: see `error` in {out}")
         raise Exit(1)
+
+
+def _check_served(
+    model: str | None, store: list[str] | None, backend: str | None, device: str | None, dtype: str
+) -> None:
+    """Refuse what no engine can be made with, before a model is loaded."""
+    check_backend(backend)
+    check_device(device)
+    check_dtype(dtype)
+    checkpoints.check(model)
+    if store:
+        from kvant.stores import open_tiers
+
+        open_tiers(store)
+
+
+def _figures(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
+    """How much was generated in which time, and what the engine says of it."""
+    tokens = stats["completion_tokens"]
+    speed = tokens / seconds if seconds else None
+    return {"seconds": seconds, "tokens": tokens, "tokens_a_second": speed, "engine": stats}
+
+
+def _summary(prompts: int, failed: int, figures: dict[str, Any]) -> str:
+    """The same for people, in a line."""
+    speed, stats = figures["tokens_a_second"], figures["engine"]
+    told = "" if speed is None else f", {speed:.1f} a second"
+    return (
+        f"{counted(prompts, 'prompt')}, {failed} failed: {counted(figures['tokens'], 'token')} in "
+        f"{figures['seconds']:.1f} s{told}; {stats['cached_tokens']} of {stats['prompt_tokens']} "
+        "tokens of prompts were cached"
+    )
 
 
 def _answered(
@@ -146,6 +176,7 @@ def _answered(
     with name_path(out):
         out.touch()
     with Bar("prompts", quiet=quiet) as bar:
+        bar.show(done, len(lines))
         asks = [partial(_ask, engine, line) for line in lines[done:]]
         for number, result in enumerate(in_order(asks, at_once), done):
             failed += isinstance(result, Exception)

@@ -64,7 +64,7 @@ def known(words: list[str]) -> None:
     while hasattr(command, "resolve_command"):
         name, command, rest = command.resolve_command(context, rest)
         context = command.make_context(name, list(rest), parent=context)
-    assert command.callback is not None
+    assert context.command.callback is not None
 
 
 @pytest.fixture

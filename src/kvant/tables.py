@@ -6,11 +6,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-PIPE_WIDTH = 160  # where nobody looks, nothing is cut off
+PIPE_WIDTH = 160  # columns of a table in a pipe, so that nothing is cut off
 
 
 def blank() -> tuple[Console, Table]:
-    """Standard output, which takes text as it is, and an empty table for it."""
+    """Return a console of standard output, which prints text as it is, and an empty table."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH

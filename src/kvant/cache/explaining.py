@@ -23,9 +23,9 @@ from kvant.spec import words
 
 def explain_cache(cache: Cache) -> str:
     """Describe how each layer is stored and by what it is read, alike layers in one line."""
-    told = [_describe(recipe, cache.layers.get(i)) for i, recipe in enumerate(cache.spec.layers)]
+    texts = [_describe(recipe, cache.layers.get(i)) for i, recipe in enumerate(cache.spec.layers)]
     lines, first = [], 0
-    for text, run in groupby(told):
+    for text, run in groupby(texts):
         stop = first + len(list(run))
         where = f"layer {first}" if stop == first + 1 else f"layers {first}-{stop - 1}"
         lines.append(f"{where}: {text}")

@@ -142,19 +142,19 @@ def _check_served(
 
 
 def _figures(seconds: float, stats: dict[str, Any]) -> dict[str, Any]:
-    """How much was generated in which time, and what the engine says of it."""
+    """Count generated tokens and seconds, beside the statistics of the engine."""
     tokens = stats["completion_tokens"]
     speed = tokens / seconds if seconds else None
     return {"seconds": seconds, "tokens": tokens, "tokens_a_second": speed, "engine": stats}
 
 
 def _summary(prompts: int, failed: int, figures: dict[str, Any]) -> str:
-    """The same for people, in a line."""
+    """Describe the figures of a run in a line."""
     speed, stats = figures["tokens_a_second"], figures["engine"]
-    told = "" if speed is None else f", {speed:.1f} a second"
+    rate = "" if speed is None else f", {speed:.1f} a second"
     return (
         f"{counted(prompts, 'prompt')}, {failed} failed: {counted(figures['tokens'], 'token')} in "
-        f"{figures['seconds']:.1f} s{told}; {stats['cached_tokens']} of {stats['prompt_tokens']} "
+        f"{figures['seconds']:.1f} s{rate}; {stats['cached_tokens']} of {stats['prompt_tokens']} "
         "tokens of prompts were cached"
     )
 

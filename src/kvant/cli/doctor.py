@@ -36,14 +36,14 @@ def doctor(
     system = _system()
     if not json:
         _show_system(system)
-    told = system | _tested()
-    told["seconds"] = time.perf_counter() - begin
-    told["healthy"] = all(row["difference"] < FAR for row in told["self_test"])
+    facts = system | _tested()
+    facts["seconds"] = time.perf_counter() - begin
+    facts["healthy"] = all(row["difference"] < FAR for row in facts["self_test"])
     if json:
-        print(json_text.dumps(told))
+        print(json_text.dumps(facts))
     else:
-        _show_tested(told)
-    if not told["healthy"] or (kernels and not told["compiled"]):
+        _show_tested(facts)
+    if not facts["healthy"] or (kernels and not facts["compiled"]):
         raise SystemExit(1)
 
 
@@ -124,37 +124,37 @@ def _rows() -> tuple[Console, Table]:
     return console, table
 
 
-def _show_system(told: dict[str, Any]) -> None:
+def _show_system(facts: dict[str, Any]) -> None:
     console, table = _rows()
-    memory = "" if told["memory"] is None else f", {format_size(told['memory'])} of memory"
+    memory = "" if facts["memory"] is None else f", {format_size(facts['memory'])} of memory"
     table.add_row(
         "versions",
-        f"kvant {told['kvant']}, torch {told['torch']}, transformers {told['transformers']}, "
-        f"Python {told['python']}, {told['system']}",
+        f"kvant {facts['kvant']}, torch {facts['torch']}, transformers {facts['transformers']}, "
+        f"Python {facts['python']}, {facts['system']}",
     )
-    table.add_row("processor", f"{told['processor']}, {told['cores']} cores{memory}")
-    for extra, missing in told["extras"].items():
+    table.add_row("processor", f"{facts['processor']}, {facts['cores']} cores{memory}")
+    for extra, missing in facts["extras"].items():
         lacking = f"without {', '.join(missing)}: pip install 'kvant[{extra}]'"
         table.add_row(f"kvant[{extra}]", lacking if missing else "installed")
     console.print(table)
 
 
-def _show_tested(told: dict[str, Any]) -> None:
+def _show_tested(facts: dict[str, Any]) -> None:
     console, table = _rows()
-    table.add_row("threads", f"torch computes with {told['threads']}")
-    table.add_row("GPU", told["gpu"])
-    table.add_row("kernels", told["kernels"])
-    table.add_row("packed weights", told["packed_weights"])
-    slow = " and ".join(told["slow_dtypes"])
+    table.add_row("threads", f"torch computes with {facts['threads']}")
+    table.add_row("GPU", facts["gpu"])
+    table.add_row("kernels", facts["kernels"])
+    table.add_row("packed weights", facts["packed_weights"])
+    slow = " and ".join(facts["slow_dtypes"])
     reads = f"{slow} read prompts slower than float32: --dtype float32" if slow else "none is slow"
     table.add_row("dtypes", reads)
-    for device, backends in told["backends"].items():
+    for device, backends in facts["backends"].items():
         first = next(name for name, reason in backends.items() if reason is None)
         for name, reason in backends.items():
             used = "reads rows, and is what is taken" if name == first else "reads rows if asked to"
             table.add_row(f"{name} on {device}", f"does not: {reason}" if reason else used)
     console.print(table)
-    far = [row for row in told["self_test"] if row["difference"] >= FAR]
+    far = [row for row in facts["self_test"] if row["difference"] >= FAR]
     for row in far:
         console.print(
             f"WRONG: {row['backend']} on {row['device']} is {row['difference']:.2g} from the "
@@ -162,8 +162,8 @@ def _show_tested(told: dict[str, Any]) -> None:
             soft_wrap=True,
         )
     if not far:
-        most = max((row["difference"] for row in told["self_test"]), default=None)
-        agree = f"{len(told['self_test'])} kernels agree with the reference, to {most or 0:.1g}"
+        most = max((row["difference"] for row in facts["self_test"]), default=None)
+        agree = f"{len(facts['self_test'])} kernels agree with the reference, to {most or 0:.1g}"
         none = "there is no kernel to compare, the reference computes"
         said = none if most is None else agree
-        console.print(f"self-test: {said}, in {told['seconds']:.1f} s", soft_wrap=True)
+        console.print(f"self-test: {said}, in {facts['seconds']:.1f} s", soft_wrap=True)

@@ -104,8 +104,8 @@ def _budget_notes(
         for row in rows
         if row["largest_context"] is None or row["largest_context"] > longest
     ]
-    told = f"{', '.join(found)}: more tokens fit than the {longest} this model was made for"
-    return [told] if found else []
+    note = f"{', '.join(found)}: more tokens fit than the {longest} this model was made for"
+    return [note] if found else []
 
 
 def _widest_rule(one: Plan) -> Retention:

@@ -255,6 +255,14 @@ def test_help_needs_no_torch(words: str) -> None:
     assert imported(COMMAND.format(words=words.split())) == []
 
 
+@pytest.mark.parametrize("words", ["kvant ru", "kvant run --kv-", "kvant bench att"])
+def test_completion_needs_no_torch(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_KVANT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    assert imported(COMMAND.format(words=[])) == []
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -1,8 +1,10 @@
 """What every test starts from: the same seed, one thread, reproducible hypothesis examples."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +46,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def verdicts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for verdicts, and all the time to find them: a busy machine knows as much."""
+    home = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    monkeypatch.setattr("kvant.probing.guard.BUDGET", math.inf)
+    return home / "kvant" / "verdicts"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tables on standard output, for people."""
+"""Tables for people."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rich.table import Table
 PIPE_WIDTH = 160  # columns of a table in a pipe, so that nothing is cut off
 
 
-def blank() -> tuple[Console, Table]:
-    """Return a console of standard output, which prints text as it is, and an empty table."""
-    console = Console(highlight=False, markup=False, emoji=False)
+def blank(*, stderr: bool = False) -> tuple[Console, Table]:
+    """Return a console, which prints text as it is, and an empty table."""
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console, Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)

@@ -36,7 +36,8 @@ def test_a_turn_re_uses_the_ones_before(call: Any) -> None:
 
 
 def test_statistics_follow_each_reply(call: Any) -> None:
-    _, _, error = call(*WORDS, "--stats", "--kv-cache", "affine8", typed="import os\ndef f\n")
+    asked = (*WORDS, "--stats", "--no-guard", "--kv-cache", "affine8")
+    _, _, error = call(*asked, typed="import os\ndef f\n")
     assert [line.partition(" tokens")[0] for line in error.splitlines()] == ["5", "5"]
     assert error.count("affine8: ") == 2
 

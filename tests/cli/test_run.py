@@ -25,7 +25,9 @@ SHORT = ("run", "--prompt", "import os\n", "--max-new-tokens", "6")
 
 def test_it_continues_a_prompt(call: Any) -> None:
     code, out, error = call(*SHORT, "--kv-cache", "affine4")
-    assert (code, error) == (0, "")
+    assert code == 0 and error.startswith("trying affine4 on the model (at most ")
+    assert error.endswith("--no-guard skips it)\n") and error.count("\n") == 1
+    assert call(*SHORT, "--kv-cache", "affine4") == (0, out, "")  # its verdict is known
     assert out.startswith("import os\n") and len(out) > len("import os\n") + 1
 
 
@@ -111,7 +113,21 @@ def test_strategies_and_drafts_say_the_same(words: tuple[str, ...], call: Any) -
 def test_auto_says_what_it_took(call: Any) -> None:
     code, out, error = call(*SHORT, "--kv-cache", "auto", "--json")
     told = json.loads(out)
-    assert code == 0 and error.startswith("auto: turbo")
+    first, chosen, head, *rows = error.splitlines()
+    assert code == 0 and first.startswith("auto: trying formats") and chosen.startswith("auto: ")
+    assert head.split() == [
+        "tried",
+        "bytes",
+        "a",
+        "token",
+        "KL",
+        "top-1",
+        "recall",
+        "lost",
+        "verdict",
+    ]
+    assert [row.split()[1] for row in rows if row.startswith("*")] == [chosen.split()[1]]
+    assert rows[0].split()[0] == "turbo2" and rows[0].endswith("changes predictions")
     assert told["kv_cache"].startswith("turbo") and "warning" not in error
 
 

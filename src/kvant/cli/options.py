@@ -53,7 +53,9 @@ Backend = Annotated[
     str | None, Option(help="What reads the cache: native, triton, reference; else what can.")
 ]
 Pack = Annotated[bool, Option(help="Weights of 16 bits on a CPU are packed for it.")]
-Guard = Annotated[bool, Option(help="Warn where the format does the model harm.")]
+Guard = Annotated[
+    bool, Option(help="Try the format on the model, 2 s at most, and warn where it does harm.")
+]
 Load = Annotated[Path | None, Option(help="Go on from a saved conversation.")]
 Store = Annotated[
     list[str] | None,

@@ -21,6 +21,7 @@ from kvant.progress import Bar
 from kvant.sizes import counted, format_size, parse_size
 from kvant.spec import words
 from kvant.spec.auto import check_spec, is_auto
+from kvant.tables import blank
 
 PATIENCE = 0.1  # seconds after which a bar tells how much is still to be written
 
@@ -185,13 +186,44 @@ def attached(model: Any, asked: str, tokenizer: Any, guard: bool) -> Any:
     from kvant import probing
 
     warn_of_slow_weights(model, lambda line: show(f"warning: {line}"))
-    with Bar("trying formats") as tried:
-        spec, told = probing.attached(model, asked, tokenizer, guard=guard, progress=tried.show)
-    if spec != asked:
-        show(f"{asked}: {spec}")
-    if told is not None:
-        show(f"warning: {told}")
-    return spec
+    with Bar(f"trying {asked}") as tried:
+
+        def progress(done: int, total: int) -> None:
+            if done == 0:  # a trial begins: its verdict was not known
+                show(_trial_line(asked, is_auto(asked)))
+            tried.show(done, total)
+
+        found = probing.attached(model, asked, tokenizer, guard=guard, progress=progress)
+    if found.spec != asked:
+        show(f"{asked}: {found.spec}")
+        _show_candidates(model, found)
+    if found.warning is not None:
+        show(f"warning: {found.warning}")
+    return found.spec
+
+
+def _trial_line(asked: str, auto: bool) -> str:
+    from kvant.probing.guard import BUDGET
+
+    if auto:
+        return f"{asked}: trying formats on the model, the smallest first"
+    return f"trying {asked} on the model (at most {BUDGET:g} s; --no-guard skips it)"
+
+
+def _show_candidates(model: Any, found: Any) -> None:
+    """What `auto` tried, on standard error."""
+    from kvant.planner import plan
+
+    console, table = blank(stderr=True)
+    for head in ("", "tried", "bytes a token", "KL", "top-1", "recall lost", "verdict"):
+        table.add_column(head, no_wrap=True)
+    for one in found.candidates:
+        mark = "*" if one.spec == found.spec else ""
+        nbytes = plan(model, one.spec, context=1).nbytes_per_token
+        lost = "" if one.lost is None else f"{one.lost:.2g}"
+        cells = (f"{nbytes:.0f}", f"{one.mean_kl:.2g}", f"{one.top1:.1%}", lost, one.verdict)
+        table.add_row(mark, one.spec, *cells)
+    console.print(table)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ and no measurement of its quality; that is `kvant eval`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,9 @@ from kvant.hf import continuing, host_model
 from kvant.models import layer_shapes, max_context
 from kvant.models.shapes import LayerShape
 from kvant.planner import plan
-from kvant.probing.judgement import Judgement, Trial, trial
+from kvant.probing import verdicts
+from kvant.probing.assessment import Progress, silent
+from kvant.probing.judgement import Candidate, Judgement, Trial, trial
 from kvant.probing.predictions import Divergence, unbounded
 from kvant.recipes import AnySpec
 from kvant.retention import WINDOW_SINKS
@@ -92,13 +94,6 @@ def _joined(word: str, options: list[str], *more: str) -> str:
     return ",".join([word, *options, *more])
 
 
-Progress = Callable[[int, int], None]  # formats that were tried, and all that there are
-
-
-def silent(done: int, total: int) -> None:
-    """Nobody looks."""
-
-
 @dataclass(frozen=True)
 class Probe:
     """The finding.
@@ -167,6 +162,14 @@ def probe(
     return Probe(asked, *measured, tried.max_kl, tried.max_lost, recommended, why)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` stands for with a model, and what was tried for it, in this order."""
+
+    spec: str
+    candidates: tuple[Candidate, ...]
+
+
 def resolved(
     model: PreTrainedModel, spec: AnySpec, tried: Trial, progress: Progress = silent
 ) -> AnySpec:
@@ -174,17 +177,29 @@ def resolved(
 
     What is tolerated is of the trial, or what the spec says: `auto,max_kl=0.01,max_lost=0.1`.
     """
-    if not is_auto(spec):
-        return spec
-    size, tolerated = auto_size(str(spec)), auto_tolerance(str(spec), tried.tolerated)
-    judgement, done = Judgement(model, replace(tried, tolerated=tolerated)), count()
+    return choose(model, str(spec), tried, progress).spec if is_auto(spec) else spec
+
+
+def choose(model: PreTrainedModel, spec: str, tried: Trial, progress: Progress = silent) -> Choice:
+    """Try formats, the smallest first, until one does little enough; or read it from disk."""
+    size, tolerated = auto_size(spec), auto_tolerance(spec, tried.tolerated)
+    tried = replace(tried, tolerated=tolerated)
+    asked = "auto", size, tried.max_kl, tried.max_lost, bool(tried.exams())
+    key = verdicts.key_of(model, tried.ids, *asked)
+    if (known := verdicts.load(key)) is not None:
+        with suppress(KeyError, TypeError):  # fields of another version
+            return Choice(known["spec"], tuple(Candidate(**one) for one in known["candidates"]))
+    judgement, candidates = Judgement(model, tried), list[Candidate]()
 
     def judge(one: str) -> bool:
-        progress(next(done), len(CHOICES))
-        return judgement.spares(one)
+        progress(len(candidates), len(CHOICES))
+        candidates.append(judgement.candidate(one))
+        return candidates[-1].harmless
 
     context = max_context(model.config) or 8192
-    return smallest(judge, layer_shapes(model), context, size)
+    found = Choice(smallest(judge, layer_shapes(model), context, size), tuple(candidates))
+    verdicts.store(key, asdict(found))
+    return found
 
 
 def _better(judgement: Judgement, spec: AnySpec) -> tuple[AnySpec, str]:

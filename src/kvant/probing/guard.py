@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from time import monotonic
 from typing import Any
 
 from torch import nn
@@ -14,13 +16,17 @@ from transformers import PreTrainedModel
 from kvant import hf
 from kvant.errors import UnsupportedView
 from kvant.hf.detect import host_layers, recipes
-from kvant.probing.finding import Progress, resolved, silent
-from kvant.probing.judgement import Trial, trial
-from kvant.probing.predictions import divergence, unbounded
-from kvant.recipes import AnySpec, attention_in
+from kvant.probing import verdicts
+from kvant.probing.assessment import Progress, Verdict, assess, silent
+from kvant.probing.finding import choose
+from kvant.probing.judgement import Candidate, Trial, trial
+from kvant.probing.predictions import unbounded
+from kvant.recipes import AnySpec, CacheSpec, attention_in
 from kvant.spec.auto import is_auto
+from kvant.spec.headers import dumps
 
 log = logging.getLogger("kvant")
+BUDGET = 2.0  # seconds that a start may take longer by a trial
 UNASKED = (
     "auto was chosen by predictions alone, which change little where a model forgets: give "
     "tokenizer=, and a model of 512 tokens or more, for what it recalls to be asked too"
@@ -37,9 +43,10 @@ def attach(
 ) -> Attached:
     """Let `model.generate(...)` use a cache with this spec, until `detach`, or in a `with`.
 
-    A format is tried on the model first, on a thousand tokens of a text if there is a tokenizer,
-    and one that changes its predictions too much is said in a warning; `guard=False` leaves that
-    out. `auto` takes the smallest that does not, and that leaves the model what it recalls. A model
+    A format is tried on the model first, for two seconds at most, on a text if there is a
+    tokenizer. A warning names one that changes its predictions too much, and one of which that is
+    still unknown; `guard=False` leaves that out. Verdicts are kept on disk, and not tried again.
+    `auto` takes the smallest that does not, and that leaves the model what it recalls. A model
     inside a wrapper (torch.compile, peft) is attached itself, and with it the parts that it hands
     over to; a copy is attached by itself, also a pickled one. `backend` is the one that is to read
     every layer, else the first that can.
@@ -50,9 +57,9 @@ def attach(
     4
     """
     before = hf.attachments(model)
-    told = attached(model, spec, tokenizer, guard=guard, backend=backend)[1]
-    if told is not None:
-        warnings.warn(told, stacklevel=2)
+    found = attached(model, spec, tokenizer, guard=guard, backend=backend)
+    if found.warning is not None:
+        warnings.warn(found.warning, stacklevel=2)
     return Attached(model, before)
 
 
@@ -81,6 +88,15 @@ def _put_back(model: nn.Module, before: Mapping[PreTrainedModel, Any]) -> None:
         hf.attach(part, held.spec, backend=held.backend)
 
 
+@dataclass(frozen=True)
+class Attachment:
+    """The spec that a model is attached with, what to warn of, and what `auto` tried for it."""
+
+    spec: AnySpec
+    warning: str | None
+    candidates: tuple[Candidate, ...] = ()
+
+
 def attached(
     model: nn.Module,
     spec: AnySpec,
@@ -89,10 +105,10 @@ def attached(
     guard: bool,
     backend: str | None = None,
     progress: Progress = silent,
-) -> tuple[AnySpec, str | None]:
-    """The spec that the model is attached with now, and what is to be said of it.
+) -> Attachment:
+    """Attach a model; after an error it is attached as it was before, or not at all.
 
-    After an error it is attached as it was before, or not at all.
+    `progress(0, total)` says that a trial begins: none does where its verdict is known.
     """
     model = hf.host_model(model)
     before = hf.attachments(model)
@@ -102,7 +118,7 @@ def attached(
     try:
         if is_auto(spec):
             return _chosen(model, spec, tokenizer, backend, progress)
-        return spec, _attached(model, spec, tokenizer, guard, backend)
+        return Attachment(spec, _attached(model, spec, tokenizer, guard, backend, progress))
     except BaseException:
         if hf.attachments(model) != before:
             _put_back(model, before)
@@ -111,18 +127,23 @@ def attached(
 
 def _chosen(
     model: PreTrainedModel, spec: AnySpec, tokenizer: Any, backend: str | None, progress: Progress
-) -> tuple[AnySpec, str | None]:
+) -> Attachment:
     """Attached with what `auto` stands for; that it does no harm is just found out."""
     hf.attach(model, "raw")
     reading = hf.continuing(model)
     tried = trial(reading, tokenizer)
-    found = resolved(reading, spec, tried, progress)
-    hf.attach(model, found, backend=backend)
-    return found, None if tried.exams() else UNASKED
+    found = choose(reading, str(spec), tried, progress)
+    hf.attach(model, found.spec, backend=backend)
+    return Attachment(found.spec, None if tried.exams() else UNASKED, found.candidates)
 
 
 def _attached(
-    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, guard: bool, backend: str | None
+    model: PreTrainedModel,
+    spec: AnySpec,
+    tokenizer: Any,
+    guard: bool,
+    backend: str | None,
+    progress: Progress,
 ) -> str | None:
     hf.attach(model, spec, backend=backend)
     seals = any(one.seals for one in attention_in(*recipes(host_layers(model), spec).layers))
@@ -131,25 +152,52 @@ def _attached(
         if guard and seals:
             log.info("the format was not tried on the model: tokens are not enough for it")
         return None
-    return harm(reader, spec, trial(reader, tokenizer))
+    return harm(reader, spec, trial(reader, tokenizer), progress)
 
 
-def harm(model: PreTrainedModel, spec: AnySpec, tried: Trial) -> str | None:
-    """What is to be said of a spec that changes what this model predicts, or nothing."""
+def harm(
+    model: PreTrainedModel, spec: AnySpec, tried: Trial, progress: Progress = silent
+) -> str | None:
+    """Warn of a spec that changes what this model predicts, or of which that is unknown."""
     if hf.crosses(model):
         return None  # it continues no text
     try:
         # What goes by a rule, goes because somebody asked for it: formats are judged.
         formats = unbounded(model, spec).changed(lambda layer: replace(layer, prune=None))
-        found = divergence(model, [tried.ids], formats)
+        if not any(layer.seals for layer in attention_in(*formats.layers)):
+            return None
+        found = _verdict(model, formats, tried, progress)
     except UnsupportedView as error:  # attention of the model's own, which needs dense rows
         log.info("the format was not tried on the model: %s", error)
         return None
-    if found.mean_kl <= tried.max_kl:
+    word = spec if isinstance(spec, str) else "this cache"
+    seen = f"{found.mean_kl:.2g} nats in the mean, where {tried.max_kl:.2g} is tolerated"
+    if found.harmless is None:
+        return (
+            f"unknown what {word} does to {type(model).__name__}: {found.tokens} of "
+            f"{found.total} tokens were read in {BUDGET:g} s ({seen}). `kvant eval`, or "
+            "kvant.probe(model, tokenizer, spec), measures it"
+        )
+    if found.harmless:
         return None
     return (
-        f"{spec if isinstance(spec, str) else 'this cache'} changes what {type(model).__name__} "
-        f"predicts: {found.mean_kl:.2g} nats in the mean, where {tried.max_kl:.2g} is tolerated. "
+        f"{word} changes what {type(model).__name__} predicts: {seen}. "
         "kvant.probe(model, tokenizer, spec) tells where and what to take instead; 'auto' takes "
         "the smallest format that does no harm"
     )
+
+
+def _verdict(
+    model: PreTrainedModel, formats: CacheSpec, tried: Trial, progress: Progress
+) -> Verdict:
+    """Read it from disk, or find it out and keep it, unless it is unknown."""
+    begun = monotonic()
+    key = verdicts.key_of(model, tried.ids, "format", dumps(formats), tried.max_kl)
+    if (known := verdicts.load(key)) is not None:
+        with suppress(TypeError):  # fields of another version
+            return Verdict(**known)
+    left = BUDGET - (monotonic() - begun)
+    found = assess(model, tried.ids, formats, tried.max_kl, seconds=left, progress=progress)
+    if found.harmless is not None:
+        verdicts.store(key, asdict(found))
+    return found

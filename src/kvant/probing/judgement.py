@@ -13,6 +13,7 @@ among them: without a tokenizer there are no words to ask in.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from kvant.demo import probed
 from kvant.hf import HostCache, cache_for
 from kvant.models import max_context
+from kvant.probing.assessment import assess, silent
 from kvant.probing.predictions import (
     Divergence,
     compared,
@@ -95,6 +97,8 @@ def trial(
 
 
 JUDGED = 128  # tokens
+FEW = 16  # of them, which show a format that does far too much:
+FAR = 4.0  # times what is tolerated
 
 
 @dataclass(frozen=True)
@@ -115,8 +119,9 @@ class Screen:
         forward(model, prompt, cache)
         return cls(model, prompt, cache, behind, forward(model, behind[:, :-1], cache.fork()))
 
-    def divergence(self, spec: AnySpec) -> Divergence:
-        return self._of(cache_for(self.model, stored(self.model, spec)).spec)
+    def divergence(self, spec: AnySpec, count: int = JUDGED) -> Divergence:
+        """Of the first `count` tokens behind the prompt."""
+        return self._of(cache_for(self.model, stored(self.model, spec)).spec, count)
 
     def by_layer(self, spec: AnySpec) -> tuple[float, ...]:
         """The mean divergence where one layer alone is stored by the spec; 0 where none is."""
@@ -129,7 +134,7 @@ class Screen:
         raw = self.cache.spec.layers
         return self._of(CacheSpec((*raw[:index], full[index], *raw[index + 1 :]))).mean_kl
 
-    def _of(self, spec: CacheSpec) -> Divergence:
+    def _of(self, spec: CacheSpec, count: int = JUDGED) -> Divergence:
         if spec.prunes:  # by what the prompt asks, which a cache that is recoded was not
             twin = empty_cache(self.model, spec)
             forward(self.model, self.prompt, twin)
@@ -137,8 +142,26 @@ class Screen:
         else:
             twin = self.cache.fork()
             twin.recode(spec)
-        logits = forward(self.model, self.ids[:, :-1], twin)
-        return compared(self.right, logits, self.ids[0, 1:])
+        logits = forward(self.model, self.ids[:, :-1][:, :count], twin)
+        return compared(self.right[:count], logits, self.ids[0, 1 : count + 1])
+
+
+HARMLESS = "harmless"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A format that was tried on a model."""
+
+    spec: str
+    mean_kl: float  # nats, over the tokens that its verdict took
+    top1: float  # share of them whose likeliest token stays
+    lost: float | None  # of the chance of an answer; None: not asked any more
+    verdict: str
+
+    @property
+    def harmless(self) -> bool:
+        return self.verdict == HARMLESS
 
 
 @dataclass(frozen=True)
@@ -162,11 +185,26 @@ class Judgement:
     def lost(self, spec: AnySpec) -> float:
         return self.recall.lost(unbounded(self.model, spec))
 
-    def spares(self, spec: AnySpec) -> bool:
-        """Does it do little enough? What costs least to find out is asked first."""
-        tried = self.tried
-        return (
-            self.screen.divergence(unbounded(self.model, spec)).mean_kl <= tried.max_kl
-            and self.lost(spec) <= tried.max_lost
-            and self.divergence(spec).mean_kl <= tried.max_kl
-        )
+    def spares(self, spec: str) -> bool:
+        """Does it do little enough?"""
+        return self.candidate(spec).harmless
+
+    def candidate(self, spec: str) -> Candidate:
+        """Try a format, the cheapest question first; the first that it fails is the last asked."""
+        formats, max_kl = unbounded(self.model, spec), self.tried.max_kl
+        for count, most in ((FEW, FAR * max_kl), (JUDGED, max_kl)):
+            found = self.screen.divergence(formats, count)
+            if found.mean_kl > most:
+                return Candidate(spec, found.mean_kl, found.top1, None, "changes predictions")
+        lost = self.lost(spec)
+        if lost > self.tried.max_lost:
+            return Candidate(spec, found.mean_kl, found.top1, lost, "recalls less")
+        if formats.prunes:
+            whole = self.divergence(spec)
+            harmless, measured = whole.mean_kl <= max_kl, (whole.mean_kl, whole.top1)
+        else:
+            verdict = assess(
+                self.model, self.tried.ids, formats, max_kl, seconds=math.inf, progress=silent
+            )
+            harmless, measured = bool(verdict.harmless), (verdict.mean_kl, verdict.top1)
+        return Candidate(spec, *measured, lost, HARMLESS if harmless else "changes predictions")

@@ -108,12 +108,12 @@ class Replica:
         if not settings.gpus:
             torch.set_num_threads(max(1, int(settings.cpus)))
         model, tokenizer = settings.load()
-        spec, told = attached(model, settings.kv_cache, tokenizer, guard=settings.guard)
-        if told is not None:
-            log.warning("%s", told)
+        found = attached(model, settings.kv_cache, tokenizer, guard=settings.guard)
+        if found.warning is not None:
+            log.warning("%s", found.warning)
         kept = Prefixes(settings.most_kept, store=settings.store or None)
         self._open.enter_context(kept)  # in the end it is written to the store
-        served = settings.served(model, tokenizer, spec, kept, clients)
+        served = settings.served(model, tokenizer, found.spec, kept, clients)
         self._service = self._open.enter_context(served)
         self._open.callback(self._service.close)
         self._app = create_app(self._service, settings.host)

@@ -1,0 +1,110 @@
+"""Verdicts on disk: what was found out of a model and a format is not tried again.
+
+A key is of all weights, the configuration, the format, the text and the version of the trial. A
+weight enters by sums of its bytes, as 64-bit integers, over the rows and over the columns of a
+table: they are read as fast as memory is, and one value that differs always shows. Any fault in
+reading or writing a file is a verdict that is not there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from hashlib import blake2b
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvant.hf import held, named_modules, plain
+from kvant.weights import named_weights
+
+EDITION = "kvant verdict 1"  # another one where trials find another thing
+MAX_FILES = 256
+COLUMNS = 512  # of the table of a weight, 8 bytes each
+
+log = logging.getLogger("kvant")
+
+
+def folder() -> Path:
+    """$XDG_CACHE_HOME/kvant/verdicts, or ~/.cache/kvant/verdicts."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    return Path(base) / "kvant" / "verdicts"
+
+
+def key_of(model: PreTrainedModel, ids: Tensor, *parts: object) -> str | None:
+    """The name of a verdict; None of a model that its weights do not tell."""
+    if any(
+        one.training or one._forward_hooks or one._forward_pre_hooks
+        for _, one in named_modules(model)
+    ) or any(tensor.is_meta for _, tensor in _tensors(model)):
+        return None
+    settings = json.dumps(model.config.to_dict(), sort_keys=True, default=repr)
+    values = [(name, plain(value)) for name, value in held(model)]
+    told = (
+        EDITION,
+        version("kvant"),
+        type(model).__qualname__,
+        settings,
+        values,
+        model.device.type,
+    )
+    found = blake2b(repr((told, ids.tolist(), parts)).encode(), digest_size=32)
+    for name, tensor in _tensors(model):
+        found.update(f"{name} {list(tensor.shape)} {tensor.dtype}".encode())
+        found.update(checksum(tensor))
+    return found.hexdigest()
+
+
+def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    yield from named_weights(model)
+    yield from model.named_buffers()
+    for name, value in held(model):
+        if isinstance(value, Tensor):
+            yield name, value
+
+
+@torch.no_grad()
+def checksum(tensor: Tensor) -> bytes:
+    """Sums of its bytes over rows and columns, and what is left of them."""
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if flat.storage_offset() % 8:
+        flat = flat.clone()
+    whole = len(flat) // (8 * COLUMNS) * 8 * COLUMNS
+    table = flat[:whole].view(torch.int64).reshape(-1, COLUMNS)
+    sums = [table.sum(0), table.sum(1), flat[whole:]]
+    return b"".join(one.cpu().numpy().tobytes() for one in sums)
+
+
+def load(key: str | None) -> dict[str, Any] | None:
+    """Read a verdict; None where there is none that can be read."""
+    if key is None:
+        return None
+    with suppress(OSError, ValueError, RuntimeError):  # no file, no JSON, no home
+        found = json.loads((folder() / f"{key}.json").read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def store(key: str | None, verdict: dict[str, Any]) -> None:
+    """Write it whole or not at all; the oldest beyond `MAX_FILES` go."""
+    if key is None:
+        return
+    try:
+        place = folder()
+        place.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile("w", dir=place, suffix=".new", delete=False) as file:
+            json.dump(verdict, file)
+        os.replace(file.name, place / f"{key}.json")
+        kept = sorted(place.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
+        for one in kept[MAX_FILES:]:
+            one.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
+        log.info("the verdict on a format is not kept: %s", error)

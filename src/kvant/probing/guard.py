@@ -20,7 +20,7 @@ from kvant.probing import verdicts
 from kvant.probing.assessment import Progress, Verdict, assess, silent
 from kvant.probing.finding import choose
 from kvant.probing.judgement import Candidate, Trial, trial
-from kvant.probing.predictions import unbounded
+from kvant.probing.predictions import empty_cache, unbounded
 from kvant.recipes import AnySpec, CacheSpec, attention_in
 from kvant.spec.auto import is_auto
 from kvant.spec.headers import dumps
@@ -166,7 +166,8 @@ def harm(
         formats = unbounded(model, spec).changed(lambda layer: replace(layer, prune=None))
         if not any(layer.seals for layer in attention_in(*formats.layers)):
             return None
-        found = _verdict(model, formats, tried, progress)
+        fitted = empty_cache(model, formats).spec  # its channel scales are part of its name
+        found = _verdict(model, fitted, tried, progress)
     except UnsupportedView as error:  # attention of the model's own, which needs dense rows
         log.info("the format was not tried on the model: %s", error)
         return None

@@ -302,9 +302,9 @@ class Reply:
 
 def held(session: Any) -> str:
     """Its memory beside that of a raw cache: 1.2 MiB, 0.31 of raw."""
-    cache = session.stats()
     from kvant.planner import plan
 
+    cache = session.stats()
     length, nbytes = cache["length"], cache["nbytes"]
     raw = plan(session.reader.decoder.model, "raw", context=length).nbytes if length else 0
     if not raw:

@@ -71,7 +71,7 @@ def test_a_saved_cache(call: Any, file: Path) -> None:
     assert "raw, the last 128" in lines[heads + 2]
     assert "the rows of layer 0" in lines[heads + 3] and lines[heads + 3].endswith("0 B")
     assert "recurrent" in lines[heads + 4]
-    assert "turbo4/turbo2 beside a state" in lines[heads + 5]
+    assert "turbo4v2 beside a state" in lines[heads + 5]
 
 
 def test_a_saved_cache_as_json(call: Any, file: Path) -> None:

@@ -131,6 +131,9 @@ def test_the_words_of_llama_cpp_mean_groups_of_32(
         ("raw,window=64,sinks=9,select=7", "raw,window=64,sinks=9,select=7"),
         ("affine4,sinks=4", "affine4,sinks=4"),
         ("turbo3", "turbo3"),
+        ("affine8/affine4", "affine8v4"),
+        ("turbo4v2", "turbo4v2"),
+        ("affine8/turbo2", "affine8/turbo2"),
     ],
 )
 def test_words_say_how_many_sinks_there_are(text: str, expected: str) -> None:

@@ -232,8 +232,11 @@ def takes_nothing(codec: Callable[..., object]) -> bool:
 
 
 def spelled(*codecs: Codec) -> str:
-    """The word for the codecs of a layer: one a side, or one in all where they are alike."""
-    return "/".join(dict.fromkeys(word_of(codec) for codec in codecs))
+    """Write the codecs of a layer as a spec does: affine8, affine8v4, or affine8/turbo3."""
+    words = list(dict.fromkeys(word_of(codec) for codec in codecs))
+    if len(words) == 2 and words[0][:-1] == words[1][:-1] in ("affine", "turbo"):
+        return f"{words[0]}v{words[1][-1]}"
+    return "/".join(words)
 
 
 def word_of(codec: Codec) -> str:

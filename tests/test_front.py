@@ -17,6 +17,7 @@ from kvant.models import layer_shapes
 def test_every_public_name_is_there() -> None:
     for name in kvant.__all__:
         assert getattr(kvant, name).__name__.rpartition(".")[2] == name
+    assert set(kvant.__all__) <= vars(kvant).keys()  # and looked up once
     assert set(kvant.__all__) <= set(dir(kvant))
     assert kvant.sizes.parse_size("1KiB") == 1024  # and modules, without an import of them
     with pytest.raises(AttributeError, match="module 'kvant' has no attribute 'nonsense'"):

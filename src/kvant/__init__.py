@@ -197,4 +197,5 @@ if not TYPE_CHECKING:  # or any name would be a good one
         """Import a name of LATER, or a module of the package."""
         if name not in LATER and find_spec(f"kvant.{name}") is not None:
             return import_module(f"kvant.{name}")
-        return _import_name(name)
+        globals()[name] = found = _import_name(name)  # the next use is that of any global
+        return found

@@ -51,6 +51,26 @@ def test_a_first_step_that_takes_long_is_a_line(
     assert capsys.readouterr().err == "measuring: 1 of 31, about 5.0 h left\n"
 
 
+def test_what_was_done_before_does_not_count_as_fast(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Bar("prompts") as bar:
+        bar.show(900, 1000)
+        clock.now += 10
+        bar.show(901, 1000)
+    assert capsys.readouterr().err == "prompts: 901 of 1000, about 16 min left\n"
+
+
+def test_no_time_is_invented_before_the_first_step(
+    clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Bar("trying") as bar:
+        bar.show(0, 22)
+        clock.now += 20
+        bar.show(0, 22)
+    assert capsys.readouterr().err == "trying: 0 of 22\n"
+
+
 @pytest.mark.parametrize("quiet", [False, True])
 def test_short_work_and_quiet_work_print_nothing(
     quiet: bool, clock: Clock, capsys: pytest.CaptureFixture[str]

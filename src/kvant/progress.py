@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 LINE_SECONDS = 10  # between two lines: short work prints none
+AT_ONCE = 0.5  # seconds: what is shown as done so soon was done before
 
 
 class Bar:
@@ -21,6 +22,7 @@ class Bar:
         self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
         self._task = self._bar.add_task(what)
         self._what, self._prints_lines = what, hidden and not quiet
+        self._before = 0  # what was done before the work began
         self._begun = self._last_line = monotonic()
 
     def __enter__(self) -> Bar:
@@ -35,12 +37,16 @@ class Bar:
         self._bar.stop()
 
     def show(self, done: int, total: int) -> None:
-        self._bar.update(self._task, completed=done, total=total)
         now = monotonic()
+        if now - self._begun < AT_ONCE:
+            self._before = done
+        self._bar.update(self._task, completed=done, total=total)
         if self._prints_lines and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            left = (now - self._begun) * (total - done) / max(done, 1)
-            line = f"{self._what}: {done} of {total}, about {duration(left)} left"
+            line = f"{self._what}: {done} of {total}"
+            if done > self._before:
+                left = (now - self._begun) * (total - done) / (done - self._before)
+                line += f", about {duration(left)} left"
             print(line, file=sys.stderr, flush=True)
 
 

@@ -95,7 +95,12 @@ def test_a_harmful_format_is_warned_of_at_each_start(plain: Any, tokenizer: Any)
         hf.detach(broken)
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"harmless": true}', "\x00", '{"other": 1}'])
+WRONG_KL = '{"harmless": false, "mean_kl": null, "top1": 1, "tokens": 1, "total": 1}'
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"harmless": true}', "\x00", '{"other": 1}', WRONG_KL]
+)
 def test_a_damaged_verdict_is_none(
     content: str, plain: Any, tokenizer: Any, steps: list[tuple[int, int]], verdicts: Path
 ) -> None:
@@ -143,7 +148,7 @@ def test_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         kept.store(f"{number}", {"number": number})
     assert len([*kept.folder().iterdir()]) == 3
-    assert kept.load("5") == {"number": 5}
+    assert kept.load("5", dict) == {"number": 5}
 
 
 def test_auto_is_chosen_once(plain: Any, tokenizer: Any, steps: list[tuple[int, int]]) -> None:
@@ -160,6 +165,38 @@ def test_auto_is_chosen_once(plain: Any, tokenizer: Any, steps: list[tuple[int, 
     hf.detach(plain)
     assert found[0] == found[1] and len(steps) == len(found[0].candidates) == 1
     assert found[0].candidates[-1].harmless and found[0].candidates[-1].spec == found[0].spec
+
+
+@pytest.mark.parametrize("spec", ["zzz9", 5, None])
+def test_a_choice_that_auto_cannot_make_is_found_anew(
+    spec: object, plain: Any, tokenizer: Any, verdicts: Path
+) -> None:
+    auto = "auto,max_kl=1,max_lost=1"
+    first = attached(plain, auto, tokenizer, guard=True)
+    (file,) = verdicts.iterdir()
+    file.write_text(json.dumps({"spec": spec, "candidates": []}))
+    assert attached(plain, auto, tokenizer, guard=True) == first
+    hf.detach(plain)
+
+
+def test_a_key_of_many_weights_takes_none_of_the_budget(
+    plain: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds: list[float] = []
+    monkeypatch.setattr(guard, "BUDGET", 2.0)
+    monkeypatch.setattr(guard, "assess", lambda *_, **given: seconds.append(given["seconds"]))
+    with pytest.raises(AttributeError):  # no verdict
+        harm(plain, "affine8", trial(plain, tokenizer))
+    assert seconds == [2.0]
+
+
+def test_a_write_that_fails_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    kept.store("key", {})
+    assert not [*kept.folder().iterdir()]
 
 
 def test_nothing_is_tried_without_a_guard(plain: Any, verdicts: Path) -> None:

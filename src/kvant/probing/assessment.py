@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain, repeat
 from time import monotonic
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,6 +52,14 @@ class Verdict:
     top1: float  # share of them whose likeliest token stays
     tokens: int
     total: int
+
+    @classmethod
+    def from_json(cls, fields: Any) -> Verdict:
+        """Parse a verdict that was kept; an error where one of its fields is wrong."""
+        if fields["harmless"] not in (True, False):
+            raise ValueError(f"harmless={fields['harmless']!r}: true or false is needed")
+        numbers = float(fields["mean_kl"]), float(fields["top1"])
+        return cls(bool(fields["harmless"]), *numbers, int(fields["tokens"]), int(fields["total"]))
 
 
 def assess(

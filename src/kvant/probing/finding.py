@@ -7,7 +7,6 @@ and no measurement of its quality; that is `kvant eval`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -169,6 +168,13 @@ class Choice:
     spec: str
     candidates: tuple[Candidate, ...]
 
+    @classmethod
+    def from_json(cls, fields: Any) -> Choice:
+        """Parse a choice that was kept; an error where one of its fields is wrong."""
+        if fields["spec"] not in (*CHOICES, "raw"):
+            raise ValueError(f"{fields['spec']!r} is no format that auto tries")
+        return cls(fields["spec"], tuple(map(Candidate.from_json, fields["candidates"])))
+
 
 def resolved(
     model: PreTrainedModel, spec: AnySpec, tried: Trial, progress: Progress = silent
@@ -186,9 +192,8 @@ def choose(model: PreTrainedModel, spec: str, tried: Trial, progress: Progress =
     tried = replace(tried, tolerated=tolerated)
     asked = "auto", size, tried.max_kl, tried.max_lost, bool(tried.exams())
     key = verdicts.key_of(model, tried.ids, *asked)
-    if (known := verdicts.load(key)) is not None:
-        with suppress(KeyError, TypeError):  # fields of another version
-            return Choice(known["spec"], tuple(Candidate(**one) for one in known["candidates"]))
+    if (known := verdicts.load(key, Choice.from_json)) is not None:
+        return known
     judgement, candidates = Judgement(model, tried), list[Candidate]()
 
     def judge(one: str) -> bool:

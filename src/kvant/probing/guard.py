@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from time import monotonic
 from typing import Any
 
 from torch import nn
@@ -192,13 +190,10 @@ def _verdict(
     model: PreTrainedModel, formats: CacheSpec, tried: Trial, progress: Progress
 ) -> Verdict:
     """Read it from disk, or find it out and keep it, unless it is unknown."""
-    begun = monotonic()
     key = verdicts.key_of(model, tried.ids, "format", dumps(formats), tried.max_kl)
-    if (known := verdicts.load(key)) is not None:
-        with suppress(TypeError):  # fields of another version
-            return Verdict(**known)
-    left = BUDGET - (monotonic() - begun)
-    found = assess(model, tried.ids, formats, tried.max_kl, seconds=left, progress=progress)
+    if (known := verdicts.load(key, Verdict.from_json)) is not None:
+        return known
+    found = assess(model, tried.ids, formats, tried.max_kl, seconds=BUDGET, progress=progress)
     if found.harmless is not None:
         verdicts.store(key, asdict(found))
     return found

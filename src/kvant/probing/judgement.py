@@ -159,6 +159,13 @@ class Candidate:
     lost: float | None  # of the chance of an answer; None: not asked any more
     verdict: str
 
+    @classmethod
+    def from_json(cls, fields: Any) -> Candidate:
+        """Parse a candidate that was kept; an error where one of its fields is wrong."""
+        lost = None if fields["lost"] is None else float(fields["lost"])
+        numbers = float(fields["mean_kl"]), float(fields["top1"])
+        return cls(str(fields["spec"]), *numbers, lost, str(fields["verdict"]))
+
     @property
     def harmless(self) -> bool:
         return self.verdict == HARMLESS

@@ -53,6 +53,11 @@ CLEAR = 0.1  # nats by which the likeliest token leads the second
 DEADLINE = 300  # seconds after which a request counts as lost
 ROUND = 6  # minutes in which each fault begins and ends once
 MAX_DISK = 4 << 30  # bytes of a disk that this tool agrees to fill
+BIG = "4 MB"
+KINDS = {  # of requests, with their weights
+    "short": 40, "long": 20, "salt": 12, "cancelled": 14, "n=4, greedy": 5, "n=4, drawn": 5,
+    BIG: 4,
+}
 REFUSED_BODY = json.dumps({"prompt": "a " * 2_000_000, "max_tokens": 1}).encode()
 
 
@@ -120,25 +125,23 @@ class Load:
         prompts = sorted(alone, key=lambda one: len(one.text))
         half = len(prompts) // 2
         self._short, self._long = prompts[:half], prompts[half:]
-        self._kinds: dict[str, tuple[int, Callable[[], str]]] = {  # with their weights
-            "short": (40, partial(self._greedy, self._short)),
-            "long": (20, partial(self._greedy, self._long)),
-            "salt": (12, partial(self._greedy, self._short + self._long, salted=True)),
-            "cancelled": (14, self._cancel),
-            "n=4, greedy": (5, partial(self._greedy, self._short, width=4)),
-            "n=4, drawn": (5, self._draw),
-            "4 MB": (4, self._refused),
+        self._send: dict[str, Callable[[], str]] = {
+            "short": partial(self._greedy, self._short),
+            "long": partial(self._greedy, self._long),
+            "salt": partial(self._greedy, self._short + self._long, salted=True),
+            "cancelled": self._cancel,
+            "n=4, greedy": partial(self._greedy, self._short, width=4),
+            "n=4, drawn": self._draw,
+            BIG: self._refused,
         }
 
     def run(self) -> None:
-        names = list(self._kinds)
-        weights = [weight for weight, _ in self._kinds.values()]
         while not self._stop.is_set():
-            (kind,) = self._random.choices(names, weights)
+            (kind,) = self._random.choices([*KINDS], [*KINDS.values()])
             begin = time.monotonic()
             try:
-                status = self._kinds[kind][1]()
-            except (OSError, http.client.HTTPException, ValueError) as error:
+                status = self._send[kind]()
+            except Exception as error:
                 self._log.lost.append(f"{kind}: {error!r}")
                 status = "lost"
             self._log.statuses[f"{kind}: {status}"] += 1
@@ -242,8 +245,12 @@ def observe(client: Client, pid: int, log: Log, begin: float, stop: threading.Ev
     minute = 0
     while not stop.wait(1 / SAMPLES_S):
         now = (time.monotonic() - begin) / 60
-        log.resident.append((now, resident_bytes(pid)))
-        stats = client.get("/v1/stats")
+        try:
+            size, stats = resident_bytes(pid), client.get("/v1/stats")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            log.lost.append(f"/v1/stats: {error!r}")
+            continue
+        log.resident.append((now, size))
         pooled = sum(stats[f"nbytes_{state}"] for state in ("held", "free", "states"))
         log.pooled = max(log.pooled, pooled)
         log.running = max(log.running, stats["running"])
@@ -328,6 +335,8 @@ def serving(
             if process.poll() is not None:
                 raise OSError(f"the server ended with exit code {process.returncode}")
             time.sleep(0.2)
+        else:
+            raise OSError("the server did not answer within 120 seconds")
         yield port, process.pid
     finally:
         process.terminate()
@@ -351,13 +360,15 @@ def memory_rows(log: Log) -> list[dict[str, Any]]:
     ]
 
 
-def drift(log: Log) -> float:
-    """Largest change of the median of a minute, of that of the first minute that counts."""
+def drift(log: Log) -> float | None:
+    """Largest change of the median of a minute since minute `SETTLED`; None in a shorter run."""
     minutes = defaultdict(list)
     for minute, size in log.resident:
         minutes[int(minute)].append(size)
     settled = [statistics.median(minutes[one]) for one in sorted(minutes) if one >= SETTLED]
-    return max((abs(one / settled[0] - 1) for one in settled), default=0.0)
+    if len(settled) < 2:
+        return None
+    return max(abs(one / settled[0] - 1) for one in settled)
 
 
 def request_rows(log: Log) -> list[dict[str, Any]]:
@@ -382,10 +393,11 @@ def main(
     kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
 ) -> None:
     """Run a server under mixed load and faults, and check that nothing grows or is lost."""
-    if not disk.is_dir() or shutil.disk_usage(disk).total > MAX_DISK:
+    small = disk.is_mount() and shutil.disk_usage(disk).total <= MAX_DISK
+    if not small or any(disk.iterdir()):
         raise ValueError(
-            f"--disk {disk}: a folder on a disk of at most {MAX_DISK >> 30} GiB is needed, since "
-            "it is filled: mount -t tmpfs -o size=1500m none PATH"
+            f"--disk {disk}: an empty disk of at most {MAX_DISK >> 30} GiB is needed, since it is "
+            "filled and all on it removed: mount -t tmpfs -o size=1500m none PATH"
         )
     log, stop = Log(), threading.Event()
     with ExitStack() as ends:
@@ -427,11 +439,16 @@ def main(
         "store": stats["prefixes"].get("store"),
     }
     tell("soak", {**facts, "requests": rows, "memory": memory}, quiet=True)
+    changed = drift(log)
+    if changed is None:
+        print(f"resident memory is not checked in less than {SETTLED + 2} minutes", file=sys.stderr)
+    idle = [kind for kind in KINDS if not log.statuses[f"{kind}: {400 if kind == BIG else 200}"]]
     faulty = [
         *(["requests were lost"] if log.lost else []),
         *(["greedy replies differ from those alone"] if log.wrong else []),
         *(["the pools passed --max-bytes"] if log.pooled > limit else []),
-        *(["resident memory changed by more than 5%"] if drift(log) > TOLERATED else []),
+        *(["resident memory changed by more than 5%"] if (changed or 0) > TOLERATED else []),
+        *([f"no request was answered of {', '.join(idle)}"] if idle else []),
     ]
     if faulty:
         raise OSError("; ".join(faulty))

@@ -384,3 +384,44 @@ def test_what_cannot_be_kept_is_nobodys_error(
     with engine_for(model, store=str(tmp_path)) as engine:
         result = engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
         assert (len(result.tokens), result.usage.cached_tokens) == (2, 0)
+
+
+def test_a_request_that_cannot_be_sampled_leaves_prefixes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own bias makes its logits infinite: the rows of the store are right."""
+    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    model, prompt = build("llama"), text(330, seed=0)
+    with engine_for(model, prefixes=Prefixes(store=folder(tmp_path))) as engine:
+        engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
+        engine.prefixes.close()
+    with engine_for(model, prefixes=Prefixes(store=folder(tmp_path))) as engine:
+        stream = engine.submit(
+            [*prompt, 5], max_new_tokens=2, temperature=1.0, logit_bias={3: 1e39}
+        )
+        with pytest.raises(ValueError, match="not numbers"):
+            stream.result()
+        usage = engine.submit([*prompt, 6], max_new_tokens=2, ignore_end=True).result().usage
+        assert usage.cached_tokens >= 320 and not engine.prefixes.stats()["store"]["refused"]
+        engine.prefixes.close()
+
+
+def test_a_limit_on_threads_ends_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lookup whose thread does not start finds nothing, and the next one is tried."""
+    model, prompt = build("llama"), text(200, seed=0)
+    expected = alone(model, prompt, max_new_tokens=3)
+    failures = [RuntimeError("can't start new thread")]
+    start = reuse.start_daemon
+
+    def start_or_fail(call: Any, name: str) -> None:
+        if failures:
+            raise failures.pop()
+        start(call, name)
+
+    monkeypatch.setattr(reuse, "start_daemon", start_or_fail)
+    with engine_for(model, prefixes=Prefixes(store=folder(tmp_path))) as engine:
+        for _ in range(2):
+            stream = engine.submit(prompt, max_new_tokens=3, ignore_end=True)
+            assert list(stream.result().tokens) == expected
+        assert not failures
+        engine.prefixes.close()

@@ -95,6 +95,19 @@ def test_a_reply_in_the_described_form_is_calls(said: str, stream: bool) -> None
     assert plain.message.content.strip() == said.strip() and not plain.message.tool_calls
 
 
+def test_half_a_surrogate_pair_in_a_call_stays_escaped() -> None:
+    """It is no Unicode text, so no reply can hold it otherwise."""
+    arguments = r'{"city": "\ud800"}'
+    with saying(f'[{{"name": "weather", "arguments": {arguments}}}]') as client:
+        (whole,) = chat(client, tools=TOOLS).choices
+        chunks = list(chat(client, tools=TOOLS, stream=True))
+        response = client.responses.create(model="inside", input="?", tools=FLAT, temperature=0)
+    (call,) = whole.message.tool_calls
+    streamed = [one for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []]
+    assert "".join(one.function.arguments or "" for one in streamed) == arguments
+    assert call.function.arguments == response.output[0].arguments == arguments
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -109,6 +122,8 @@ def test_a_reply_in_the_described_form_is_calls(said: str, stream: bool) -> None
         '[{"name": ["weather"], "arguments": {}}]',
         '[{"name": "weather"}]',
         f"[{CALL}, 3]",
+        '[{"name": "weather", "arguments": {"city": NaN}}]',
+        '[{"name": "weather", "arguments": {"city": 1e999}}]',
         '[{"name":' + "[" * 900,
     ],
 )

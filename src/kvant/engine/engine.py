@@ -392,6 +392,7 @@ class Engine:
             if last:
                 self._split(request)
         except Exception as error:
+            self._reuse.reject(request)
             self._finish(request, error)
             return
         seconds = time.perf_counter() - begin
@@ -401,6 +402,8 @@ class Engine:
         if action.job.read in action.job.stops:
             self._reuse.keep(request.job, request.seat)
         if last:
+            if request.came and logits.isnan().any():  # no token will be drawn from them
+                self._reuse.reject(request)
             rows = logits.expand(len(request.choices), -1)
             self._say([(request, choice) for choice in request.choices], rows)
 
@@ -475,7 +478,6 @@ class Engine:
         if error is not None:
             self._figures.failed += 1
             clear(error)
-            self._reuse.reject(request)
         if not request.served:  # else they were counted as its first chunk was read
             self._figures.found(request.stream.usage)
         self._schedule.remove(request.job)

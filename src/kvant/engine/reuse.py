@@ -106,8 +106,8 @@ class Reuse:
         self.weigh()
 
     def reject(self, request: Request) -> None:
-        """Drop what a store had of a request that failed before its first token."""
-        if request.came and not request.stream.usage.completion_tokens:
+        """Drop what a store had of a request whose prompt the model cannot read with it."""
+        if request.came:
             self._batch.reject(request.seat, request.came.stop)
             self.weigh()
 
@@ -122,7 +122,11 @@ class Reuse:
         writing = not (went or at_once) and self._batch.writes
         if writing and not self._hurrying:
             self._hurrying = True
-            start_daemon(self._hurry, "kvant-hurry")
+            try:
+                start_daemon(self._hurry, "kvant-hurry")
+            except RuntimeError as error:  # a limit on threads; the store writes without a hurry
+                self._hurrying = False
+                log.warning("the writes of a store are not hurried: %r", error)
         if not went and not writing and not self._schedule.running:
             self.forget()
             went = self._batch.evict(nbytes, unwritten=True, used=True)
@@ -164,7 +168,10 @@ class Reuse:
             try:
                 looks = waiting.left() > 0 and self._lookups < LOOKUPS
                 scout = self._batch.scout(request.seat, waiting) if looks else None
+                if scout is not None:
+                    start_daemon(partial(self._look, request, waiting, scout), "kvant-fetch")
             except Exception as error:  # it can still be read
+                waiting.leave()
                 clear(error)
                 log.warning("a store was not looked into: %r", error)
                 scout = None
@@ -172,7 +179,6 @@ class Reuse:
                 self._schedule.arrived(request.job, 0)
             else:
                 self._asking, self._lookups = (request.job, waiting), self._lookups + 1
-                start_daemon(partial(self._look, request, waiting, scout), "kvant-fetch")
 
     def _left(self, job: Job, until: float) -> float:
         """The seconds for which a request waits; in any thread."""

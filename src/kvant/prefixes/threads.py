@@ -58,8 +58,13 @@ class Daemons:
 
         self._calls.put(run)
         if self._started < self._count:
-            self._started += 1
-            start_daemon(self._work, self._name)
+            try:
+                start_daemon(self._work, self._name)
+            except RuntimeError:  # a limit on threads: those that run do it
+                if not self._started:
+                    raise
+            else:
+                self._started += 1
         return future
 
     def end(self) -> None:

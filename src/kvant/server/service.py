@@ -137,20 +137,20 @@ class Service:
         self._asked[tenant] += coming
         loop = asyncio.get_running_loop()
 
-        def over(stream: Stream) -> None:
+        def end(stream: Stream) -> None:
             self._asked[tenant] -= width
             self._tenants[tenant].end(stream)
 
-        def told(stream: Stream) -> None:
+        def end_in_loop(stream: Stream) -> None:
             with suppress(RuntimeError):  # the loop ended before its requests
-                loop.call_soon_threadsafe(over, stream)
+                loop.call_soon_threadsafe(end, stream)
 
         try:
             for prompt in prompts:
                 submit = partial(self.engine.submit, prompt, **given)
                 stream = await self._tokenizing.run(prompt, tenant, submit)
                 self._tenants[tenant].begin(stream)
-                stream.add_done_callback(partial(told, stream))
+                stream.add_done_callback(partial(end_in_loop, stream))
                 streams.append(stream)
                 listeners += self._listeners(asked, stream)
         except BaseException:

@@ -8,6 +8,8 @@ JSON list, as the description of the tools asks. A call that cannot be read is c
 from __future__ import annotations
 
 import json
+import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # names that templates have for it
 CALLS = "tool_calls"
 HEAD = 256  # characters that show whether content is a list of calls
+SURROGATE = re.compile("[\ud800-\udfff]")
 FIRST_CALL = '[{"name":'  # what a list of calls begins with, without spaces
 
 
@@ -73,7 +76,7 @@ class Listed(Listener):
 
     def end(self) -> list[Part]:
         try:
-            return [_called(one) for one in json.loads(self._text)]
+            return [_called(one) for one in _parse(self._text)]
         except (ValueError, RecursionError):  # it was cut short
             return [Content(self._text)] if self._text else []
 
@@ -116,7 +119,7 @@ class DescribedCalls(Listener):
 
     def _calls(self, text: str) -> list[Part]:
         try:
-            listed = json.loads(text)
+            listed = _parse(text)
         except (ValueError, RecursionError):  # it was cut short, or is no list after all
             return [Content(text)]
         if not all(map(self._is_call, listed)):
@@ -126,7 +129,8 @@ class DescribedCalls(Listener):
     def _is_call(self, value: Any) -> bool:
         if not isinstance(value, dict) or value.keys() != {"name", "arguments"}:
             return False
-        return str(value["name"]) in self._names and isinstance(value["arguments"], dict)
+        name, arguments = value["name"], value["arguments"]
+        return isinstance(name, str) and name in self._names and isinstance(arguments, dict)
 
 
 class Template:
@@ -227,7 +231,23 @@ def template_of(model: Any, tokenizer: Any) -> Template | None:
     return None if found is None else Template(found)
 
 
-def _called(told: Mapping[str, Any]) -> Call:
-    arguments = told.get("arguments", {})
+def _parse(text: str) -> Any:
+    """Parse JSON; numbers that JSON does not have, or that a float cannot hold, are an error."""
+
+    def finite(number: str) -> float:
+        if not math.isfinite(value := float(number)):
+            raise ValueError(f"{number}: no finite number")
+        return value
+
+    return json.loads(text, parse_float=finite, parse_constant=finite)
+
+
+def _called(call: Mapping[str, Any]) -> Call:
+    arguments = call.get("arguments", {})
     whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return Call(str(told["name"]), whole)
+    return Call(_without_surrogates(str(call["name"])), _without_surrogates(whole))
+
+
+def _without_surrogates(text: str) -> str:
+    """Escape halves of surrogate pairs, which are no Unicode text: JSON strings may have them."""
+    return SURROGATE.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

@@ -272,7 +272,7 @@ def _time(seconds: float) -> str:
 
 def _plain(text: str) -> str:
     """What somebody wrote into a blob, as a terminal may see it."""
-    return "".join(one if one.isprintable() else "?" for one in text)[:200]
+    return "".join(one if one.isprintable() else "?" for one in text)[:1000]
 
 
 def _head(name: str) -> str:

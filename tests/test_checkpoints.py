@@ -145,6 +145,46 @@ def test_a_model_is_loaded_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     assert checkpoints.load(None, device="cuda")[0].device.type == "meta"
 
 
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of some/model in a cache of the hub."""
+    repository, revision = tmp_path / "models--some--model", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return Path(shutil.copytree(demo.PATH, repository / "snapshots" / revision))
+
+
+def change_config(folder: Path, **entries: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda files: change_config(files, model_type="unknown"), "has model type `unknown` but"),
+        (
+            lambda files: change_config(
+                files, model_type="unknown", auto_map={"AutoConfig": "code.Config"}
+            ),
+            "contains custom code",
+        ),
+        (lambda files: (files / "model.safetensors").unlink(), "have a file named model.safe"),
+    ],
+    ids=["unknown type", "own code", "no weights"],
+)
+def test_the_cause_of_a_load_error_is_kept_without_a_network(
+    spoil: Callable[[Path], object], reason: str, cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each was said to be missing from a cache that had it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    spoil(cached)
+    with pytest.raises(ValueError, match=r"\(only the cache was read: HF_HUB_OFFLINE is") as error:
+        checkpoints.load("some/model", device="cpu")
+    assert reason in str(error.value) and "lacks" not in str(error.value)
+
+
 class Hub:
     """A hub that answers every question in one way, and counts them."""
 
@@ -193,6 +233,6 @@ def test_nothing_is_asked_where_the_hub_is_left_out(
 ) -> None:
     hub = Hub(monkeypatch, ConnectionError("no network"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match="its cache lacks it"):
+    with pytest.raises(ValueError, match="HF_HUB_OFFLINE is set, and the cache lacks it"):
         checkpoints.load("some/model")
     assert not hub.asked and not capsys.readouterr().err

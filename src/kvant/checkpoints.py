@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -195,21 +195,42 @@ def _loading(where: str, flag: str) -> Iterator[dict[str, Any]]:
     host_logging.disable_progress_bar()
     host_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    reached = Path(where).is_dir() or _reach_hub(where, flag)
+    cache_only = None if Path(where).is_dir() else _ask_hub(where, flag)
     try:
-        yield {} if reached else {"local_files_only": True}
+        yield {"local_files_only": True} if cache_only else {}
     except Exception as error:  # a broken checkpoint makes its readers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        if not reached:
-            reason = (
-                "it is no folder, the hub cannot be reached, and its cache lacks it or a part "
-                "of it: name a folder, or load it once with a network"
-            )
+        if cache_only:
+            reason = cache_only.explain(reason, missing=_is_not_cached(error))
         raise ValueError(f"{flag} {where} cannot be loaded: {reason}") from error
 
 
-def _reach_hub(name: str, flag: str) -> bool:
-    """Ask the hub for a name once; False where it cannot be reached.
+class _CacheOnly(NamedTuple):
+    """Why only the cache of the hub is read, and what helps where it lacks a model."""
+
+    cause: str
+    way_out: str = "name a folder, or load it once with a network"
+
+    def explain(self, reason: str, *, missing: bool) -> str:
+        """Return the reason of a load error; `missing`: a file is not in the cache."""
+        if not missing:
+            return f"{reason} (only the cache was read: {self.cause})"
+        return (
+            f"it is no folder, {self.cause}, and the cache lacks it or a part of it: {self.way_out}"
+        )
+
+
+def _is_not_cached(error: BaseException | None) -> bool:
+    """Whether an error was caused by a file that the cache of the hub lacks."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    while error is not None and not isinstance(error, LocalEntryNotFoundError):
+        error = error.__cause__
+    return error is not None
+
+
+def _ask_hub(name: str, flag: str) -> _CacheOnly | None:
+    """Ask the hub for a name once; None where its files can be asked for.
 
     transformers tries a hub that is unreachable many times: nothing is asked a second time.
     """
@@ -217,20 +238,21 @@ def _reach_hub(name: str, flag: str) -> bool:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
 
     if constants.HF_HUB_OFFLINE:
-        return False
+        return _CacheOnly("HF_HUB_OFFLINE is set")
     print(f"{flag} {name}: no such folder, looking it up on {constants.ENDPOINT}", file=sys.stderr)
+    no_model = f"no such model on {constants.ENDPOINT}"
+    way_out = "check the name, or log in (hf auth login) where it is private"
     try:
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ValueError(
-            f"{flag} {name}: there is no such folder, and no such model on {constants.ENDPOINT}: "
-            "check the name, or log in (hf auth login) where it is private"
+            f"{flag} {name}: there is no such folder, and {no_model}: {way_out}"
         ) from error
     except HfHubHTTPError:  # it answers; what it refuses is said where a file is asked for
-        return True
+        return None
     except Exception:  # its clients have errors of their own for each way of not connecting
-        return False
-    return True
+        return _CacheOnly("the hub cannot be reached")
+    return None
 
 
 def skeleton(config: Any) -> Any:

@@ -6,9 +6,12 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
+from huggingface_hub.errors import HFValidationError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -219,12 +222,37 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(
     assert capsys.readouterr().err.startswith("--model some/model: no such folder, looking it up")
 
 
-def test_a_name_that_the_hub_does_not_have_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub.errors import HFValidationError
+def http_error(kind: str, status: int) -> Exception:
+    """An error of huggingface_hub, for a hub that answers with this status."""
+    from huggingface_hub import errors
 
-    hub = Hub(monkeypatch, HFValidationError("no name"))
-    with pytest.raises(ValueError, match=r"--model some/model: .* no such model on https?://"):
+    response = SimpleNamespace(headers={}, status_code=status, request=None)
+    return cast(Exception, getattr(errors, kind)("refused", response=response))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [HFValidationError("no name"), http_error("RepositoryNotFoundError", 401)],
+    ids=["no name", "no model"],
+)
+def test_a_name_that_the_hub_does_not_have_is_an_error(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = Hub(monkeypatch, error)
+    with pytest.raises(
+        ValueError, match=r"--model some/model.* no such model on https?://.*log in"
+    ):
         checkpoints.load("some/model")
+    assert hub.asked == ["some/model"]
+
+
+def test_a_private_model_is_loaded_from_the_cache_without_a_login(
+    cached: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub answers 401 as if there were no such model."""
+    hub = Hub(monkeypatch, http_error("RepositoryNotFoundError", 401))
+    model, tokenizer = checkpoints.load("some/model", device="cpu")
+    assert model.num_parameters() and tokenizer.encode("import os")
     assert hub.asked == ["some/model"]
 
 

@@ -244,10 +244,12 @@ def _ask_hub(name: str, flag: str) -> _CacheOnly | None:
     way_out = "check the name, or log in (hf auth login) where it is private"
     try:
         HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
-    except (RepositoryNotFoundError, HFValidationError) as error:
+    except HFValidationError as error:
         raise ValueError(
             f"{flag} {name}: there is no such folder, and {no_model}: {way_out}"
         ) from error
+    except RepositoryNotFoundError:  # or a private one without a login, which the cache may have
+        return _CacheOnly(f"there is {no_model}", way_out)
     except HfHubHTTPError:  # it answers; what it refuses is said where a file is asked for
         return None
     except Exception:  # its clients have errors of their own for each way of not connecting

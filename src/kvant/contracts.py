@@ -297,12 +297,21 @@ class Request(NamedTuple):
     q: Tensor  # [B, H * group, T, D], of any float dtype: the last T columns of the view
     scale: float
     mask: Mask | Tensor
-    dtype: torch.dtype  # that outputs may be rounded to
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [H * group]: learned logits that lead nowhere
     lse: bool = True  # is log-sum-exp asked for?
+    dtype: torch.dtype | None = None  # None: float32, see `out_dtype`
     # Of sealed pages, read these only: [B, H, T, n] numbers in order, then -1. None: read all.
     chosen: Tensor | None = None
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype that outputs may be rounded to."""
+        if self.dtype is not None:
+            return self.dtype
+        import torch  # words are read without it
+
+        return torch.float32
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,7 +68,7 @@ for text, dim, queries in (
 label = "chosen"
 state = Cache(1, "affine4,tail=0,select=2:0")[0]
 state.append(*torch.randn(2, 1, 2, 600, 128).bfloat16())
-asked = Request(torch.randn(1, 8, 1, 128).bfloat16(), 0.1, state.view().mask, torch.float32)
+asked = Request(torch.randn(1, 8, 1, 128).bfloat16(), 0.1, state.view().mask)
 chosen = Triton("interpreted", "cpu").choose(asked, state.view())
 assert chosen is not None
 launching.launch(asked, Scope.of(state.view(), chosen))
@@ -76,9 +76,7 @@ for count in (1000, 1024, 1088):  # tables of 15, 16 and 17 pages: one is a mult
     label = f"tables {count}"
     state = Cache(1, "affine8,tail=0,prefill=stored,capacity=2048")[0]
     view = state.append(*torch.randn(2, 2, 2, count, 64))
-    launching.launch(
-        Request(torch.randn(2, 2, 1, 64), 0.1, view.mask, torch.float32), Scope.of(view)
-    )
+    launching.launch(Request(torch.randn(2, 2, 1, 64), 0.1, view.mask), Scope.of(view))
 Triton.supports = lambda self, pages, request=None: None  # type: ignore
 for text in ("raw,window=99,sinks=0", "affine4/turbo3"):
     label = f"step {text}"
@@ -94,7 +92,7 @@ for text in ("raw", "turbo4"):
     label = f"small {text}"
     view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, 256).bfloat16())
     launching.launch(
-        Request(torch.randn(1, 8, 64, 256), 0.1, view.mask, torch.float32, softcap=9.0),
+        Request(torch.randn(1, 8, 64, 256), 0.1, view.mask, softcap=9.0),
         Scope.of(view),
     )
 active.device = 0

@@ -17,7 +17,7 @@ from kvant.attention.mask import visible
 from kvant.attention.reference import Reference
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.codecs.frames import Diagonal
-from kvant.contracts import View
+from kvant.contracts import Request, View
 from kvant.retention import All
 from laws import oracle
 from laws.cases import near
@@ -552,3 +552,12 @@ def test_who_reads_tokens_is_not_told_by_a_chunk() -> None:
     token()
     [name] = before
     assert state.tally.attended[name] == 2
+
+
+def test_a_request_keeps_the_order_of_its_arguments() -> None:
+    """Code beside kvant makes requests by position, as a backend of its own does."""
+    q, mask = torch.randn(1, 2, 1, 8), Mask()
+    request = Request(q, 0.5, mask, 30.0)
+    assert (request.softcap, request.lse, request.out_dtype) == (30.0, True, torch.float32)
+    narrow = Request(q, 0.5, mask, None, None, False, torch.bfloat16)
+    assert (narrow.lse, narrow.out_dtype) == (False, torch.bfloat16)

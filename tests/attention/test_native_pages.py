@@ -131,7 +131,7 @@ def ask(found: Life, mask: Mask, count: int, own: bool, text: str) -> None:
     pages = found.pages(mask, own)
     q = torch.randn(found.extent.batch, HEADS * rng.choice([1, 3, 4]), count, 32)
     logits = torch.randn(q.shape[1]) if rng.random() < 0.3 else None
-    request = Request(q.to(found.dtype), SCALE, mask, torch.float32, sink_logits=logits)
+    request = Request(q.to(found.dtype), SCALE, mask, sink_logits=logits)
     assert NATIVE.supports(pages, request) is None
     out, lse = NATIVE.attend(request, pages)
     came = count if own and change.dense else 0
@@ -164,9 +164,7 @@ def test_keys_of_zero_count_the_rows_that_are_seen(text: str, rule: str) -> None
         found.append(count)
         mask = Mask(window=kind.window, sinks=kind.sinks)
         pages = found.pages(mask, own=count > 1)
-        out, lse = NATIVE.attend(
-            Request(torch.randn(4, HEADS, count, 32), 1.0, mask, torch.float32), pages
-        )
+        out, lse = NATIVE.attend(Request(torch.randn(4, HEADS, count, 32), 1.0, mask), pages)
         assert lse is not None
         for b, length in enumerate(found.extent.lengths.tolist()):
             for t in range(count):
@@ -207,14 +205,14 @@ def test_few_columns_at_once_are_as_one_by_one(text: str, threads: int) -> None:
         q = torch.randn(3, 8, 9, 32).bfloat16()
         at_once.append(9)
         pages = at_once.pages(Mask(), own=False)
-        together, _ = NATIVE.attend(Request(q, 0.2, Mask(), torch.float32), pages)
+        together, _ = NATIVE.attend(Request(q, 0.2, Mask()), pages)
         rows = at_once.own
         for t in range(9):
             one = {name: x[:, :, t : t + 1] for name, x in rows.items()}
             by_one.made = lambda count, one=one: one  # type: ignore[method-assign, misc]
             by_one.append(1)
             pages = by_one.pages(Mask(), own=False)
-            alone, _ = NATIVE.attend(Request(q[:, :, t : t + 1], 0.2, Mask(), torch.float32), pages)
+            alone, _ = NATIVE.attend(Request(q[:, :, t : t + 1], 0.2, Mask()), pages)
             assert torch.equal(alone, together[:, :, t : t + 1]), t
     finally:
         torch.set_num_threads(before)
@@ -282,4 +280,4 @@ def test_slots_that_are_not_there_are_refused() -> None:
     pages.extent.sealed[0, 1] = SLOTS
     q = torch.randn(2, HEADS, 1, 32)
     with pytest.raises(RuntimeError, match="sealed: slots that the codes, scales"):
-        NATIVE.attend(Request(q, 1.0, Mask(), torch.float32), pages)
+        NATIVE.attend(Request(q, 1.0, Mask()), pages)

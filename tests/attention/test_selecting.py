@@ -45,9 +45,7 @@ def more(cache: Cache, count: int = 1) -> tuple[View, Tensor]:
 
 def chosen(q: Tensor, view: View, backend: str) -> Tensor | None:
     one = next(one for one in BACKENDS if one.name == backend)
-    return one.choose(
-        Request(view.keys.codec.frame.queries(q), 1.0, view.mask, torch.float32), view
-    )
+    return one.choose(Request(view.keys.codec.frame.queries(q), 1.0, view.mask), view)
 
 
 def keys_of(cache: Cache, view: View, sequence: int) -> Tensor:
@@ -160,7 +158,7 @@ def test_all_pages_by_their_numbers_are_all_pages(spec: str, backend: str) -> No
     """The kernels that read some give the bits of those that read all."""
     view, q = more(grown(f"{spec},select=1000:0", 500), 3)
     one = next(one for one in BACKENDS if one.name == backend)
-    request = Request(view.keys.codec.frame.queries(q), DIM**-0.5, view.mask, torch.float32)
+    request = Request(view.keys.codec.frame.queries(q), DIM**-0.5, view.mask)
     pages = int(view.extent.stop_sealed[0])
     every = torch.arange(pages).expand(1, HEADS, 3, pages).contiguous()
     some = one.attend(request._replace(chosen=every), view)

@@ -180,7 +180,7 @@ def test_a_rule_may_reach_further_than_32_bits(far: int) -> None:
     view = seen("affine4", 5, start=[0, 30])
     q = asking(view, 2, 5)
     for mask in (Mask(window=far, sinks=far), Mask(chunk=far), Mask(window=far, chunk=far)):
-        rule = launching._rule(Request(q, 1.0, mask, torch.float32), Scope.of(view))
+        rule = launching._rule(Request(q, 1.0, mask), Scope.of(view))
         assert max(rule.window, rule.sinks, rule.chunk) < 2**31
         check(q, view, mask=mask)
 
@@ -393,9 +393,7 @@ def test_grids_are_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(spy, kernel, Spied(kernel))
     for kernel in ("put", "put_token"):
         monkeypatch.setattr("kvant.attention.triton.kernels.store." + kernel, Spied(kernel))
-    launching.launch(
-        Request(torch.cat([rows, rows], 1), 1.0, view.mask, torch.float32), Scope.of(view)
-    )
+    launching.launch(Request(torch.cat([rows, rows], 1), 1.0, view.mask), Scope.of(view))
     operators.put(view, Place.of(view.extent, DEVICE), rows, rows)
     monkeypatch.setattr(storing, "STORES", [Triton(NAME, DEVICE.type)])
     cache[0].append(*rows.expand(2, -1, -1, 64, -1))
@@ -519,10 +517,7 @@ SELECTED = (
 def test_pages_that_are_chosen_are_read_alone(text: str, queries: int) -> None:
     view = seen(f"{text},select=2:0", queries, heads=2, count=800, start=[0, 190])
     q = torch.randn(2, 4, queries, 32, device=DEVICE)
-    assert (
-        Triton(NAME, DEVICE.type).choose(Request(q, 1.0, view.mask, torch.float32), view)
-        is not None
-    )
+    assert Triton(NAME, DEVICE.type).choose(Request(q, 1.0, view.mask), view) is not None
     out = attend(q, view, backend=NAME)
     torch.testing.assert_close(out, attend(q, view, backend="reference"), rtol=1e-5, atol=1e-5)
     every = attend(q, view._replace(selecting=None), backend=NAME)

@@ -66,7 +66,7 @@ def attend(
         framed = q if keys.codec.frame.trivial else keys.codec.frame.queries(q)
         # Outputs that are still to leave a frame are not rounded before that.
         dtype = q.dtype if frame.trivial else torch.float32
-        request = Request(framed, scale, rule, dtype, softcap, sink_logits, return_lse)
+        request = Request(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
         # What decides is the same for all tokens of a layer.
         settled, name = view.own is None, backend or view.backend
         key = (name, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
@@ -148,7 +148,7 @@ def reads_prompts(view: View, q: Tensor | None = None) -> bool:
         return False
     request = None
     if q is not None:
-        request = Request(q, 1.0, view.mask, q.dtype, lse=False)
+        request = Request(q, 1.0, view.mask, lse=False, dtype=q.dtype)
     return any(
         one.prompts and view.backend in (None, one.name) and one.supports(view, request) is None
         for one in BACKENDS

@@ -81,11 +81,11 @@ class Native:
         chosen = request.chosen
         assert isinstance(mask, Mask)
         batch, heads, queries, dim = q.shape
-        if values.dim == dim and request.dtype is q.dtype and q.is_contiguous():
+        if values.dim == dim and request.out_dtype is q.dtype and q.is_contiguous():
             out = torch.empty_like(q)  # in half the time
         else:
             shape = batch, heads, queries, values.dim
-            out = torch.empty(shape, dtype=request.dtype, device=PROCESSOR)
+            out = torch.empty(shape, dtype=request.out_dtype, device=PROCESSOR)
         assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
         lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.lse else None
         if logits is not None:
@@ -151,7 +151,7 @@ def _unasked(request: Request, heads: int) -> str | None:
         return f"queries in a {type(q).__name__}"
     if (group := q.shape[1] // heads) > MAX_GROUP:
         return f"{group} queries share a key head: {MAX_GROUP} at most"
-    if q.dtype not in DTYPES or request.dtype not in DTYPES or q.stride(3) != 1:
+    if q.dtype not in DTYPES or request.out_dtype not in DTYPES or q.stride(3) != 1:
         return f"queries of {q.dtype}, or not contiguous"
     if not isinstance(request.mask, Mask):
         return "a mask that is a tensor"

@@ -125,7 +125,7 @@ class Step:
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         dtype = q.dtype if of_values.trivial else torch.float32
         asked = Request(
-            of_keys.queries(q), scale, self.mask, dtype, softcap, sink_logits, lse=False
+            of_keys.queries(q), scale, self.mask, softcap, sink_logits, lse=False, dtype=dtype
         )
         if (reason := NATIVE.supports(pages, asked)) is not None:
             raise UnsupportedView(reason)

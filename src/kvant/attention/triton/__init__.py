@@ -111,8 +111,8 @@ def _asks_too_much(request: Request) -> str | None:
         return f"queries in a {type(request.q).__name__}"
     if (reason := laid("queries", request.q)) is not None:
         return reason
-    if request.dtype not in DTYPES:
-        return f"outputs of {request.dtype}"
+    if request.out_dtype not in DTYPES:
+        return f"outputs of {request.out_dtype}"
     if not isinstance(request.mask, Mask):
         return "a mask that is a tensor"
     return None

@@ -101,7 +101,7 @@ def launch(request: Request, scope: Scope) -> tuple[Tensor, Tensor | None]:
     """Outputs and log-sum-exp, of as many queries at a time as the scratch allows."""
     batch, heads, queries, _ = request.q.shape
     dim = scope.values.open.shape[3]
-    out = torch.empty(batch, heads, queries, dim, dtype=request.dtype, device=request.q.device)
+    out = torch.empty(batch, heads, queries, dim, dtype=request.out_dtype, device=request.q.device)
     lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.lse else None
     # Each position chooses for itself.
     step = max(1, SCRATCH // (2 * batch * heads * dim)) if scope.chosen is None else 1

@@ -101,9 +101,7 @@ def _decode(
         Kind(Paging(page, tail, dense_until), sinks=sinks),
     )
     mask = Mask(window=window, sinks=mask_sinks, chunk=chunk)
-    return launch(
-        Request(beside(q), scale, mask, torch.float32, softcap, sink_logits, lse=False), scope
-    )[0]
+    return launch(Request(beside(q), scale, mask, softcap, sink_logits, lse=False), scope)[0]
 
 
 @_decode.register_fake

@@ -22,6 +22,7 @@ def test_every_public_name_is_there() -> None:
     assert kvant.sizes.parse_size("1KiB") == 1024  # and modules, without an import of them
     with pytest.raises(AttributeError, match="module 'kvant' has no attribute 'nonsense'"):
         kvant.nonsense  # noqa: B018
+    assert not hasattr(kvant, "nonsense.more") and not hasattr(kvant, "spec.")
 
 
 def test_a_model_is_attached_for_a_block() -> None:

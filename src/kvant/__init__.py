@@ -195,7 +195,8 @@ if not TYPE_CHECKING:  # or any name would be a good one
 
     def __getattr__(name: str) -> Any:
         """Import a name of LATER, or a module of the package."""
-        if name not in LATER and find_spec(f"kvant.{name}") is not None:
+        is_new = name not in LATER and name.isidentifier()  # a dot would import a parent
+        if is_new and find_spec(f"kvant.{name}") is not None:
             return import_module(f"kvant.{name}")
         globals()[name] = found = _import_name(name)  # the next use is that of any global
         return found

@@ -74,6 +74,8 @@ def test_every_line_has_its_reply(call: Any, tmp_path: Path) -> None:
     assert found[0]["finish_reason"] in ("length", "stop") and ")" not in found[5]["text"]
     told = json.loads(call(*words, "--json")[1])
     assert (told["prompts"], told["done_before"], told["failed"]) == (9, 9, 0)
+    assert (told["seconds"], told["tokens"], told["tokens_a_second"]) == (0, 0, None)
+    assert set(told["engine"].values()) == {0} and told["engine"].keys() >= {"cached_tokens"}
     assert replies(out) == found
 
 

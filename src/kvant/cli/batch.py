@@ -34,6 +34,8 @@ from kvant.progress import Bar
 from kvant.sizes import counted, parse_size
 from kvant.spec.auto import check_spec
 
+# Counts of an engine that was not needed.
+NO_STATS = {"prompt_tokens": 0, "cached_tokens": 0, "completion_tokens": 0}
 PROMPTS = ("prompt", "messages")  # a line has one of them,
 ASKED: Mapping[str, tuple[type, ...]] = {  # and any of these, in place of the command's own
     "max_new_tokens": (int,),
@@ -90,7 +92,7 @@ def batch(
     ]
     marks = [_mark(told | line) for line in lines]
     done, failed = _done(out, marks)
-    figures: dict[str, Any] = {}
+    figures = _figures(0.0, NO_STATS)
     if done < len(lines):
         served, tokenizer = checkpoints.load(
             model, trust_code=trust_remote_code, device=device, dtype=dtype
@@ -120,7 +122,7 @@ def batch(
         print(json_text.dumps(summary | figures))
     elif done:
         show(f"{done} of {len(lines)} were there already")
-    if figures and not json:
+    if done < len(lines) and not json:
         show(_summary(len(lines) - done, wrong, figures))
     if failed:
         show(f"{failed} of {len(lines)} prompts failed: see `error` in {out}")

@@ -165,5 +165,5 @@ def _show_tested(facts: dict[str, Any]) -> None:
         most = max((row["difference"] for row in facts["self_test"]), default=None)
         agree = f"{len(facts['self_test'])} kernels agree with the reference, to {most or 0:.1g}"
         none = "there is no kernel to compare, the reference computes"
-        said = none if most is None else agree
-        console.print(f"self-test: {said}, in {facts['seconds']:.1f} s", soft_wrap=True)
+        result = none if most is None else agree
+        console.print(f"self-test: {result}, in {facts['seconds']:.1f} s", soft_wrap=True)

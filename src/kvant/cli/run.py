@@ -88,13 +88,13 @@ def run(
             session.save(path)
         cache, stored = session.stats(), named.now(session)
         if json:
-            said = {
+            output = {
                 "prompt": text,
                 "chat": session.dialogue.template,
                 "text": reply.text,
                 "kv_cache": stored,
             }
-            print(json_text.dumps(said | reply.figures() | {"cache": cache}), flush=True)
+            print(json_text.dumps(output | reply.figures() | {"cache": cache}), flush=True)
         elif stats:
             show(f"prompt: {MESSAGE if session.dialogue.template else TEXT}")
             for line in [*story(cache["recoded"]), reply.line(stored, session)]:

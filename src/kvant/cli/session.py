@@ -202,12 +202,13 @@ def attached(model: Any, asked: str, tokenizer: Any, guard: bool) -> Any:
     return found.spec
 
 
-def _trial_line(asked: str, auto: bool) -> str:
+def _trial_line(spec: str, auto: bool) -> str:
+    """Name the spec that is about to be tried, and what the trial costs."""
     from kvant.probing.guard import BUDGET
 
     if auto:
-        return f"{asked}: trying formats on the model, the smallest first"
-    return f"trying {asked} on the model (at most {BUDGET:g} s; --no-guard skips it)"
+        return f"{spec}: trying formats on the model, the smallest first"
+    return f"trying {spec} on the model (at most {BUDGET:g} s; --no-guard skips it)"
 
 
 def _show_candidates(model: Any, found: Any) -> None:

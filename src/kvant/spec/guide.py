@@ -107,7 +107,7 @@ FORMATS = (
 AUTO = Word(
     "auto",
     "the smallest spec that stays within limits on the model: auto:1GiB,max_kl=0.01,max_lost=0.1",
-    "when in doubt; loading takes seconds longer",
+    "when in doubt; a first start tries formats, the next ones know the choice",
 )
 
 OPTIONS = (

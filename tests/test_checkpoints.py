@@ -256,6 +256,15 @@ def test_a_private_model_is_loaded_from_the_cache_without_a_login(
     assert hub.asked == ["some/model"]
 
 
+@pytest.mark.parametrize("status", [407, 500, 503])
+def test_a_hub_that_fails_is_asked_once(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers repeated each request: 3 in all for a 503."""
+    hub = Hub(monkeypatch, http_error("HfHubHTTPError", status))
+    with pytest.raises(ValueError, match=f"answers with status {status}, and the cache lacks it"):
+        checkpoints.load("some/model")
+    assert hub.asked == ["some/model"]
+
+
 def test_nothing_is_asked_where_the_hub_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ CONFIG, INDEX = "config.json", "model.safetensors.index.json"
 WEIGHTS = "*.safetensors"
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken.json")  # any of them may be all there is
 HUB_TIMEOUT_S = 5.0  # for the hub to answer at all
+PROXY_LOGIN = 407  # the status of a proxy that wants a login
 POINTER = b"version https://git-lfs"  # what Git leaves where a large file was not fetched
 
 
@@ -250,8 +251,11 @@ def _ask_hub(name: str, flag: str) -> _CacheOnly | None:
         ) from error
     except RepositoryNotFoundError:  # or a private one without a login, which the cache may have
         return _CacheOnly(f"there is {no_model}", way_out)
-    except HfHubHTTPError:  # it answers; what it refuses is said where a file is asked for
-        return None
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        if status >= 500 or status == PROXY_LOGIN:  # asked for a file, it answers the same
+            return _CacheOnly(f"the hub or a proxy answers with status {status}")
+        return None  # what it refuses is said where a file is asked for
     except Exception:  # its clients have errors of their own for each way of not connecting
         return _CacheOnly("the hub cannot be reached")
     return None

@@ -96,6 +96,18 @@ def test_calls_and_results_are_text_without_tools_as_well() -> None:
     assert "<|im_start|>user\nweather returned: It rains.<|im_end|>" in text
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [('{"city": "Zürich"}', {"city": "Zürich"}), ("", ""), ("Zürich", "Zürich"), ("[1]", "[1]")],
+)
+def test_arguments_that_are_json_text_are_shown_as_an_object(arguments: str, shown: Any) -> None:
+    """OpenAI's messages hold text, and were shown as text in text."""
+    call = {"id": "1", "function": {"name": "weather", "arguments": arguments}}
+    text = text_of(CHATML, [USER, {**CALLED, "tool_calls": [call]}, RESULT])
+    calls = text.split("assistant\n", 1)[1].split("<|im_end|>", 1)[0]
+    assert json.loads(calls) == [{"name": "weather", "arguments": shown}]
+
+
 def test_results_and_what_the_user_adds_are_one_turn() -> None:
     two = {"id": "2", "type": "function", "function": {"name": "now", "arguments": {}}}
     called = {**CALLED, "content": "I look.", "tool_calls": [*CALLED["tool_calls"], two]}

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 Message = Mapping[str, Any]  # role and content, and whatever else a template knows
@@ -94,7 +95,7 @@ def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
             functions = [call.get("function", call) for call in calls]
             for call, function in zip(calls, functions, strict=True):
                 names[str(call.get("id"))] = function["name"]
-            listed = [{"name": f["name"], "arguments": f.get("arguments", {})} for f in functions]
+            listed = [{"name": f["name"], "arguments": _arguments(f)} for f in functions]
             kept = {name: value for name, value in one.items() if name != "tool_calls"}
             one = {**kept, "content": _paragraphs(_text(one), _json(listed))}
         if joins and one["role"] == "user":
@@ -104,6 +105,16 @@ def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
             plain.append(one)
         joins = role == "tool" or (joins and role == "user")
     return plain
+
+
+def _arguments(function: Mapping[str, Any]) -> Any:
+    """Return the arguments of a call as an object; text that holds none as it is."""
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # OpenAI's form
+        with suppress(ValueError, RecursionError):
+            parsed = json.loads(arguments)
+            return parsed if isinstance(parsed, dict) else arguments
+    return arguments
 
 
 def _text(message: Message) -> str:

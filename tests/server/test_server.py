@@ -360,3 +360,19 @@ def test_a_signal_during_the_start_ends_it_tidily(name: str) -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_before_any_import_ends_a_start_tidily(name: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from kvant_command import main\n"
+        "class Finder:\n"
+        "    def find_spec(self, *given):\n"
+        f"        os.kill(os.getpid(), signal.{name})\n"
+        "sys.meta_path.insert(0, Finder())\n"
+        "sys.argv = ['kvant', 'serve', '--port', '0']\n"
+        "main()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

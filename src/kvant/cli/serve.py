@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 from typer import Option
 
@@ -17,22 +14,6 @@ from kvant.cli.session import attached, prefixes_in, show
 from kvant.spec.auto import check_spec
 
 
-@contextmanager
-def exit_on_signals() -> Iterator[None]:
-    """Exit with 0 on SIGTERM or Ctrl-C, also before the server listens for them itself."""
-
-    def end(number: int, frame: object) -> NoReturn:
-        raise SystemExit(0)
-
-    before = {one: signal.signal(one, end) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
-
-
-@exit_on_signals()
 def serve(
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,

@@ -132,3 +132,40 @@ def test_others_may_differ_behind_the_description() -> None:
 def test_tools_without_a_chat_template_are_refused() -> None:
     with pytest.raises(kvant.PromptError, match="tools for a tokenizer without a chat template"):
         text_of(None, [USER], [WEATHER])
+
+
+def forecast(city: str) -> str:
+    """
+    Weather of a city.
+
+    Args:
+        city: Its name.
+    """
+    return city
+
+
+def undescribed(city: str) -> str:
+    return city
+
+
+@pytest.mark.parametrize("template", [CHATML, KNOWING])
+def test_a_python_function_is_described(template: str) -> None:
+    text = text_of(template, [USER], [forecast])
+    assert '"forecast"' in text and "Weather of a city." in text and "Its name." in text
+
+
+@pytest.mark.parametrize(
+    ("message", "tool", "reason"),
+    [
+        (USER, undescribed, "tools: undescribed cannot be described: .* docstring"),
+        (USER, "weather", "tools: 'weather' is no function"),
+        (USER, {"name": {1}}, "tools: a function or a call that is no JSON"),
+        ({**CALLED, "tool_calls": [{"id": "1"}]}, WEATHER, "messages: a call of a tool needs"),
+        ({**CALLED, "tool_calls": ["weather"]}, WEATHER, "messages: a call of a tool needs"),
+        ({"role": "tool", "content": [{"image": 1}]}, WEATHER, "messages: content that is no"),
+    ],
+)
+def test_what_cannot_be_shown_as_text_is_refused(message: Any, tool: Any, reason: str) -> None:
+    """The template was blamed: it "refuses this: 'name'"."""
+    with pytest.raises(kvant.PromptError, match=f"^{reason}"):
+        text_of(CHATML, [message], [tool])

@@ -121,7 +121,7 @@ class Messages:
     """
 
     messages: Sequence[Message]
-    tools: Sequence[Mapping[str, Any]] = ()  # functions that the model may call, as JSON
+    tools: Sequence[Any] = ()  # functions that the model may call, as JSON or in Python
     options: Mapping[str, Any] = field(default_factory=dict)  # of the template: enable_thinking
 
     def __post_init__(self) -> None:
@@ -188,6 +188,8 @@ def templated(tokenizer: Any, asked: Messages, max_context: int | None = None) -
     try:
         shown = asked.adapt_to(tokenizer)
         text = shown.text(tokenizer, shown.messages, add_generation_prompt=True)
+    except PromptError:  # of what cannot be shown as text
+        raise
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
     return encode(tokenizer, check_text(text), max_context, special=False)

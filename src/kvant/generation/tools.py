@@ -14,11 +14,17 @@ alone, so equal conversations share prefixes.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from transformers.utils import get_json_schema
+
+from kvant.errors import PromptError
+
 Message = Mapping[str, Any]  # role and content, and whatever else a template knows
+Tool = Mapping[str, Any] | Callable[..., Any]  # JSON, or a Python function with a docstring
 
 PROBE = "kvant_probe"  # a template that renders this word knows where it stands
 PROBE_TOOL = {
@@ -55,7 +61,7 @@ def has_tools(messages: Sequence[Message]) -> bool:
 
 
 def tools_as_text(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, system: bool
+    messages: Sequence[Message], tools: Sequence[Tool], *, system: bool
 ) -> list[Message]:
     """Return the messages with tools, calls and results as text.
 
@@ -75,10 +81,23 @@ def tools_as_text(
     return plain
 
 
-def _description(tools: Sequence[Mapping[str, Any]]) -> str:
-    return DESCRIPTION.format(
-        functions="\n".join(_json(tool.get("function", tool)) for tool in tools)
-    )
+def _description(tools: Sequence[Tool]) -> str:
+    return DESCRIPTION.format(functions="\n".join(_json(_function(tool)) for tool in tools))
+
+
+def _function(tool: Tool) -> Any:
+    """Return the name and the schema of a tool; of a Python function from its docstring."""
+    if callable(tool):
+        try:
+            tool = get_json_schema(tool)
+        except Exception as error:  # its types may be anything
+            name = getattr(tool, "__name__", repr(tool))
+            raise PromptError(f"tools: {name} cannot be described: {error}") from error
+    if not isinstance(tool, Mapping):
+        raise PromptError(
+            f"tools: {reprlib.repr(tool)} is no function, and no mapping that describes one"
+        )
+    return tool.get("function", tool)
 
 
 def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
@@ -92,7 +111,7 @@ def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
             name = one.get("name") or names.get(str(one.get("tool_call_id")), "the function")
             one = {"role": "user", "content": f"{name} returned: {_text(one)}"}
         elif calls:
-            functions = [call.get("function", call) for call in calls]
+            functions = [_called(call) for call in calls]
             for call, function in zip(calls, functions, strict=True):
                 names[str(call.get("id"))] = function["name"]
             listed = [{"name": f["name"], "arguments": _arguments(f)} for f in functions]
@@ -105,6 +124,16 @@ def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
             plain.append(one)
         joins = role == "tool" or (joins and role == "user")
     return plain
+
+
+def _called(call: Any) -> Mapping[str, Any]:
+    """Return the function of a call: a mapping with a name."""
+    function = call.get("function", call) if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise PromptError(
+            f"messages: a call of a tool needs the name of its function: {reprlib.repr(call)}"
+        )
+    return function
 
 
 def _arguments(function: Mapping[str, Any]) -> Any:
@@ -120,7 +149,12 @@ def _arguments(function: Mapping[str, Any]) -> Any:
 def _text(message: Message) -> str:
     """The content of a message, of which parts may be listed."""
     content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    try:
+        return content if isinstance(content, str) else "".join(part["text"] for part in content)
+    except (KeyError, TypeError):
+        raise PromptError(
+            f"messages: content that is no text, nor parts of text: {reprlib.repr(content)}"
+        ) from None
 
 
 def _paragraphs(*texts: str) -> str:
@@ -128,7 +162,10 @@ def _paragraphs(*texts: str) -> str:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"tools: a function or a call that is no JSON: {error}") from error
 
 
 def _renders(tokenizer: Any, messages: Sequence[Message], **beside: Any) -> bool:

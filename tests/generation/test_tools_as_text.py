@@ -25,6 +25,15 @@ ALTERNATING = (  # as Gemma's: no system message, and turns of two roles that al
 )
 KNOWING = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m | tojson }}{% endfor %}"
 MENTIONING = "You have no tools. {% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+OPTIONAL = "{% if use_tools %}{{ tools | tojson }}{% endif %}" + MENTIONING
+SYSTEM_FIRST = (
+    "{% if messages[0].role != 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    + KNOWING
+)
+OPTIONAL_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'user' or use_system %}[{{ m.role }}]{{ m.content }}"
+    "{% endif %}{% endfor %}"
+)
 WEATHER = {
     "type": "function",
     "function": {
@@ -45,10 +54,10 @@ USER = {"role": "user", "content": "How is the weather?"}
 LOOP = [USER, CALLED, RESULT]
 
 
-def text_of(template: Any, messages: list[Any], tools: Any = ()) -> str:
+def text_of(template: Any, messages: list[Any], tools: Any = (), **options: Any) -> str:
     tokenizer = copy.deepcopy(tokenizer_of(DEMO))
     tokenizer.chat_template = template
-    asked = kvant.Messages(messages, tools)
+    asked = kvant.Messages(messages, tools, options)
     return str(tokenizer.decode(templated(tokenizer, asked)))
 
 
@@ -87,6 +96,24 @@ def test_what_a_template_knows_is_left_to_it() -> None:
 
 def test_a_template_that_mentions_tools_does_not_know_them() -> None:
     assert '{"name": "weather"' in text_of(MENTIONING, [USER], [WEATHER])
+
+
+def test_a_template_is_tried_with_the_options_it_gets() -> None:
+    text = text_of(OPTIONAL, [USER], [WEATHER], use_tools=True)
+    assert text.startswith("[{") and "You can call" not in text
+    assert "You can call" in text_of(OPTIONAL, [USER], [WEATHER])
+
+
+def test_a_system_message_is_tried_with_the_options_of_the_template() -> None:
+    text = text_of(OPTIONAL_SYSTEM, [USER], [WEATHER], use_system=True)
+    assert text.startswith("[system]You can call")
+    assert text_of(OPTIONAL_SYSTEM, [USER], [WEATHER]).startswith("[user]You can call")
+
+
+def test_a_template_that_refuses_a_message_alone_is_tried_with_all() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *LOOP]
+    text = text_of(SYSTEM_FIRST, messages, [WEATHER])
+    assert text.startswith("[{") and '"role": "tool"' in text and "You can call" not in text
 
 
 def test_calls_and_results_are_text_without_tools_as_well() -> None:

@@ -131,9 +131,12 @@ class Messages:
 
     def adapt_to(self, tokenizer: Any) -> Messages:
         """Return these messages as text alone, where the template of a tokenizer knows no tools."""
-        if not (self.tools or has_tools(self.messages)) or knows_tools(tokenizer):
+        if not (self.tools or has_tools(self.messages)):
             return self
-        plain = tools_as_text(self.messages, self.tools, system=takes_system(tokenizer))
+        if knows_tools(tokenizer, self.messages, self.options):
+            return self
+        system = takes_system(tokenizer, self.options)
+        plain = tools_as_text(self.messages, self.tools, system=system)
         return replace(self, messages=plain, tools=())
 
     def text(self, tokenizer: Any, messages: Sequence[Message], **how: Any) -> str:

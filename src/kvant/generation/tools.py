@@ -17,6 +17,7 @@ import json
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from transformers.utils import get_json_schema
@@ -44,15 +45,27 @@ If a function helps, reply with a JSON list of calls and no other text:
 The results are in the next message. If no function helps, reply in plain text."""
 
 
-def knows_tools(tokenizer: Any) -> bool:
-    """Whether the chat template of a tokenizer renders the tools that it gets."""
-    return _renders(tokenizer, [{"role": "user", "content": "a"}], tools=[PROBE_TOOL])
+def knows_tools(
+    tokenizer: Any,
+    messages: Sequence[Message] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> bool:
+    """Whether the chat template of a tokenizer renders the tools that it gets.
+
+    It is tried with one message, and with `messages` where it raises at that; `options` are those
+    of the template.
+    """
+    how = {**options, "tools": [PROBE_TOOL]}
+    text = _rendered(tokenizer, [{"role": "user", "content": "a"}], how)
+    if text is None and messages:
+        text = _rendered(tokenizer, messages, how)
+    return text is not None and PROBE in text
 
 
-def takes_system(tokenizer: Any) -> bool:
+def takes_system(tokenizer: Any, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Whether the chat template of a tokenizer renders a system message."""
     messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "a"}]
-    return _renders(tokenizer, messages)
+    return PROBE in (_rendered(tokenizer, messages, options) or "")
 
 
 def has_tools(messages: Sequence[Message]) -> bool:
@@ -168,10 +181,10 @@ def _json(value: Any) -> str:
         raise PromptError(f"tools: a function or a call that is no JSON: {error}") from error
 
 
-def _renders(tokenizer: Any, messages: Sequence[Message], **beside: Any) -> bool:
-    """Whether the template renders `PROBE`; one that raises does not."""
+def _rendered(tokenizer: Any, messages: Sequence[Message], how: Mapping[str, Any]) -> str | None:
+    """Render messages by the template; return None where it raises."""
     try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False, **beside)
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **how)
     except Exception:  # a template is a program of the model's, and may raise anything
-        return False
-    return PROBE in text
+        return None
+    return text

@@ -27,7 +27,9 @@ _warned: WeakSet[nn.Module] = WeakSet()
 
 
 def check_device(name: str | None) -> None:
-    """Refuse a device that is not there; torch is imported where one is named beside the CPU."""
+    """Refuse a device that is not there; torch is imported for a known name besides the CPU's."""
+    if name is not None:
+        _check_name(name)
     if name not in (None, "cpu"):
         named_device(name)
 
@@ -38,8 +40,7 @@ def named_device(name: str | None = None) -> torch.device:
 
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch("cpu|cuda|cuda:[0-9]{1,4}|mps", name):
-        raise ValueError(f"--device {name}: known are {KNOWN}; here there is {', '.join(_there())}")
+    _check_name(name)
     device = torch.device(name)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
@@ -49,6 +50,11 @@ def named_device(name: str | None = None) -> torch.device:
     if name not in (*_there(), "cuda"):
         raise ValueError(f"--device {name}: here there is {', '.join(_there())}")
     return device
+
+
+def _check_name(name: str) -> None:
+    if not re.fullmatch("cpu|cuda|cuda:[0-9]{1,4}|mps", name):
+        raise ValueError(f"--device {name}: known are {KNOWN}")
 
 
 def check_dtype(name: str) -> None:

@@ -15,6 +15,7 @@ from kvant import Cache, LayerSpec, Mask, UnsupportedView, attend, explain
 from kvant.attention import attending, reference, storing
 from kvant.attention.mask import visible
 from kvant.attention.reference import Reference
+from kvant.cli.options import BACKENDS
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.codecs.frames import Diagonal
 from kvant.contracts import Request, View
@@ -552,6 +553,10 @@ def test_who_reads_tokens_is_not_told_by_a_chunk() -> None:
     token()
     [name] = before
     assert state.tally.attended[name] == 2
+
+
+def test_commands_know_the_backends() -> None:
+    assert [one.name for one in attending.BACKENDS] == BACKENDS
 
 
 def test_a_request_keeps_the_order_of_its_arguments() -> None:

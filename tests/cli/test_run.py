@@ -200,7 +200,7 @@ def test_what_stays_of_a_prompt_is_saved(call: Any, tmp_path: Path, heads: str) 
         (("--temperature", "warm"), "--temperature"),
         (("--kv-cache", "auto:many"), "size 'many'"),
         (("--prefill-chunk", "0"), "--prefill-chunk"),
-        (("--device", "tpu"), "known are cpu, cuda, cuda:N, mps; here there is cpu"),
+        (("--device", "tpu"), "known are cpu, cuda, cuda:N, mps"),
         (("--dtype", "int8"), "known are auto, float32, bfloat16, float16"),
         (("--kv_cache", "raw"), "--kv-cache"),
     ],

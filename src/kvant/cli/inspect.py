@@ -56,11 +56,11 @@ def inspect(
 
 
 def _of_file(path: Path) -> tuple[dict[str, Any], list[Line]]:
-    from kvant.cache.files import header
-
     try:
+        size = path.stat().st_size  # before torch is imported
+        from kvant.cache.files import header
+
         head = header(path)
-        size = path.stat().st_size
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     told = {

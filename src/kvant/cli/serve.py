@@ -9,8 +9,10 @@ from typer import Option
 
 from kvant import checkpoints
 from kvant.cli import options
-from kvant.cli.options import check_readable
+from kvant.cli.options import check_backend, check_readable
 from kvant.cli.session import attached, prefixes_in, show
+from kvant.devices import check_device, check_dtype
+from kvant.sizes import parse_size
 from kvant.spec.auto import check_spec
 
 
@@ -46,6 +48,10 @@ def serve(
     """Serve a model to clients of OpenAI's interface."""
     spec = "affine8" if kv_cache is None else kv_cache
     check_spec(spec)
+    _check_words(max_bytes, api_keys)
+    check_backend(backend)
+    check_device(device)
+    check_dtype(dtype)
     checkpoints.check(model)
     from kvant import server
 
@@ -67,8 +73,6 @@ def serve(
         device=device,
         dtype=dtype,
     )
-    if api_keys is not None:
-        check_readable(api_keys, "--api-keys")
     keys = server.known(api_keys)
     server.check_host(host, len(keys))
     settings.check()
@@ -92,3 +96,11 @@ def serve(
         running = server.server_of(server.create_app(service, host), host, port, grace)
         running.begun, running.ending = begun, service.close
         running.run()
+
+
+def _check_words(max_bytes: str | None, api_keys: Path | None) -> None:
+    """Refuse a wrong size or a missing file before torch and the server are imported."""
+    if max_bytes is not None:
+        parse_size(max_bytes)
+    if api_keys is not None:
+        check_readable(api_keys, "--api-keys")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvant import checkpoints, heap
-from kvant.cli.options import check_asked, check_backend, check_saved, spec_of
+from kvant.cli.options import check_asked, check_backend, check_readable, check_saved, spec_of
 from kvant.devices import check_device, check_dtype, warn_of_slow_weights
 from kvant.progress import Bar
 from kvant.sizes import counted, format_size, parse_size
@@ -62,6 +62,8 @@ class Wanted:
         """Before anything is loaded: what is said twice or wrong, and files that are not there."""
         from kvant.generation.settings import check_strategy
 
+        if self.load is not None:
+            check_readable(self.load, "--load")  # before what imports torch
         check_asked(asked, self.max_context)
         check_strategy(self.strategy, self.threshold, self.bytes)
         if self.store and self.budget is not None:

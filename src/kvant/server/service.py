@@ -63,7 +63,6 @@ class Service:
         self.metrics = Metrics(engine, model)
         self.created = int(time.time())
         self._template = template_of(engine.model, engine.tokenizer)
-        self._knows_tools = knows_tools(engine.tokenizer)
         with suppress(GrammarError):  # the first one of a model takes a second
             rules_of(Grammar.json(), engine.tokenizer, engine.end_tokens)
         self._tokenizing = Tokenizing()
@@ -129,7 +128,8 @@ class Service:
             )
         if under_way and (under_way + coming > self._most or self._asked[tenant] + coming > own):
             raise Busy(self._patience())
-        template = self._template_for(asked)
+        knows = self._renders_tools(prompts[0], asked)
+        template = self._template_for(asked, knows)
         given = asked.sampling() | {"tenant": tenant, "salt": _salt(tenant, asked.cache_salt)}
         given |= {"max_new_tokens": self.max_new_tokens if asked.most is None else asked.most}
         given |= {"skip_special_tokens": template is None}
@@ -152,7 +152,7 @@ class Service:
                 self._tenants[tenant].begin(stream)
                 stream.add_done_callback(partial(end_in_loop, stream))
                 streams.append(stream)
-                listeners += self._listeners(asked, stream)
+                listeners += self._listeners(asked, stream, template, knows)
         except BaseException:
             self._asked[tenant] -= width * (len(prompts) - len(streams))
             for stream in streams:
@@ -160,12 +160,20 @@ class Service:
             raise
         return Replies(streams, listeners, self.metrics, began)
 
-    def _listeners(self, asked: Drawing, stream: Stream) -> list[Listener]:
+    def _renders_tools(self, prompt: Prompt, asked: Drawing) -> bool:
+        """Whether the chat template renders the tools of a request, by its messages and options."""
+        if not asked.tools_shown or not isinstance(prompt, Messages):
+            return False
+        return knows_tools(self.engine.tokenizer, prompt.messages, prompt.options)
+
+    def _listeners(
+        self, asked: Drawing, stream: Stream, template: Template | None, knows: bool
+    ) -> list[Listener]:
         """Those of all continuations of a prompt."""
-        template, width, tools = self._template_for(asked), asked.n or 1, asked.tools_shown
+        width, tools = asked.n or 1, asked.tools_shown
         if asked.must_call:
             return [Listed() for _ in range(width)]
-        described = bool(tools) and not self._knows_tools
+        described = bool(tools) and not knows
         found: list[Listener] = [Plainly() for _ in range(width)]
         if template is not None:
             prompt = self.engine.tokenizer.decode(stream.prompt[-NEAR:])
@@ -175,11 +183,11 @@ class Service:
             return [DescribedCalls(one, tools, asked.most_calls) for one in found]
         return found
 
-    def _template_for(self, asked: Drawing) -> Template | None:
+    def _template_for(self, asked: Drawing, knows: bool) -> Template | None:
         """By which a reply is read; None: it is read as it is."""
         template = self._template if asked.is_parsed else None
         has_calls = template is not None and template.has_calls
-        if asked.is_parsed and asked.tools_shown and self._knows_tools and not has_calls:
+        if asked.is_parsed and asked.tools_shown and knows and not has_calls:
             raise ValueError(
                 "tools: the way in which this model writes calls is unknown (its tokenizer has no "
                 "response_template); force the call: tool_choice required, or of one function"

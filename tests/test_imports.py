@@ -281,6 +281,7 @@ def test_completion_needs_no_torch(words: str, monkeypatch: pytest.MonkeyPatch) 
         "batch pyproject.toml --out there.jsonl --device foo",
         "serve --max-bytes bad",
         "serve --api-keys nowhere",
+        "serve --store foo://x",
         "serve --device foo",
         "serve --backend foo",
         "inspect nowhere",

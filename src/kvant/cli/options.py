@@ -128,6 +128,14 @@ def check_backend(name: str | None) -> None:
         raise ValueError(f"backend {name!r} is not one of {BACKENDS}")
 
 
+def check_stores(names: list[str] | None) -> None:
+    """Refuse names that no store can have, without importing torch."""
+    from kvant.stores.open import check_name
+
+    for name in names or ():
+        check_name(name)
+
+
 def check_asked(asked: Mapping[str, Any], max_context: int | None) -> None:
     """How tokens are drawn, how many, and before what they end."""
     from kvant.generation.settings import Limits, Sampling

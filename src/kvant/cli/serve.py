@@ -9,7 +9,7 @@ from typer import Option
 
 from kvant import checkpoints
 from kvant.cli import options
-from kvant.cli.options import check_backend, check_readable
+from kvant.cli.options import check_backend, check_readable, check_stores
 from kvant.cli.session import attached, prefixes_in, show
 from kvant.devices import check_device, check_dtype
 from kvant.sizes import parse_size
@@ -48,7 +48,7 @@ def serve(
     """Serve a model to clients of OpenAI's interface."""
     spec = "affine8" if kv_cache is None else kv_cache
     check_spec(spec)
-    _check_words(max_bytes, api_keys)
+    _check_words(max_bytes, api_keys, store)
     check_backend(backend)
     check_device(device)
     check_dtype(dtype)
@@ -98,9 +98,10 @@ def serve(
         running.run()
 
 
-def _check_words(max_bytes: str | None, api_keys: Path | None) -> None:
-    """Refuse a wrong size or a missing file before torch and the server are imported."""
+def _check_words(max_bytes: str | None, api_keys: Path | None, store: list[str] | None) -> None:
+    """Refuse a wrong size, file or store's name before torch and the server are imported."""
     if max_bytes is not None:
         parse_size(max_bytes)
     if api_keys is not None:
         check_readable(api_keys, "--api-keys")
+    check_stores(store)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from kvant.errors import StoreError
@@ -13,7 +14,9 @@ from kvant.stores import object as objects
 from kvant.stores import redis as servers
 from kvant.stores.contract import Store, named
 from kvant.stores.folder import Folder
-from kvant.stores.tiers import Tiers
+
+if TYPE_CHECKING:  # a name is checked without torch
+    from kvant.stores.tiers import Tiers
 
 Name = str | os.PathLike[str]
 
@@ -39,19 +42,27 @@ def open_store(name: Name, max_bytes: int | str | None = None) -> Store:
     """
     most = None if max_bytes is None else as_bytes(max_bytes)
     text = os.fspath(name)
-    if not text:
-        raise StoreError("a store without a name: a folder, or a URL")
+    check_name(text)
     scheme = _scheme(text)
     if scheme is None:
         return Folder(text, most)
     if scheme == "file":
         return Folder(_folder(text), most)
-    if scheme not in STORES or not text.startswith(f"{scheme}://"):
-        known = ", ".join(f"{one}://" for one in sorted(["file", *STORES]))
-        raise StoreError(f"{named(text)}: {known} or a folder is needed")
     if most is not None:
         raise StoreError(f"{named(text)}: max_bytes is of a folder; here the server is told that")
     return STORES[scheme](text)
+
+
+def check_name(text: str) -> None:
+    """Refuse an empty name, and a URL of an unknown scheme, before anything is opened."""
+    if not text:
+        raise StoreError("a store without a name: a folder, or a URL")
+    scheme = _scheme(text)
+    if scheme in (None, "file"):
+        return
+    if scheme not in STORES or not text.startswith(f"{scheme}://"):
+        known = ", ".join(f"{one}://" for one in sorted(["file", *STORES]))
+        raise StoreError(f"{named(text)}: {known} or a folder is needed")
 
 
 def open_tiers(
@@ -63,6 +74,8 @@ def open_tiers(
 
     `max_bytes` bounds each folder that is named.
     """
+    from kvant.stores.tiers import Tiers
+
     listed = [*store] if isinstance(store, Sequence) and not isinstance(store, str) else [store]
     bounded = 0
     opened: list[Store] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ def test_every_public_name_is_there() -> None:
     with pytest.raises(AttributeError, match="module 'kvant' has no attribute 'nonsense'"):
         kvant.nonsense  # noqa: B018
     assert not hasattr(kvant, "nonsense.more") and not hasattr(kvant, "spec.")
+
+
+@pytest.mark.parametrize("name", [name for name in kvant.__all__ if name.endswith("Spec")])
+def test_type_hints_of_specs_resolve(name: str) -> None:
+    hints = get_type_hints(getattr(kvant, name))
+    assert name != "LayerSpec" or hints["dtype"] == torch.dtype | None
 
 
 def test_a_model_is_attached_for_a_block() -> None:

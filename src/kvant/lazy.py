@@ -21,6 +21,16 @@ def lazy_names(package: str, places: Mapping[str, str]) -> Callable[[str], Any]:
     return import_name
 
 
+class LazyModule:
+    """A module that is imported at its first attribute: type hints that name it resolve."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
+
+
 class Registry(MutableMapping[str, T]):
     """Objects by name. Those of `places` ("module:object") are imported at their first lookup."""
 

@@ -11,11 +11,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from kvant.contracts import Codec, Mask, Pruning, Retention, Selection
+from kvant.lazy import LazyModule
 
 if TYPE_CHECKING:
     import torch
 
     from kvant.extent import Paging
+else:
+    torch = LazyModule("torch")  # for typing.get_type_hints
 
 T = TypeVar("T")
 DTYPE_NAMES = ("float32", "bfloat16", "float16")  # of dense rows

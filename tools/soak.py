@@ -55,7 +55,12 @@ ROUND = 6  # minutes in which each fault begins and ends once
 MAX_DISK = 4 << 30  # bytes of a disk that this tool agrees to fill
 BIG = "4 MB"
 KINDS = {  # of requests, with their weights
-    "short": 40, "long": 20, "salt": 12, "cancelled": 14, "n=4, greedy": 5, "n=4, drawn": 5,
+    "short": 40,
+    "long": 20,
+    "salt": 12,
+    "cancelled": 14,
+    "n=4, greedy": 5,
+    "n=4, drawn": 5,
     BIG: 4,
 }
 REFUSED_BODY = json.dumps({"prompt": "a " * 2_000_000, "max_tokens": 1}).encode()

@@ -239,8 +239,6 @@ class Reader:
         ends.
         """
         logits = None
-        if progress is not None and self.memory.length:  # what was there takes no time
-            progress(self.memory.length, len(tokens))
         while (begin := self.memory.length) < len(tokens):
             chunk = self.chunk if begin else self._first
             ends = ((begin // chunk + 1) * chunk, len(tokens), *stops)

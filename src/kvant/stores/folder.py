@@ -45,8 +45,6 @@ SPARED = 0.9  # of the quota: so much is left once something had to go
 TRIES = 5  # to write into a folder that others delete as often
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 LARGE = 1 << 20  # bytes, beyond which a file is read only where it begins as a blob
-BLOCK = 512  # bytes, in which a disk counts
-SPARSE = 16  # part of a large file that the disk must hold: a file system may compress it
 UNCOUNTED = 16  # part of the quota that is written before all files are counted again
 
 
@@ -80,7 +78,7 @@ class Folder:
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
         """Whoever asks for pages uses them, though some may be in memory already."""
-        found = [parts_among(self._parts(page)) for page in pages]
+        found = [parts_among(_names(self._folder(page))) for page in pages]
         for page, parts in zip(pages, found, strict=True):
             for part in parts:
                 _touch(self._folder(page) / part)
@@ -95,8 +93,6 @@ class Folder:
     def read(self, page: str, part: str) -> Bytes | None:
         """A blob, for somebody who only looks: it is not used."""
         path = self._file(page, part)
-        if self._links(page):
-            return None
         try:
             _check_regular(path.lstat(), path)
             file = os.open(path, READ)
@@ -109,8 +105,6 @@ class Folder:
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
         path = self._file(page, part)
-        for link in self._links(page):
-            link.unlink(missing_ok=True)
         with suppress(FileNotFoundError, NotADirectoryError):
             if stat.S_ISREG(path.lstat().st_mode):
                 return
@@ -132,9 +126,6 @@ class Folder:
 
     def drop(self, page: str, part: str) -> None:
         path = self._file(page, part)
-        if links := self._links(page):
-            links[0].unlink(missing_ok=True)  # what it leads to is no part of the store
-            return
         with suppress(FileNotFoundError, NotADirectoryError):
             if stat.S_ISDIR(path.lstat().st_mode):
                 path.rmdir()
@@ -148,9 +139,9 @@ class Folder:
             folder = self._folder(page)
             for name in parts_among(_names(folder)):
                 with suppress(OSError):  # it may go at any time
-                    status = (folder / name).lstat()
-                    nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
-                    yield Entry(page, name, nbytes, status.st_mtime)
+                    told = (folder / name).lstat()
+                    nbytes = told.st_size if stat.S_ISREG(told.st_mode) else 0
+                    yield Entry(page, name, nbytes, told.st_mtime)
 
     def shrink(self, nbytes: int) -> list[Entry]:
         """Delete what was not used for longest, until so many bytes are left; what that was."""
@@ -177,9 +168,9 @@ class Folder:
 
     def _pages(self) -> Iterator[str]:
         """The names of all folders that are pages."""
-        for space in _folders(self.path):
-            for two in _folders(self.path / space):
-                for rest in _folders(self.path / space / two):
+        for space in _names(self.path):
+            for two in _names(self.path / space):
+                for rest in _names(self.path / space / two):
                     page = f"{space}/{two}{rest}"
                     if len(two) == 2 and PAGE.fullmatch(page):
                         yield page
@@ -204,16 +195,15 @@ class Folder:
         most = held + free - self.min_free
         if self.max_bytes is not None:
             most = min(self.max_bytes, most)
-        if held + nbytes > most >= nbytes:
-            self.shrink(max(0, int(SPARED * most) - nbytes))
-            held = sum(one.nbytes for one in self)
-        if held + nbytes > most:  # also where an old blob cannot be deleted
+        if nbytes > most:
             raise StoreError(
                 f"{self.path}: no room for {format_size(nbytes)}: {format_size(free)} are free "
                 f"of which {format_size(self.min_free)} are to stay, the quota is "
-                f"{'none' if self.max_bytes is None else format_size(self.max_bytes)}, and "
-                f"{format_size(held)} are held"
+                f"{'none' if self.max_bytes is None else format_size(self.max_bytes)}"
             )
+        if held + nbytes > most:
+            self.shrink(max(0, int(SPARED * most) - nbytes))
+            held = sum(one.nbytes for one in self)
         return max(nbytes, min(most - held, most // UNCOUNTED))
 
     def _unlink(self, path: Path) -> None:
@@ -224,15 +214,6 @@ class Folder:
     def _folder(self, page: str) -> Path:
         space, _, key = checked_page(page).partition("/")
         return self.path / space / key[:2] / key[2:]
-
-    def _links(self, page: str) -> list[Path]:
-        """Links in place of the folders of a page, the outermost first: none is followed."""
-        folder = self._folder(page)
-        levels = (folder.parent.parent, folder.parent, folder)
-        return [level for level in levels if level.is_symlink()]
-
-    def _parts(self, page: str) -> list[str]:
-        return [] if self._links(page) else _names(self._folder(page))
 
     def _file(self, page: str, part: str) -> Path:
         return self._folder(page) / checked_part(part)
@@ -269,18 +250,6 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _folders(folder: Path) -> list[str]:
-    """The names of folders in a folder; a link is none."""
-    return [name for name in _names(folder) if stat.S_ISDIR(_mode(folder / name))]
-
-
-def _mode(path: Path) -> int:
-    try:
-        return path.lstat().st_mode
-    except FileNotFoundError:  # others may delete it at any time
-        return 0
-
-
 def _touch(path: Path) -> None:
     """Note that a blob was used."""
     with suppress(OSError):  # a folder that is only read has its uses, too
@@ -299,8 +268,6 @@ def _read_all(file: int, path: Path) -> bytearray:
     size = checked_size(found.st_size, str(path))
     if size > LARGE and os.pread(file, len(MAGIC), 0) != MAGIC:
         raise BlobError(f"{path}: {size} bytes that do not begin as a blob")
-    if size > LARGE and found.st_blocks * BLOCK < size // SPARSE:
-        raise BlobError(f"{path}: {size} bytes, of which {found.st_blocks * BLOCK} are on the disk")
     data = bytearray(size)
     view, read = memoryview(data), 0
     while read < len(data) and (count := os.readv(file, [view[read:]])):

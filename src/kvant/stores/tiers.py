@@ -52,7 +52,6 @@ class Guarded:
         self.counts: Counter[str] = Counter()
         self._damaged: set[tuple[str, str]] = set()  # blobs that could not be dropped
         self._calls: dict[int, float] = {}  # that are not answered: by thread, when they began
-        self._process = os.getpid()
         self._in_a_row = 0
         self._rests_until = 0.0
 
@@ -63,8 +62,6 @@ class Guarded:
     @property
     def hanging(self) -> list[int]:
         """The threads whose calls are unanswered for so long that no more are made."""
-        if self._process != os.getpid():  # a fork has none of these threads
-            self._process, self._calls = os.getpid(), {}
         since = time.monotonic() - UNANSWERED
         return [thread for thread, began in [*self._calls.items()] if began <= since]
 
@@ -211,11 +208,7 @@ class Tiers:
             guarded.drop(page, part)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait `seconds` at most for pending writes; return whether none is pending any more.
-
-        A write that failed is not pending (`unwritten` counts it). A store that does not answer for
-        `UNANSWERED` seconds ends the wait.
-        """
+        """Write what waits, so long at most, unless a store does not answer; is all written?"""
         until = math.inf if seconds is None else time.monotonic() + seconds
         while not self.behind.flush(max(0.0, min(LOOK_AGAIN, until - time.monotonic()))):
             hanging = [one for one in self.stores if self.behind.thread in one.hanging]

@@ -136,15 +136,15 @@ def test_a_folder_that_somebody_deletes_meanwhile_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Folder(tmp_path / "store", min_free=0)
-    make, gone = Path.mkdir, list[Path]()
+    make, gone = os.mkdir, list[str]()
 
-    def made(path: Path, *args: int, **options: bool) -> None:
-        make(path, *args, **options)
-        if not gone and path.name == "000001":
-            gone.append(path)
-            path.rmdir()
+    def made(name: str, *args: int, dir_fd: int | None = None) -> None:
+        make(name, *args, dir_fd=dir_fd)
+        if not gone and name == "000001":
+            gone.append(name)
+            os.rmdir(name, dir_fd=dir_fd)
 
-    monkeypatch.setattr(Path, "mkdir", made)
+    monkeypatch.setattr(os, "mkdir", made)
     store.put(page(1), "k0-1", b"x")
     assert gone and store.get(page(1), "k0-1") == b"x"
     shutil.rmtree(store.path)

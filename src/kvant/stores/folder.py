@@ -9,7 +9,8 @@ since a clock was set back, tells nothing: such a file goes before all others. T
 have one folder: equal names are equal bytes, and what one deletes is a miss for the other.
 
 Only regular files are read. A pipe would block the reader, and a link may lead anywhere: these are
-damaged blobs, which a write replaces.
+damaged blobs, which a write replaces. A link in place of a folder below the store's own is never
+followed: reads find an empty folder there, and writes fail.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import shutil
 import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -44,6 +45,8 @@ STALE = 3600.0  # seconds after which nobody writes to such a file any more
 SPARED = 0.9  # of the quota: so much is left once something had to go
 TRIES = 5  # to write into a folder that others delete as often
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 LARGE = 1 << 20  # bytes, beyond which a file is read only where it begins as a blob
 UNCOUNTED = 16  # part of the quota that is written before all files are counted again
 
@@ -78,70 +81,65 @@ class Folder:
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
         """Whoever asks for pages uses them, though some may be in memory already."""
-        found = [parts_among(_names(self._folder(page))) for page in pages]
-        for page, parts in zip(pages, found, strict=True):
-            for part in parts:
-                _touch(self._folder(page) / part)
+        found = []
+        for page in pages:
+            with self._opened(*_levels(page)) as folder:
+                found.append(parts_among(_names(folder)))
+                for part in found[-1]:
+                    _touch(part, folder)
         return found
 
     def get(self, page: str, part: str) -> Bytes | None:
-        data = self.read(page, part)
-        if data is not None:
-            _touch(self._file(page, part))
+        with self._opened(*_levels(page)) as folder:
+            data = _read(folder, part, self._file(page, part))
+            if data is not None:
+                _touch(part, folder)
         return data
 
     def read(self, page: str, part: str) -> Bytes | None:
         """A blob, for somebody who only looks: it is not used."""
-        path = self._file(page, part)
-        try:
-            _check_regular(path.lstat(), path)
-            file = os.open(path, READ)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        try:
-            return _read_all(file, path)
-        finally:
-            os.close(file)
+        with self._opened(*_levels(page)) as folder:
+            return _read(folder, part, self._file(page, part))
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
-        path = self._file(page, part)
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if stat.S_ISREG(path.lstat().st_mode):
+        checked_part(part)
+        with self._opened(*_levels(page)) as folder:
+            status = _lstat(part, folder)
+        if status is not None:
+            if stat.S_ISREG(status.st_mode):
                 return
             self.drop(page, part)
         self._make_room(len(blob))
-        beside = path.with_name(f"{secrets.token_hex(8)}.part")
         for left in reversed(range(TRIES)):
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with beside.open("xb", buffering=0) as file:
-                    _write_all(file.fileno(), blob)
-                beside.replace(path)
+                self._write(page, part, blob)
                 return
             except (FileNotFoundError, FileExistsError):  # somebody deletes the folder, if empty
                 if not left:
                     raise
             finally:
-                self._unlink(beside)
+                self._remove_empty(page)
 
     def drop(self, page: str, part: str) -> None:
-        path = self._file(page, part)
-        with suppress(FileNotFoundError, NotADirectoryError):
-            if stat.S_ISDIR(path.lstat().st_mode):
-                path.rmdir()
-            self._unlink(path)
+        checked_part(part)
+        with self._opened(*_levels(page)) as folder, suppress(FileNotFoundError):
+            if (status := _lstat(part, folder)) is None:
+                return
+            remove = os.rmdir if stat.S_ISDIR(status.st_mode) else os.unlink
+            remove(part, dir_fd=folder)
+        self._remove_empty(page)
 
     # ---- what people ask
 
     def __iter__(self) -> Iterator[Entry]:
         """All blobs, as they are found."""
         for page in self._pages():
-            folder = self._folder(page)
-            for name in parts_among(_names(folder)):
-                with suppress(OSError):  # it may go at any time
-                    told = (folder / name).lstat()
-                    nbytes = told.st_size if stat.S_ISREG(told.st_mode) else 0
-                    yield Entry(page, name, nbytes, told.st_mtime)
+            with self._opened(*_levels(page)) as folder:
+                blobs = [(part, _lstat(part, folder)) for part in parts_among(_names(folder))]
+            for part, status in blobs:
+                if status is not None:  # it may go at any time
+                    nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                    yield Entry(page, part, nbytes, status.st_mtime)
 
     def shrink(self, nbytes: int) -> list[Entry]:
         """Delete what was not used for longest, until so many bytes are left; what that was."""
@@ -156,21 +154,26 @@ class Folder:
         """Delete what writers left that were killed; how many files."""
         count = 0
         for page in self._pages():
-            folder = self._folder(page)
-            for name in filter(UNFINISHED.fullmatch, _names(folder)):
-                with suppress(OSError):
-                    if abs(time.time() - (folder / name).lstat().st_mtime) > STALE:
-                        self._unlink(folder / name)
+            before = count
+            with self._opened(*_levels(page)) as folder:
+                for name in filter(UNFINISHED.fullmatch, _names(folder)):
+                    status = _lstat(name, folder)
+                    if status is None or abs(time.time() - status.st_mtime) <= STALE:
+                        continue
+                    with suppress(OSError):
+                        os.unlink(name, dir_fd=folder)
                         count += 1
+            if count > before:
+                self._remove_empty(page)
         return count
 
     # ---- within
 
     def _pages(self) -> Iterator[str]:
         """The names of all folders that are pages."""
-        for space in _names(self.path):
-            for two in _names(self.path / space):
-                for rest in _names(self.path / space / two):
+        for space in self._list():
+            for two in self._list(space):
+                for rest in self._list(space, two):
                     page = f"{space}/{two}{rest}"
                     if len(two) == 2 and PAGE.fullmatch(page):
                         yield page
@@ -206,17 +209,67 @@ class Folder:
             held = sum(one.nbytes for one in self)
         return max(nbytes, min(most - held, most // UNCOUNTED))
 
-    def _unlink(self, path: Path) -> None:
-        path.unlink(missing_ok=True)
-        with suppress(OSError):  # it is not empty
-            path.parent.rmdir()
+    def _write(self, page: str, part: str, blob: Bytes) -> None:
+        """Write a blob to a file of another name, and move it to its own."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        folder = self._open(*_levels(page), make=True)
+        unfinished = f"{secrets.token_hex(8)}.part"
+        try:
+            file = os.open(unfinished, CREATE, 0o666, dir_fd=folder)
+            try:
+                _write_all(file, blob)
+            finally:
+                os.close(file)
+            os.replace(unfinished, part, src_dir_fd=folder, dst_dir_fd=folder)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(unfinished, dir_fd=folder)
+            os.close(folder)
 
-    def _folder(self, page: str) -> Path:
-        space, _, key = checked_page(page).partition("/")
-        return self.path / space / key[:2] / key[2:]
+    def _remove_empty(self, page: str) -> None:
+        """Remove the folder of a page if it is empty."""
+        *parents, name = _levels(page)
+        with self._opened(*parents) as folder, suppress(OSError):  # it is not empty
+            if folder is not None:
+                os.rmdir(name, dir_fd=folder)
+
+    def _list(self, *levels: str) -> list[str]:
+        with self._opened(*levels) as folder:
+            return _names(folder)
+
+    @contextmanager
+    def _opened(self, *levels: str) -> Iterator[int | None]:
+        """Open a folder below the store's own; None where a level is missing or no folder."""
+        try:
+            folder = self._open(*levels)
+        except (FileNotFoundError, NotADirectoryError):
+            yield None
+            return
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _open(self, *levels: str, make: bool = False) -> int:
+        """Open a folder level by level, and follow no link below the store's own."""
+        path, folder = self.path, os.open(self.path, DIRECTORY)
+        for name in levels:
+            path /= name
+            try:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=folder)
+                below = os.open(name, DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+            except OSError as error:  # of a link, ELOOP on some systems
+                code = errno.ENOTDIR if error.errno == errno.ELOOP else error.errno
+                raise OSError(code, os.strerror(code or 0), str(path)) from None
+            finally:
+                os.close(folder)
+            folder = below
+        return folder
 
     def _file(self, page: str, part: str) -> Path:
-        return self._folder(page) / checked_part(part)
+        return self.path.joinpath(*_levels(page), checked_part(part))
 
 
 def surplus(entries: Iterable[Entry], nbytes: int) -> list[Entry]:
@@ -239,21 +292,45 @@ def _age(entry: Entry, now: float) -> tuple[int, int]:
     return int(used // 60), -int(f"0{number[0]}" if number else 0)
 
 
-def _names(folder: Path) -> list[str]:
+def _levels(page: str) -> tuple[str, str, str]:
+    """The folders of a page, each in the one before."""
+    space, _, key = checked_page(page).partition("/")
+    return space, key[:2], key[2:]
+
+
+def _names(folder: int | None) -> list[str]:
+    return [] if folder is None else os.listdir(folder)
+
+
+def _lstat(name: str, folder: int | None) -> os.stat_result | None:
+    """The state of a file or a link in an open folder; None where it is missing."""
+    if folder is None:
+        return None
     try:
-        return os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        if error.errno != errno.ELOOP:  # a link to itself is no folder either
-            raise
-        return []
+        return os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
 
 
-def _touch(path: Path) -> None:
+def _touch(name: str, folder: int | None) -> None:
     """Note that a blob was used."""
     with suppress(OSError):  # a folder that is only read has its uses, too
-        os.utime(path, follow_symlinks=False)
+        os.utime(name, dir_fd=folder, follow_symlinks=False)
+
+
+def _read(folder: int | None, part: str, path: Path) -> bytearray | None:
+    """The bytes of a blob in an open folder; None where there is none."""
+    if (status := _lstat(part, folder)) is None:
+        return None
+    _check_regular(status, path)
+    try:
+        file = os.open(part, READ, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    try:
+        return _read_all(file, path)
+    finally:
+        os.close(file)
 
 
 def _check_regular(found: os.stat_result, path: Path) -> None:

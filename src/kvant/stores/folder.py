@@ -48,6 +48,7 @@ READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 LARGE = 1 << 20  # bytes, beyond which a file is read only where it begins as a blob
+UNDELETABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EEXIST, errno.ENOTEMPTY)
 UNCOUNTED = 16  # part of the quota that is written before all files are counted again
 
 
@@ -142,11 +143,22 @@ class Folder:
                     yield Entry(page, part, nbytes, status.st_mtime)
 
     def shrink(self, nbytes: int) -> list[Entry]:
-        """Delete what was not used for longest, until so many bytes are left; what that was."""
-        gone = []
-        for entry in surplus(self, nbytes):
-            with suppress(OSError):  # a folder in place of a blob that is not empty
+        """Delete the least recently used blobs until `nbytes` bytes are left; return them.
+
+        A blob that cannot be deleted is skipped, and the next one is deleted in its place.
+        """
+        entries, gone = list(self), []
+        over = sum(entry.nbytes for entry in entries) - nbytes
+        for entry in surplus(entries, 0):
+            if over <= 0:
+                break
+            try:
                 self.drop(entry.page, entry.part)
+            except OSError as error:
+                if error.errno not in UNDELETABLE:
+                    raise
+            else:
+                over -= entry.nbytes
                 gone.append(entry)
         return gone
 
@@ -198,15 +210,16 @@ class Folder:
         most = held + free - self.min_free
         if self.max_bytes is not None:
             most = min(self.max_bytes, most)
-        if nbytes > most:
+        if held + nbytes > most >= nbytes:
+            self.shrink(max(0, int(SPARED * most) - nbytes))
+            held = sum(one.nbytes for one in self)
+        if held + nbytes > most:  # too large, or blobs could not be deleted
             raise StoreError(
                 f"{self.path}: no room for {format_size(nbytes)}: {format_size(free)} are free "
                 f"of which {format_size(self.min_free)} are to stay, the quota is "
-                f"{'none' if self.max_bytes is None else format_size(self.max_bytes)}"
+                f"{'none' if self.max_bytes is None else format_size(self.max_bytes)}, "
+                f"{format_size(held)} are held"
             )
-        if held + nbytes > most:
-            self.shrink(max(0, int(SPARED * most) - nbytes))
-            held = sum(one.nbytes for one in self)
         return max(nbytes, min(most - held, most // UNCOUNTED))
 
     def _write(self, page: str, part: str, blob: Bytes) -> None:

@@ -1,0 +1,67 @@
+"""The quota of a folder holds where blobs cannot be deleted."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from kvant.errors import StoreError
+from kvant.stores import Folder
+
+
+def page(number: int) -> str:
+    return f"ab/{number:08x}"
+
+
+def keep(monkeypatch: pytest.MonkeyPatch, store: Folder, pages: set[str], code: int) -> None:
+    """Let the deletion of blobs of these pages fail."""
+    drop = store.drop
+
+    def checked_drop(name: str, part: str) -> None:
+        if name in pages:
+            raise OSError(code, os.strerror(code))
+        drop(name, part)
+
+    monkeypatch.setattr(store, "drop", checked_drop)
+
+
+def fill(store: Folder, count: int) -> None:
+    for number in range(count):
+        store.put(page(number), "k0-1", bytes(1000))
+        path = store.path / "ab" / "00" / f"{number:06x}" / "k0-1"
+        os.utime(path, (600 * number, 600 * number))
+
+
+def test_blobs_that_cannot_be_deleted_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """14,000 bytes lay in a folder of 10,000."""
+    store = Folder(tmp_path, max_bytes=10_000, min_free=0)
+    fill(store, 10)
+    keep(monkeypatch, store, {page(number) for number in range(10)}, errno.EACCES)
+    for number in range(10, 14):
+        with pytest.raises(StoreError, match=r"the quota is 9.77 KiB, 9.77 KiB are held"):
+            store.put(page(number), "k0-1", bytes(1000))
+    assert sum(entry.nbytes for entry in store) == 10_000
+
+
+def test_blobs_are_deleted_in_place_of_those_that_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Folder(tmp_path, max_bytes=10_000, min_free=0)
+    fill(store, 10)
+    keep(monkeypatch, store, {page(number) for number in range(5)}, errno.EPERM)
+    store.put(page(10), "k0-1", bytes(1000))
+    assert sorted(entry.page for entry in store) == [page(n) for n in (*range(5), 7, 8, 9, 10)]
+
+
+def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Folder(tmp_path, max_bytes=10_000, min_free=0)
+    fill(store, 10)
+    keep(monkeypatch, store, {page(0)}, errno.EIO)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        store.put(page(10), "k0-1", bytes(1000))
+    assert sum(entry.nbytes for entry in store) == 10_000

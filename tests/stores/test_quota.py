@@ -1,4 +1,4 @@
-"""The quota of a folder holds where blobs cannot be deleted."""
+"""The quota of a folder holds for large blobs, and where blobs cannot be deleted."""
 
 from __future__ import annotations
 
@@ -65,3 +65,11 @@ def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
         store.put(page(10), "k0-1", bytes(1000))
     assert sum(entry.nbytes for entry in store) == 10_000
+
+
+def test_a_blob_greater_than_the_quota_is_refused(tmp_path: Path) -> None:
+    store = Folder(tmp_path, max_bytes=1000, min_free=0)
+    store.put(page(0), "k0-1", bytes(900))
+    with pytest.raises(StoreError, match="the quota is 1000 B"):
+        store.put(page(1), "k0-1", bytes(1001))
+    assert [entry.page for entry in store] == [page(0)]

@@ -29,12 +29,10 @@ from torch import Tensor
 from kvant.contracts import Fields
 from kvant.errors import BlobError
 from kvant.spec.headers import distinct
-from kvant.stores.contract import MAGIC, MAX_BLOB, Bytes
+from kvant.stores.contract import HEAD, MAGIC, MAX_BLOB, MAX_HEADER, Bytes, read_head
 
 VERSION = 2
 ALIGNED = 64
-HEAD = struct.Struct("<8sQQ")
-MAX_HEADER, MAX_LAYOUT = 1 << 24, 1 << 18
 MAX_TOKENS = 1 << 20  # that one blob tells
 LAYOUTS = 16  # that are remembered
 DTYPES = {
@@ -156,14 +154,10 @@ def packed(blob: Blob, secret: bytes | None = None) -> bytearray:
 def opened(data: Bytes, secret: bytes | None = None) -> Blob:
     """What bytes say, if they are a blob; its tensors lie in them."""
     size = len(data) - len(_checksum(memoryview(b""), secret))
-    if size < HEAD.size or data[: len(MAGIC)] != MAGIC:
-        raise BlobError("not a page of kvant, or cut short")
+    length, more = read_head(data, size)
     body = memoryview(data)[:size]
     if not hmac.compare_digest(_checksum(body, secret), bytes(data[size:])):
         raise BlobError("damaged, or written with another secret: its checksum does not match")
-    _, length, more = HEAD.unpack_from(data)
-    if length > MAX_HEADER or more > MAX_LAYOUT or length + more > size - HEAD.size:
-        raise BlobError(f"a header of {length} and {more} bytes in {size}")
     begin, stop = HEAD.size + length, HEAD.size + length + more
     try:
         header = json.loads(bytes(body[HEAD.size : begin]), object_pairs_hook=distinct)

@@ -8,6 +8,7 @@ Whatever goes wrong, it raises: `Tiers`, through which all others ask, makes a m
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -18,6 +19,8 @@ PAGE = re.compile(r"[0-9a-z-]+/[0-9a-f]{8,128}", re.ASCII)
 PART = re.compile(r"[a-z][0-9a-z-]*", re.ASCII)
 MAX_BLOB = 1 << 32
 MAGIC = b"kvantpg2"  # what a blob begins with
+HEAD = struct.Struct("<8sQQ")  # magic | length of the header | length of the layout
+MAX_HEADER, MAX_LAYOUT = 1 << 24, 1 << 18
 
 
 class Store(Protocol):
@@ -67,6 +70,17 @@ def checked_size(nbytes: int, where: str) -> int:
     if nbytes > MAX_BLOB:
         raise BlobError(f"{where}: {nbytes} bytes, {MAX_BLOB} at most")
     return nbytes
+
+
+def read_head(data: Bytes, nbytes: int) -> tuple[int, int]:
+    """Return the lengths of header and layout if a blob of `nbytes` bytes can begin with `data`."""
+    if nbytes < HEAD.size or len(data) < HEAD.size or data[: len(MAGIC)] != MAGIC:
+        raise BlobError("not a page of kvant, or cut short")
+    _, header, layout = HEAD.unpack_from(data)
+    fits = 0 < header <= MAX_HEADER and 0 < layout <= MAX_LAYOUT
+    if not fits or header + layout > nbytes - HEAD.size:
+        raise BlobError(f"a header of {header} and {layout} bytes in {nbytes}")
+    return header, layout
 
 
 def named(url: str) -> str:

@@ -31,13 +31,14 @@ from typing import NamedTuple
 from kvant.errors import BlobError, StoreError
 from kvant.sizes import format_size
 from kvant.stores.contract import (
-    MAGIC,
+    HEAD,
     PAGE,
     Bytes,
     checked_page,
     checked_part,
     checked_size,
     parts_among,
+    read_head,
 )
 
 UNFINISHED = re.compile(r"[0-9a-f]{16}\.part")  # the name of a file that is being written
@@ -47,7 +48,7 @@ TRIES = 5  # to write into a folder that others delete as often
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-LARGE = 1 << 20  # bytes, beyond which a file is read only where it begins as a blob
+LARGE = 1 << 20  # bytes, beyond which a file is checked before memory is allocated for it
 UNDELETABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EEXIST, errno.ENOTEMPTY)
 UNCOUNTED = 16  # part of the quota that is written before all files are counted again
 
@@ -356,13 +357,29 @@ def _read_all(file: int, path: Path) -> bytearray:
     found = os.fstat(file)
     _check_regular(found, path)  # it may have been replaced since it was opened
     size = checked_size(found.st_size, str(path))
-    if size > LARGE and os.pread(file, len(MAGIC), 0) != MAGIC:
-        raise BlobError(f"{path}: {size} bytes that do not begin as a blob")
+    if size > LARGE:
+        _check_large(file, path, size)
     data = bytearray(size)
     view, read = memoryview(data), 0
     while read < len(data) and (count := os.readv(file, [view[read:]])):
         read += count
     return data[:read] if read < len(data) else data
+
+
+def _check_large(file: int, path: Path, size: int) -> None:
+    """Refuse a file that does not begin as a blob, or has a hole in its first half.
+
+    A sparse file takes little of a disk, and all of its size in memory. Writers leave no holes,
+    but a file system may make some of zeros: then most of a blob is still data.
+    """
+    try:
+        read_head(os.pread(file, HEAD.size, 0), size)
+    except BlobError as error:
+        raise BlobError(f"{path}: {size} bytes that do not begin as a blob: {error}") from None
+    hole = os.lseek(file, 0, os.SEEK_HOLE)  # the end of the file where there is none
+    os.lseek(file, 0, os.SEEK_SET)
+    if hole < size // 2:
+        raise BlobError(f"{path}: a sparse file: {size} bytes with a hole at {hole}")
 
 
 def _write_all(file: int, data: Bytes) -> None:

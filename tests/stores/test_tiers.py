@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -252,6 +253,32 @@ def test_nothing_waits_for_a_store_that_takes_nothing(monkeypatch: pytest.Monkey
     assert tiers.stats()["dropped"] == 2 and not tiers.behind.add(1, list[int])
     store.go.set()
     assert tiers.behind.flush(60)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_calls_a_store_during_a_call_of_its_parent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The call of a thread that the child does not have was unanswered for ever."""
+    store = Hanging()
+    tiers = Tiers([store])
+    call = Thread(target=tiers.has, args=([PAGE],), daemon=True)
+    call.start()
+    assert store.asked.wait(60)
+    monkeypatch.setattr(module, "UNANSWERED", 0.0)
+    child = os.fork()
+    if not child:
+        try:
+            store.go = Event()  # the lock of the other one may be held
+            store.go.set()
+            tiers.has([PAGE])
+            os._exit(0 if store.calls == 2 and not tiers.stores[0].hanging else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert tiers.stores[0].hanging  # that of the parent still is
+    store.go.set()
+    call.join(60)
 
 
 # ---- behind

@@ -51,7 +51,8 @@ class Guarded:
         self.store = store
         self.counts: Counter[str] = Counter()
         self._damaged: set[tuple[str, str]] = set()  # blobs that could not be dropped
-        self._calls: dict[int, float] = {}  # that are not answered: by thread, when they began
+        # When each unanswered call began, by process and thread: a fork copies those of its parent.
+        self._calls: dict[tuple[int, int], float] = {}
         self._in_a_row = 0
         self._rests_until = 0.0
 
@@ -62,8 +63,9 @@ class Guarded:
     @property
     def hanging(self) -> list[int]:
         """The threads whose calls are unanswered for so long that no more are made."""
-        since = time.monotonic() - UNANSWERED
-        return [thread for thread, began in [*self._calls.items()] if began <= since]
+        since, here = time.monotonic() - UNANSWERED, os.getpid()
+        calls = [*self._calls.items()]
+        return [thread for (pid, thread), began in calls if pid == here and began <= since]
 
     def has(self, pages: Sequence[str]) -> list[frozenset[str]]:
         found = self._tried(lambda: self.store.has(pages)) or [frozenset()] * len(pages)
@@ -122,7 +124,8 @@ class Guarded:
         if self.rests:
             self.counts["skipped"] += 1
             return None
-        self._calls[get_ident()] = time.monotonic()
+        caller = os.getpid(), get_ident()
+        self._calls[caller] = time.monotonic()
         try:
             found = call()
         except BlobError:  # the store answered
@@ -139,7 +142,7 @@ class Guarded:
                 log.info("%s: %r", self.store.url, error)
             return None
         finally:
-            del self._calls[get_ident()]
+            del self._calls[caller]
         self._in_a_row = 0
         return found
 

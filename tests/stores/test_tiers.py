@@ -255,6 +255,13 @@ def test_nothing_waits_for_a_store_that_takes_nothing(monkeypatch: pytest.Monkey
     assert tiers.behind.flush(60)
 
 
+def test_a_blob_that_a_store_refused_waits_no_more() -> None:
+    tiers = Tiers([Shelf(OSError("no space left"))])
+    assert tiers.behind.add(10, lambda: [int(tiers.put(blob()))])
+    assert tiers.flush(60)
+    assert (counts(tiers)["unwritten"], counts(tiers).get("written", 0)) == (1, 0)
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_calls_a_store_during_a_call_of_its_parent(
     monkeypatch: pytest.MonkeyPatch,

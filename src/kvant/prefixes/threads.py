@@ -68,7 +68,7 @@ class Daemons:
         return future
 
     def end(self) -> None:
-        """Let the threads end behind the calls that there are; nothing waits for them."""
+        """End the threads after the calls that are queued, without waiting for them."""
         for _ in range(self._started):
             self._calls.put(None)
 

@@ -211,7 +211,11 @@ class Tiers:
             guarded.drop(page, part)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Write what waits, so long at most, unless a store does not answer; is all written?"""
+        """Write the queue for `seconds` at most; return whether nothing waits any more.
+
+        A call of a store that is unanswered for `UNANSWERED` seconds ends the wait. A blob that
+        a store refused waits no more: `stats` counts it in `unwritten`.
+        """
         until = math.inf if seconds is None else time.monotonic() + seconds
         while not self.behind.flush(max(0.0, min(LOOK_AGAIN, until - time.monotonic()))):
             hanging = [one for one in self.stores if self.behind.thread in one.hanging]
@@ -222,7 +226,7 @@ class Tiers:
         return True
 
     def close(self, seconds: float | None = None) -> None:
-        """Write what waits, as `flush` does, and nothing that comes later."""
+        """Write the queue as `flush` does, drop the rest of it, and accept nothing more."""
         self.behind.end()
         self.flush(seconds)
         self.behind.close(0.0)
@@ -273,7 +277,7 @@ class Behind:
             return True
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until nothing waits any more, so long at most; is that so?"""
+        """Wait for an empty queue, for `seconds` at most; return whether nothing waits any more."""
         if current_thread() is self._thread:  # it would wait for itself
             return False
         with self._changed:
@@ -291,7 +295,7 @@ class Behind:
             self._changed.notify_all()
 
     def close(self, seconds: float | None = None) -> None:
-        """Do what waits, so long at most, and nothing that comes later."""
+        """Work on the queue for `seconds` at most, drop the rest of it, and accept nothing more."""
         self.end()
         self.flush(seconds)
         with self._changed:  # what is being done goes on

@@ -121,9 +121,10 @@ class Prefixes:
             self.archive.close(0.0)
 
     def flush(self, seconds: float | None = None) -> bool:
-        """Wait until all that is kept is in the store, where there is one; is it?
+        """Wait `seconds` at most for pending writes; return whether none is pending any more.
 
-        At most `seconds`, and not for a store that does not answer.
+        A write that failed is not pending: `stats()` counts it. A store that does not answer for
+        ten seconds ends the wait.
         """
         return self.archive is None or self.archive.tiers.flush(seconds)
 

@@ -64,7 +64,7 @@ for text, dim, queries in (
     label = f"{text} {dim} {queries}"
     view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, dim).bfloat16())
     q = torch.randn(1, 8, queries, dim).to(torch.float32 if "turbo" in text else torch.bfloat16)
-    launching.launch(Request(q, 0.1, view.mask, torch.bfloat16), Scope.of(view))
+    launching.launch(Request(q, 0.1, view.mask, dtype=torch.bfloat16), Scope.of(view))
 label = "chosen"
 state = Cache(1, "affine4,tail=0,select=2:0")[0]
 state.append(*torch.randn(2, 1, 2, 600, 128).bfloat16())

@@ -97,7 +97,7 @@ def test_a_reply_waits_for_a_store_that_hangs_no_longer_than_it_may(
 
 
 PROGRAM = """
-import sys, threading
+import sys, threading, time
 import kvant
 import kvant.prefixes.shelf, kvant.engine.reuse
 from kvant import demo
@@ -120,7 +120,10 @@ if sys.argv[2] == "engine":
 else:
     session = kvant.Session(model, tokenizer, "affine8", prefixes=prefixes, template=False)
     session.send([5] * 200, max_new_tokens=2, ignore_end=True).finish()
-print("hung", prefixes.stats()["store"]["stores"][0]["hanging"] > 0)
+until = time.monotonic() + 60
+while not (hung := prefixes.stats()["store"]["stores"][0]["hanging"]) and time.monotonic() < until:
+    time.sleep(0.01)
+print("hung", hung > 0)
 """
 
 

@@ -50,7 +50,6 @@ TABLES: dict[Any, tuple[str, Mapping[str, Callable[..., Any]]]] = {
 }
 
 
-HINTS = {"torch": torch}  # what the types of fields name and their modules do not import
 # Fields that recipes did not always have: where they say nothing, stores of before are still found.
 UNTOLD = ("select", "prune")
 
@@ -141,9 +140,7 @@ def decode_named(hint: Any, value: Any, where: str) -> Any:
 @lru_cache
 def form(kind: type) -> tuple[dict[str, Field[Any]], dict[str, Any]]:
     """The fields of a dataclass and their types: a header may name it for each of many layers."""
-    return {item.name: item for item in fields(kind) if item.init}, get_type_hints(
-        kind, localns=HINTS
-    )
+    return {item.name: item for item in fields(kind) if item.init}, get_type_hints(kind)
 
 
 def check_keys(tag: str, own: Mapping[str, Field[Any]], value: Any, where: str) -> None:

@@ -41,3 +41,40 @@ def test_what_is_freed_is_kept() -> None:
     if faults() < 10_000:
         pytest.skip("glibc keeps what is freed by itself here")
     assert faults("keep") < 100
+
+
+THREADS = """
+import ctypes, sys, threading
+from kvant import heap
+
+if "keep" in sys.argv:
+    heap.keep()
+glibc = ctypes.CDLL(None)
+barrier = threading.Barrier(24)
+
+def allocate():
+    barrier.wait()
+    block = bytearray(4096)
+    barrier.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(24)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+glibc.malloc_info(0, ctypes.c_void_p.in_dll(glibc, "stdout"))
+glibc.fflush(None)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it is of glibc")
+def test_threads_share_two_heaps() -> None:
+    def count_heaps(*options: str) -> int:
+        ran = subprocess.run(
+            [sys.executable, "-c", THREADS, *options], capture_output=True, text=True, check=True
+        )
+        return ran.stdout.count("<heap nr=")
+
+    if count_heaps() <= 2:
+        pytest.skip("glibc gives threads no heaps of their own here")
+    assert count_heaps("keep") <= 2

@@ -46,7 +46,7 @@ log = logging.getLogger("kvant")
 PATIENCE = 1.0  # seconds that whoever cancels a write waits for a copy
 COPIED = 8 << 20  # bytes of pages that are copied at once, to be written
 LITTLE = 20  # tokens behind the last page are worth a blob where they are more than such a part
-REMEMBERED = 1 << 17  # names of blobs that are known to be there
+REMEMBERED = 1 << 14  # pages whose blobs are known to be there: about 400 bytes each
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,7 @@ def verdicts(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 @pytest.fixture
 def pages_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sealed pages lie as files have them, and not as the native kernels like it."""
-    monkeypatch.setattr(storage, "arrangement", lambda device: None)
+    monkeypatch.setattr(storage, "select_tiles", lambda device: None)
 
 
 @pytest.fixture

@@ -44,7 +44,7 @@ from kvant import (
     parse,
     save,
 )
-from kvant.cache import Attention
+from kvant.cache import PagedLayer
 
 MARK = rb"\"checksum\": \""
 NUMBERS = (0, -1, 1, 2, 63, 64, 65, 2**31 - 1, 2**31, 2**52, 2**53 + 1, 2**63, 2**64, 10**400)
@@ -154,10 +154,10 @@ def forgery(files: list[bytes], rng: random.Random) -> bytes:
     return forge(rng.choice(files), edit)
 
 
-def attending(states: Any) -> Iterator[Attention]:
+def attending(states: Any) -> Iterator[PagedLayer]:
     for state in states:
         leaves = state.values() if isinstance(state, dict) else [state]
-        yield from (leaf for leaf in leaves if isinstance(leaf, Attention))
+        yield from (leaf for leaf in leaves if isinstance(leaf, PagedLayer))
 
 
 def use(cache: Cache, folder: Path) -> None:

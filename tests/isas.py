@@ -12,12 +12,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from kvant.native import Library, library, load
+from kvant.native import NativeLibrary, get_library, load_library
 
 ISAS = ("amx", "avx512", "avx2", "plain")
 
 
-def loaded_for(isa: str, folder: Path) -> Library:
+def loaded_for(isa: str, folder: Path) -> NativeLibrary:
     """A copy of the library for one instruction set; a test of one that is missing is skipped."""
     found = load_copy(isa, folder)
     if found.functions is None:
@@ -25,15 +25,15 @@ def loaded_for(isa: str, folder: Path) -> Library:
     return found
 
 
-def load_copy(isa: str, folder: Path) -> Library:
+def load_copy(isa: str, folder: Path) -> NativeLibrary:
     """Load a copy of the library: its instruction set is chosen once, when it is loaded."""
-    functions = library().functions
+    functions = get_library().functions
     assert functions is not None
     copy = folder / Path(functions._name).name
     shutil.copy(functions._name, copy)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVANT_ISA", isa)
-        found = load(copy)
+        found = load_library(copy)
     assert found.functions is None or found.isa == isa
     return found
 
@@ -49,8 +49,8 @@ def list_available_isas() -> list[str]:
 
 
 def main() -> None:
-    if library().functions is None:
-        raise SystemExit(f"no native library: {library().reason}")
+    if get_library().functions is None:
+        raise SystemExit(f"no native library: {get_library().reason}")
     found = list_available_isas()
     if missing := [isa for isa in ISAS if isa not in found]:
         print(f"not on this processor: {', '.join(missing)}", file=sys.stderr)

@@ -22,7 +22,7 @@ from kvant import (
     attend,
 )
 from kvant.codecs import Raw
-from kvant.retention import All
+from kvant.retention import KeepAll
 
 SPECS = ("raw", "raw,step=1", "affine8", "affine4", "raw,sinks=3", "affine8,sinks=3")
 
@@ -35,7 +35,7 @@ def grown(text: str, count: int, num_layers: int = 2, **shape: int) -> Cache:
 
 def test_an_empty_cache_has_length_zero_and_takes_nothing() -> None:
     cache = Cache(3, "affine8")
-    assert (len(cache), cache.length, cache.held, cache.batch) == (3, 0, 0, 0)
+    assert (len(cache), cache.length, cache.num_rows, cache.batch) == (3, 0, 0, 0)
     assert (cache.nbytes, cache.nbytes_used) == (0, 0)
     assert (cache.reachable(5), cache.trim(5), cache.fork().length) == (0, 0, 0)
     cache.rewind(0)
@@ -58,7 +58,7 @@ def test_every_layer_reads_all_its_rows(text: str) -> None:
     cache = grown(text, 130, num_layers=3)
     forward(cache, 1)
     assert [told(state) for state in cache] == [list(range(131))] * 3
-    assert (cache.length, cache.held) == (131, 131)
+    assert (cache.length, cache.num_rows) == (131, 131)
 
 
 @pytest.mark.parametrize("count, dropped", [(0, 0), (1, 1), (5, 5), (70, 70), (99, 70)])
@@ -112,7 +112,7 @@ def test_after_reset_other_shapes_are_welcome(text: str) -> None:
     cache = grown(text, 70, batch=2, heads=2)
     taken = cache.nbytes
     cache.reset()
-    assert (cache.length, cache.held, cache.nbytes) == (0, 0, taken)
+    assert (cache.length, cache.num_rows, cache.nbytes) == (0, 0, taken)
     for shape in ({"batch": 3}, {"heads": 4}, {"dim": 16}):
         forward(cache, 70, **shape)
         assert told(cache[1])[-1] == 69
@@ -530,7 +530,7 @@ def test_a_layer_outlives_its_cache() -> None:
 
 
 def test_a_layer_that_remembers_nothing_holds_nobody_up() -> None:
-    one = LayerSpec(Raw(), Raw(), All())
+    one = LayerSpec(Raw(), Raw(), KeepAll())
     cache = Cache(spec=CacheSpec((one, EmptySpec(), one)))
     for index in (0, 2):
         cache[index].append(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
@@ -578,8 +578,8 @@ def test_a_deep_copy_is_a_fork() -> None:
     twin = copy.deepcopy(cache)
     for _ in range(40):
         forward(twin, 1)
-    assert (twin.length, twin.held, cache.length) == (50, 8, 10)
+    assert (twin.length, twin.num_rows, cache.length) == (50, 8, 10)
     forward(twin, 1, upto=1)
-    assert (twin.whole, cache.whole) == (False, True)
+    assert (twin.is_complete, cache.is_complete) == (False, True)
     forward(cache, 1)
     assert [told(state) for state in cache] == [list(range(3, 11))] * 2

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvant import checkpoints, demo
 
-INDEX = checkpoints.INDEX
+INDEX = checkpoints.INDEX_NAME
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_a_dtype_can_be_told(dtype: str) -> None:
 
 def test_a_model_is_loaded_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """There may be no GPU here: `meta` stands for one."""
-    monkeypatch.setattr(checkpoints, "named_device", lambda name: torch.device("meta"))
+    monkeypatch.setattr(checkpoints, "parse_device", lambda name: torch.device("meta"))
     assert checkpoints.load(None, device="cuda")[0].device.type == "meta"
 
 
@@ -206,7 +206,9 @@ class Hub:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
 
 
-@pytest.mark.parametrize("read", [checkpoints.load, checkpoints.load_model, checkpoints.told_by])
+@pytest.mark.parametrize(
+    "read", [checkpoints.load, checkpoints.load_model, checkpoints.read_config]
+)
 def test_a_hub_that_cannot_be_reached_is_asked_once(
     read: Callable[[str], object],
     monkeypatch: pytest.MonkeyPatch,

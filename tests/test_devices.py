@@ -9,11 +9,11 @@ from kvant import devices
 from kvant.devices import (
     describe_slow_weights,
     is_slow,
-    named_device,
-    named_dtype,
+    parse_device,
+    parse_dtype,
     warn_of_slow_weights,
 )
-from kvant.packed import explain_refusal, known
+from kvant.packed_matrix import explain_refusal, has_packing_operators
 
 BF16 = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
 
@@ -28,12 +28,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Non
 @pytest.mark.parametrize("gpus", [2], indirect=True)
 def test_a_gpu_is_taken_where_there_is_one(gpus: None) -> None:
     names = (None, "cpu", "cuda", "cuda:1")
-    assert [str(named_device(name)) for name in names] == ["cuda", "cpu", "cuda", "cuda:1"]
+    assert [str(parse_device(name)) for name in names] == ["cuda", "cpu", "cuda", "cuda:1"]
 
 
 @pytest.mark.parametrize("gpus", [0], indirect=True)
 def test_else_the_cpu(gpus: None) -> None:
-    assert named_device() == torch.device("cpu")
+    assert parse_device() == torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -49,19 +49,21 @@ def test_else_the_cpu(gpus: None) -> None:
 )
 def test_what_is_not_there_is_refused_with_what_is(gpus: None, name: str, told: str) -> None:
     with pytest.raises(ValueError, match=f"--device {name}: {told}"):
-        named_device(name)
+        parse_device(name)
 
 
 def test_dtypes_have_names() -> None:
-    assert named_dtype("float16") == torch.float16
-    assert named_dtype() == "auto"
+    assert parse_dtype("float16") == torch.float16
+    assert parse_dtype() == "auto"
     with pytest.raises(
         ValueError, match="--dtype int8: known are auto, float32, bfloat16, float16"
     ):
-        named_dtype("int8")
+        parse_dtype("int8")
 
 
-@pytest.mark.skipif(not known(), reason=f"torch {torch.__version__} packs no weights")
+@pytest.mark.skipif(
+    not has_packing_operators(), reason=f"torch {torch.__version__} packs no weights"
+)
 def test_a_dtype_is_slow_where_onednn_has_no_kernel_for_it() -> None:
     """It packs none there either: two operators of torch, one fact of the processor."""
     for dtype in (torch.bfloat16, torch.float16):
@@ -71,7 +73,7 @@ def test_a_dtype_is_slow_where_onednn_has_no_kernel_for_it() -> None:
 
 
 def test_where_torch_cannot_tell_nothing_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "SUPPORT", {"bfloat16": "_no_such_operator"})
+    monkeypatch.setattr(devices, "SUPPORT_OPERATORS", {"bfloat16": "_no_such_operator"})
     assert not is_slow(torch.bfloat16, torch.device("cpu"))
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import typer
 
-from kvant.bench.markdown import markdown
+from kvant.bench.markdown import format_markdown
 from kvant.cli.main import BENCHES, app, main
-from kvant.spec.guide import AUTO, FORMATS, OPTIONS
-from kvant.spec.options import OPTIONS as KNOWN
+from kvant.spec.options import OPTION_PARSERS as KNOWN
+from kvant.spec.word_list import AUTO_WORD, FORMAT_WORDS, OPTION_WORDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -127,13 +127,13 @@ def test_every_benchmark_is_shown() -> None:
 def test_the_page_of_formats_is_the_guide() -> None:
     text = (ROOT / "docs" / "formats.md").read_text()
     formats = [
-        {"format": f"`{one.word}`", "what it is": one.what, "use it for": one.use}
-        for one in (*FORMATS, AUTO)
+        {"format": f"`{one.word}`", "what it is": one.meaning, "use it for": one.use_case}
+        for one in (*FORMAT_WORDS, AUTO_WORD)
     ]
     options = [
         {"option": f"`{one.word}`", "default": one.default}
-        | {"what it does": one.what, "use it for": one.use}
-        for one in OPTIONS
+        | {"what it does": one.meaning, "use it for": one.use_case}
+        for one in OPTION_WORDS
     ]
-    assert markdown(formats) in text and markdown(options) in text
-    assert {one.word.partition("=")[0] for one in OPTIONS} == set(KNOWN)
+    assert format_markdown(formats) in text and format_markdown(options) in text
+    assert {one.word.partition("=")[0] for one in OPTION_WORDS} == set(KNOWN)

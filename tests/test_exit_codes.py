@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from kvant.errors import CapacityError
-from kvant.exit_codes import command, ending
+from kvant.exit_codes import handle_errors, run_app
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from kvant.exit_codes import command, ending
 def test_it_is_one_line_and_an_exit_code(
     error: BaseException, code: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as end, ending():
+    with pytest.raises(SystemExit) as end, handle_errors():
         raise error
     assert (end.value.code, *capsys.readouterr()) == (code, "", told)
 
@@ -47,7 +47,7 @@ def test_a_command_ends_so_too(
 
     with pytest.raises(SystemExit) as end, pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["ask"])
-        command(app)
+        run_app(app)
     assert (end.value.code, *capsys.readouterr()) == (code, "", told)
 
 
@@ -66,5 +66,5 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line() -> None:
 
 
 def test_an_error_of_our_own_keeps_its_traceback() -> None:
-    with pytest.raises(AssertionError), ending():
+    with pytest.raises(AssertionError), handle_errors():
         raise AssertionError

@@ -27,9 +27,9 @@ from kvant import (
 )
 from kvant.cache import storage
 from kvant.codecs import Affine
-from kvant.extent import FIRST_OPEN, LENGTH
+from kvant.page_table import FIRST_OPEN, LENGTH
 from kvant.recipes import EmptySpec
-from kvant.retention import All
+from kvant.retention import KeepAll
 from kvant.spec import language
 
 
@@ -139,7 +139,7 @@ def test_pages_far_beyond_the_rows_of_the_file_allocate_nothing(
     """One page of 2**31 rows was reserved for 10 of them; on a GPU, it was taken."""
     cache = Cache(2, text)
     forward(cache, 10, batch=2)
-    monkeypatch.setattr(storage, "reserved", None)
+    monkeypatch.setattr(storage, "reserve_tensor", None)
 
     def edit(entry: dict[str, Any]) -> None:
         for spec in entry["spec"]["layers"]:
@@ -156,8 +156,8 @@ def test_a_file_that_finds_no_memory_is_refused_like_others(
 
     cache = Cache(1, "raw")
     forward(cache, 10)
-    monkeypatch.setattr(storage, "_mapping", none)
-    monkeypatch.setattr(storage, "OWN", 0)
+    monkeypatch.setattr(storage, "_map_memory", none)
+    monkeypatch.setattr(storage, "MIN_MAPPING_BYTES", 0)
     save(cache, tmp_path / "a")
     with pytest.raises(CacheFileError, match=f"{tmp_path / 'a'}.*2 bytes are not to be had"):
         load(tmp_path / "a")
@@ -165,7 +165,7 @@ def test_a_file_that_finds_no_memory_is_refused_like_others(
 
 @pytest.mark.parametrize("page", [4096, 2**16])
 def test_large_pages_come_back_however_few_rows_they_hold(page: int, tmp_path: Path) -> None:
-    cache = Cache(1, recipe(Affine(8), All(), page=page))
+    cache = Cache(1, recipe(Affine(8), KeepAll(), page=page))
     forward(cache, 1, batch=3)
     save(cache, tmp_path / "a")
     same(load(tmp_path / "a").snapshot(), cache.snapshot())
@@ -191,7 +191,7 @@ def test_each_layer_of_a_header_is_looked_at_without_copying_those_before_it() -
             return super().__getitem__(key)
 
     spec = CacheSpec(Layers([layer("raw"), EmptySpec(), SharedSpec(0)]))
-    assert language.checked(spec) is spec
+    assert language.check_spec(spec) is spec
 
 
 def test_a_header_has_no_more_layers_than_a_spec_may_have(tmp_path: Path) -> None:

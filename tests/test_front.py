@@ -11,7 +11,7 @@ import torch
 import kvant
 from hf.zoo import build
 from kvant import checkpoints, demo
-from kvant.hf import attachments
+from kvant.hf import get_attachments
 from kvant.models import layer_shapes
 
 
@@ -35,8 +35,8 @@ def test_type_hints_of_specs_resolve(name: str) -> None:
 def test_a_model_is_attached_for_a_block() -> None:
     model = build("llama")
     with kvant.attach(model, "affine8", guard=False) as inside:
-        assert inside is model and next(iter(attachments(model).values())).spec == "affine8"
-    assert not attachments(model)
+        assert inside is model and next(iter(get_attachments(model).values())).spec == "affine8"
+    assert not get_attachments(model)
 
 
 def test_a_block_leaves_what_was_attached_before() -> None:
@@ -44,10 +44,10 @@ def test_a_block_leaves_what_was_attached_before() -> None:
     kvant.attach(model, "raw")
     with pytest.raises(KeyError), kvant.attach(model, "affine8", guard=False):
         raise KeyError
-    assert next(iter(attachments(model).values())).spec == "raw"
+    assert next(iter(get_attachments(model).values())).spec == "raw"
     with kvant.attach(model, "affine8", guard=False):
         kvant.detach(model)
-    assert next(iter(attachments(model).values())).spec == "raw"
+    assert next(iter(get_attachments(model).values())).spec == "raw"
     kvant.detach(model)
 
 
@@ -92,7 +92,7 @@ def test_a_session_and_its_cache_are_explained() -> None:
     session = kvant.Session(model, tokenizer, "affine4", template=False)
     list(session.send("import os\n", max_new_tokens=2))
     found = str(kvant.explain(session))
-    assert "affine4" in found and found == str(kvant.explain(session.memory))
+    assert "affine4" in found and found == str(kvant.explain(session.cache))
     assert "affine8" in str(kvant.explain(kvant.cache_for(model, "affine8")))
 
 
@@ -104,7 +104,7 @@ def test_what_cannot_be_explained_is_refused(wrong: object, name: str) -> None:
 
 @pytest.mark.parametrize("path", [demo.PATH, demo.PATH / "config.json", str(demo.PATH)])
 def test_a_path_is_planned(path: str | Path) -> None:
-    config = checkpoints.configuration(str(demo.PATH))
+    config = checkpoints.load_config(str(demo.PATH))
     assert kvant.plan(path, "affine8").nbytes == kvant.plan(config, "affine8").nbytes
     assert kvant.plan(path, "affine8").layers == tuple(layer_shapes(config))
 
@@ -138,7 +138,7 @@ def test_what_things_hold_is_in_their_repr() -> None:
     session = kvant.Session(model, tokenizer, "affine4", template=False)
     session.read("import os\n")
     assert repr(session).startswith("Session(affine4: 1 turn, ")
-    assert repr(session).endswith(f" {kvant.sizes.format_size(session.memory.nbytes)})")
+    assert repr(session).endswith(f" {kvant.sizes.format_size(session.cache.nbytes)})")
     with kvant.Engine(model, tokenizer, "affine8", max_bytes="1MiB") as engine:
         assert repr(engine).startswith("Engine(affine8: 0 running, 0 waiting, ")
         assert repr(engine).endswith(" of 1 MiB)")

@@ -10,7 +10,7 @@ import pytest
 SCRIPT = """
 import resource, sys, threading
 import torch
-from kvant import heap
+from kvant import malloc
 
 faults = []
 
@@ -22,7 +22,7 @@ def work():
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
 if "keep" in sys.argv:
-    heap.keep()
+    malloc.keep_freed_memory()
 thread = threading.Thread(target=work)
 thread.start()
 thread.join()
@@ -45,10 +45,10 @@ def test_what_is_freed_is_kept() -> None:
 
 THREADS = """
 import ctypes, sys, threading
-from kvant import heap
+from kvant import malloc
 
 if "keep" in sys.argv:
-    heap.keep()
+    malloc.keep_freed_memory()
 glibc = ctypes.CDLL(None)
 barrier = threading.Barrier(24)
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).resolve().parent.parent / "src" / "kvant"
 # Lowest first. A name with a slash is a folder, the others are single modules. The modules of a
 # rank may be imported by each other and by its folders, a folder only from above.
 RANKS = (
-    "contracts devices dtypes errors exit_codes extent heap launches lazy modes openmp progress "
-    "recipes retention sizes tables native/",
-    "codecs/ scores/ norms packed recording weights",
+    "contracts devices dtypes errors exit_codes lazy malloc openmp page_table progress "
+    "recipes renamed retention sizes tables torch_modes triton_runtime native/",
+    "codecs/ scores/ capture norms packed_matrix weights",
     "attention/ spec/ functional",
     "cache/ models/ demo/ stores/",
     "hf/ planner checkpoints",
@@ -46,7 +46,7 @@ COMMANDS = [
     "bench",
 ]
 # Triton's own language: all of it is optional.
-KERNELS = ("kvant.attention.triton.kernels", "kvant.codecs.frames.kernels")
+KERNELS = ("kvant.attention.triton.kernels", "kvant.codecs.frames.rotation_kernel")
 
 
 class Import(NamedTuple):
@@ -162,14 +162,14 @@ def test_imports_go_downward() -> None:
         ("kvant.attention.mask", "from kvant.codecs import _bits", "private"),
         ("kvant.attention.mask", "from .native import _loader", "private"),
         ("kvant.attention.mask", "from kvant.spec import parse", "same rank"),
-        ("kvant.modes", "from kvant.native import library", "same rank"),
+        ("kvant.torch_modes", "from kvant.native import get_library", "same rank"),
         ("kvant.cache", "import transformers.cache_utils", "hf"),
         ("kvant", "from transformers import Cache", "hf"),
-        ("kvant.attention.triton.launching", "import triton.language as tl", "optional"),
+        ("kvant.attention.triton.kernel_launch", "import triton.language as tl", "optional"),
         ("kvant.attention", "from kvant.attention.triton.kernels import attend", "optional"),
         (
             "kvant.codecs.frames.hadamard",
-            "from kvant.codecs.frames.kernels import rotate",
+            "from kvant.codecs.frames.rotation_kernel import rotate",
             "optional",
         ),
         ("kvant.cache.layer", "from kvant import Cache", "defines the name"),
@@ -188,12 +188,12 @@ def test_the_rule_refuses(module: str, source: str, why: str) -> None:
         ("kvant.codecs.affine", "from kvant.codecs import _bits\nfrom ._bits import pack"),
         ("kvant.codecs.affine", "from kvant import errors\nfrom ..contracts import Field"),
         ("kvant.sizes", "from kvant.errors import SpecError"),
-        ("kvant.native", "from kvant.modes import passing"),
+        ("kvant.native", "from kvant.torch_modes import is_transforming"),
         ("kvant.cache", "from kvant.spec import parse\nfrom kvant.attention import mask"),
-        ("kvant.attention.triton.launching", "def f():\n  import triton"),
-        ("kvant.attention.triton.launching", "def f():\n  from .kernels import attend"),
+        ("kvant.attention.triton.kernel_launch", "def f():\n  import triton"),
+        ("kvant.attention.triton.kernel_launch", "def f():\n  from .kernels import attend"),
         ("kvant.attention.triton.kernels.attend", "import triton\nfrom . import records"),
-        ("kvant.attention.native", "from kvant.attention.mask import visible"),
+        ("kvant.attention.native", "from kvant.attention.mask import evaluate_mask"),
         ("kvant.hf.cache", "from transformers import Cache\nfrom kvant.cache import Cache as Own"),
         ("kvant.cli.run", "def f():\n  import transformers"),
         ("kvant", "from .cli import main\nfrom kvant.cache import Cache"),
@@ -218,7 +218,7 @@ def imported(code: str) -> list[str]:
         "from kvant.errors import SpecError",
         "import kvant; kvant.CacheError, kvant.CacheSpec, dir(kvant)",
         "from kvant.spec import check_words; check_words('bf16,page=64,prune=snapkv:25%,edge=2')",
-        "from kvant.spec.auto import check_spec; check_spec('auto:1GiB,max_kl=0.01')",
+        "from kvant.spec import auto; auto.check_spec_or_auto('auto:1GiB,max_kl=0.01')",
     ],
 )
 def test_words_need_no_torch(code: str) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from cache.tagged import forward, rows, same, told
 from hf.zoo import build
 from kvant import Cache, CacheError, attend, cache_for
-from kvant.attention.writing import reopen
+from kvant.attention.write_rows import reopen_pages
 from kvant.contracts import Snapshot
 
 # Python says where an interrupt struck the end of a cache that nobody holds, and goes on.
@@ -117,7 +117,7 @@ VERBS: dict[str, Callable[[Cache], object]] = {
     "rewind": lambda cache: cache.rewind(LENGTH - 10),
     "reset": lambda cache: cache.reset(),
     "clear": lambda cache: cache.clear(),
-    "widen": lambda cache: cache.widen(40),
+    "widen": lambda cache: cache.ensure_slack(40),
     "recode": lambda cache: cache.recode("affine8"),
     "restore": lambda cache: cache.restore(Cache(3, "raw").snapshot()),
 }
@@ -164,7 +164,7 @@ def test_a_verb_that_is_refused_is_not_tried_again() -> None:
     for refused in (
         lambda: cache.move("nowhere"),
         lambda: cache.rewind(1.5),  # type: ignore[arg-type]
-        lambda: cache.widen("a"),  # type: ignore[arg-type]
+        lambda: cache.ensure_slack("a"),  # type: ignore[arg-type]
         lambda: cache.select([7]),
     ):
         with pytest.raises((RuntimeError, TypeError, ValueError)):
@@ -183,9 +183,9 @@ def test_a_rewind_that_runs_out_of_memory_changes_nothing(monkeypatch: pytest.Mo
         calls += 1
         if calls == 2:
             raise MemoryError
-        reopen(*given)
+        reopen_pages(*given)
 
-    monkeypatch.setattr("kvant.cache.cache.reopen", failing)
+    monkeypatch.setattr("kvant.cache.cache.reopen_pages", failing)
     with pytest.raises(MemoryError):
         cache.rewind(100)
     monkeypatch.undo()
@@ -271,7 +271,7 @@ def test_what_a_dead_first_forward_left_is_no_state(
 
     def dead() -> Any:
         cache = cache_for(model, "raw")
-        attending = [i for i, layer in enumerate(cache.described) if layer.attends]
+        attending = [i for i, layer in enumerate(cache.layer_info) if layer.attends]
         with monkeypatch.context() as patch:
             patch.setattr(cache.layers[attending[place]], "update", None)
             with pytest.raises(TypeError):
@@ -280,7 +280,7 @@ def test_what_a_dead_first_forward_left_is_no_state(
 
     def recover(cache: Any) -> None:
         cache.states.rollback()
-        cache.states.host_states[0].settled()
+        cache.states.external_states[0].check_valid()
 
     def logits(cache: Any) -> Tensor:
         return torch.cat([model(x, past_key_values=cache).logits for x in (ids, ids[:, :1])], 1)

@@ -319,7 +319,7 @@ def test_what_a_configuration_does_not_tell_is_said_and_no_error(
     config: dict, missing: tuple
 ) -> None:
     planned = plan(config, "affine8")
-    assert planned.uncounted == missing
+    assert planned.uncounted_layers == missing
     assert all(planned.layer_nbytes[index] == 0 for index in missing)
     assert str(planned).endswith(f"{len(missing)} layers not counted")
 

@@ -56,4 +56,4 @@ def test_tensors_without_memory_are_not_read_by_address(spec: str) -> None:
         view = cache[0].append(torch.ones(1, 2, 130, 64), torch.ones(1, 2, 130, 64))
         out = kvant.attend(torch.ones(1, 4, 1, 64), view)
     assert out.shape == (1, 4, 1, 64)
-    assert dict(cache[0].tally.attended) == {"reference": 1}
+    assert dict(cache[0].stats.attend_calls) == {"reference": 1}

@@ -21,10 +21,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 import kvant
 from isas import ISAS, loaded_for
 from kvant import norms
-from kvant.native import library
+from kvant.native import get_library
 
 pytestmark = pytest.mark.skipif(
-    library().functions is None, reason="the native library is not here"
+    get_library().functions is None, reason="the native library is not here"
 )
 DIM = 128
 
@@ -84,7 +84,7 @@ def test_every_instruction_set_gives_the_same(
     isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = loaded_for(isa, tmp_path)
-    monkeypatch.setattr("kvant.native.library", lambda: found)
+    monkeypatch.setattr("kvant.native.get_library", lambda: found)
     for dtype in (torch.bfloat16, torch.float16):
         norm, x = made(dim=8192, dtype=dtype), rows(1, 30, 8192, dtype=dtype)
         plain = norm(x)

@@ -11,7 +11,7 @@ import torch
 
 from kvant import openmp
 
-pytestmark = pytest.mark.skipif(openmp._runtime() is None, reason="here it does nothing")
+pytestmark = pytest.mark.skipif(openmp._load_runtime() is None, reason="here it does nothing")
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +44,15 @@ def more(*calls: Callable[[], None]) -> list[int]:
 
 
 def test_a_thread_that_computed_holds_others_until_it_gives_them_back() -> None:
-    assert more(compute, openmp.release) == [2, 0]
+    assert more(compute, openmp.release_threads) == [2, 0]
 
 
 def test_a_thread_computes_again_after_that() -> None:
-    assert more(compute, openmp.release, compute, openmp.release) == [2, 0, 2, 0]
+    assert more(compute, openmp.release_threads, compute, openmp.release_threads) == [2, 0, 2, 0]
 
 
 def test_a_thread_that_computes_alone_holds_none() -> None:
-    assert more(openmp.compute_alone, compute) == [0, 0]
+    assert more(openmp.use_one_thread, compute) == [0, 0]
 
 
 FORK = """
@@ -61,7 +61,7 @@ from kvant import openmp
 torch.set_num_threads(3)
 torch.ones(1 << 20).add_(1)
 if not (child := os.fork()):
-    openmp.release()
+    openmp.release_threads()
     os._exit(7)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -72,6 +72,6 @@ def test_a_fork_waits_for_no_threads_of_its_parent() -> None:
 
 
 def test_others_compute_as_before() -> None:
-    assert more(openmp.compute_alone, compute) == [0, 0]
+    assert more(openmp.use_one_thread, compute) == [0, 0]
     assert torch.get_num_threads() == 3
-    assert more(compute, openmp.release) == [2, 0]
+    assert more(compute, openmp.release_threads) == [2, 0]

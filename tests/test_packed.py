@@ -12,17 +12,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from isas import ISAS, loaded_for
-from kvant import packed
-from kvant.native import Library, library, multiplied
-from kvant.packed import FEW, Order, PackedMatrix, explain_refusal
+from kvant import packed_matrix
+from kvant.native import NativeLibrary, get_library, multiply_packed
+from kvant.packed_matrix import MAX_KERNEL_ROWS, PackedMatrix, SummationOrder, explain_refusal
 
 BLOCK = 64
 
 
 @pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+def isa(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> NativeLibrary:
     found = loaded_for(request.param, tmp_path)
-    monkeypatch.setattr("kvant.native.library", lambda: found)
+    monkeypatch.setattr("kvant.native.get_library", lambda: found)
     return found
 
 
@@ -37,12 +39,12 @@ def blocks(weight: Tensor) -> Tensor:
 def product(x: Tensor, weight: Tensor, bias: Tensor | None, part: int) -> Tensor:
     lying = blocks(weight)
     place = lying.data_ptr(), lying.nbytes
-    return multiplied(x, place, bias, outs=len(weight), part=part)
+    return multiply_packed(x, place, bias, out_features=len(weight), k_block=part)
 
 
 @pytest.mark.parametrize("outs", [1, 63, 64, 200])
 @pytest.mark.parametrize("width", [16, 48, 80])
-def test_it_is_the_product(isa: Library, outs: int, width: int) -> None:
+def test_it_is_the_product(isa: NativeLibrary, outs: int, width: int) -> None:
     """Of whole numbers so small that nothing is rounded."""
     generator = torch.Generator().manual_seed(0)
 
@@ -58,7 +60,7 @@ def test_it_is_the_product(isa: Library, outs: int, width: int) -> None:
 
 
 @pytest.mark.parametrize(("part", "left"), [(2, 14), (4, 12), (8, 8), (16, 0)])
-def test_the_sums_of_parts_are_added(isa: Library, part: int, left: int) -> None:
+def test_the_sums_of_parts_are_added(isa: NativeLibrary, part: int, left: int) -> None:
     """2^24 + 1 is rounded to 2^24, so of ones that are added to it one by one none is left."""
     weight = torch.ones(BLOCK, 16).bfloat16()
     weight[:, 0], weight[:, 1] = 2.0**24, 0
@@ -75,17 +77,17 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def matrix(outs: int = 192, width: int = 640) -> PackedMatrix:
     if (reason := explain_refusal(torch.bfloat16)) is not None:
         pytest.skip(reason)
-    return PackedMatrix(drawn(outs, width, seed=1), Order())
+    return PackedMatrix(drawn(outs, width, seed=1), SummationOrder())
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
-    calls, own = [], getattr(packed, name)
+    calls, own = [], getattr(packed_matrix, name)
 
     def call(*given: Any, **named: Any) -> Any:
         calls.append(given)
         return own(*given, **named)
 
-    monkeypatch.setattr(packed, name, call)
+    monkeypatch.setattr(packed_matrix, name, call)
     return calls
 
 
@@ -95,22 +97,22 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
 @torch.no_grad()
 def test_it_is_that_of_onednn(threads: None, outs: int, width: int) -> None:
     one, bias = matrix(outs, width), drawn(outs, seed=2)
-    for rows in (*range(1, 9), 16, FEW, FEW + 1):
+    for rows in (*range(1, 9), 16, MAX_KERNEL_ROWS, MAX_KERNEL_ROWS + 1):
         x = drawn(1, rows, width, seed=rows)
         for added in (None, bias):
-            assert torch.equal(one.times(x, added), one.by_onednn(x, added))
+            assert torch.equal(one.multiply(x, added), one.multiply_by_onednn(x, added))
 
 
-@pytest.mark.skipif(library().isa not in ("amx", "avx512"), reason="needs AVX-512 with BF16")
+@pytest.mark.skipif(get_library().isa not in ("amx", "avx512"), reason="needs AVX-512 with BF16")
 @torch.no_grad()
 def test_few_rows_are_multiplied_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     one = matrix()
-    if not one.order.part(1, one):
+    if not one.summation_order.find_k_block(1, one):
         pytest.skip("oneDNN adds in another order here")
-    calls = counted(monkeypatch, "multiplied")
-    one.times(drawn(1, 640), None)
+    calls = counted(monkeypatch, "multiply_packed")
+    one.multiply(drawn(1, 640), None)
     assert len(calls) == 1
-    one.times(drawn(FEW + 1, 640), None)
+    one.multiply(drawn(MAX_KERNEL_ROWS + 1, 640), None)
     assert len(calls) == 1
 
 
@@ -119,24 +121,24 @@ def test_an_order_is_tried_once_for_weights_of_a_shape(
     threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = matrix()
-    twin = PackedMatrix(drawn(192, 640, seed=3), one.order)
-    if one.place is None:
+    twin = PackedMatrix(drawn(192, 640, seed=3), one.summation_order)
+    if one.pointer is None:
         pytest.skip("the kernel does not read these bytes")
-    tried = counted(monkeypatch, "_tried")
+    tried = counted(monkeypatch, "_run_trial")
     for x in (drawn(1, 640), drawn(1, 1, 640, seed=4)):
         for each in (one, twin):
-            each.times(x, None)
+            each.multiply(x, None)
     assert [rows for rows, _ in tried] == [1]
-    one.times(drawn(2, 640), None)
+    one.multiply(drawn(2, 640), None)
     torch.set_num_threads(1)
-    one.times(drawn(2, 640), None)
+    one.multiply(drawn(2, 640), None)
     assert [rows for rows, _ in tried] == [1, 2, 2]
 
 
 @torch.no_grad()
 def test_where_bits_would_be_others_onednn_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the last bit of one output in some thousand."""
-    one, own = matrix(1024, 64), packed.multiplied
+    one, own = matrix(1024, 64), packed_matrix.multiply_packed
 
     def other(x: Tensor, place: tuple[int, int], bias: Tensor | None, **how: int) -> Tensor:
         out = own(x, place, bias, **how)
@@ -144,19 +146,19 @@ def test_where_bits_would_be_others_onednn_computes(monkeypatch: pytest.MonkeyPa
             out.view(-1)[700] = out.view(-1)[700].nextafter(torch.tensor(torch.inf).bfloat16())
         return out
 
-    monkeypatch.setattr(packed, "multiplied", other)
+    monkeypatch.setattr(packed_matrix, "multiply_packed", other)
     x = drawn(1, 64)
-    assert torch.equal(one.times(x, None), one.by_onednn(x, None))
+    assert torch.equal(one.multiply(x, None), one.multiply_by_onednn(x, None))
 
 
 @torch.no_grad()
 def test_a_weight_of_zeros_decides_nothing_for_others(threads: None) -> None:
     one = matrix()
-    zeros = PackedMatrix(torch.zeros(192, 640).bfloat16(), one.order)
-    assert not zeros.times(drawn(1, 640), None).any()
+    zeros = PackedMatrix(torch.zeros(192, 640).bfloat16(), one.summation_order)
+    assert not zeros.multiply(drawn(1, 640), None).any()
     for seed in range(64):
         x = drawn(1, 640, seed=seed)
-        assert torch.equal(one.times(x, None), one.by_onednn(x, None))
+        assert torch.equal(one.multiply(x, None), one.multiply_by_onednn(x, None))
 
 
 @torch.no_grad()
@@ -165,28 +167,28 @@ def test_a_weight_that_tells_nothing_leaves_others_the_kernel(
     threads: None, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = matrix()
-    if not matrix().order.part(1, one):
+    if not matrix().summation_order.find_k_block(1, one):
         pytest.skip("oneDNN adds in another order here")
-    same = PackedMatrix(torch.full((192, 640), value).bfloat16(), one.order)
-    tried = counted(monkeypatch, "_tried")
+    same = PackedMatrix(torch.full((192, 640), value).bfloat16(), one.summation_order)
+    tried = counted(monkeypatch, "_run_trial")
     for _ in range(3):
-        assert same.order.part(1, same) == 0
+        assert same.summation_order.find_k_block(1, same) == 0
     assert len(tried) == 1
-    assert one.order.part(1, one) > 0
-    assert same.order.part(1, same) > 0
+    assert one.summation_order.find_k_block(1, one) > 0
+    assert same.summation_order.find_k_block(1, same) > 0
 
 
 @torch.no_grad()
 def test_fake_tensors_stay_fake() -> None:
     one, x = matrix(), drawn(1, 640)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        assert type(one.times(x, None)) is FakeTensor
+        assert type(one.multiply(x, None)) is FakeTensor
 
 
 @torch.no_grad()
 def test_a_trace_sees_an_operator() -> None:
     one, x = matrix(), drawn(1, 640)
-    traced = make_fx(lambda x: one.times(x, None))(x)
+    traced = make_fx(lambda x: one.multiply(x, None))(x)
     other = drawn(1, 640, seed=5)
-    assert torch.equal(traced(other), one.by_onednn(other, None))
+    assert torch.equal(traced(other), one.multiply_by_onednn(other, None))
     assert "linear" in traced.code

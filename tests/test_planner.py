@@ -11,7 +11,7 @@ import torch
 
 from cache.tagged import layer, rows
 from kvant import Cache, CacheSpec, RecurrentSpec, Shape, SharedSpec, SpecError, plan
-from kvant.cache.layer import kind_of, pages_nbytes
+from kvant.cache.layer import make_layer_group, pages_nbytes
 from thin import once
 
 GIB = 1 << 30
@@ -53,7 +53,9 @@ def test_a_plan_is_what_a_cache_takes(text: str, context: int) -> None:
             for state in cache:
                 state.append(keys, values)
         for state, told in zip(cache, planned.layer_nbytes, strict=True):
-            kind = kind_of(state.spec)  # token by token, two pages more are there for a moment
+            kind = make_layer_group(
+                state.spec
+            )  # token by token, two pages more are there for a moment
             page = pages_nbytes(state.storage.geometry, state.spec, kind, [kind.page] * 2)
             page += 2 * state.storage.sealed_nbytes
             late = kind.paging.dense_until  # until then, all of them are open

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvant import progress
-from kvant.progress import Bar, duration
+from kvant.progress import ProgressBar, duration
 
 
 class Clock:
@@ -28,10 +28,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_a_line_every_ten_seconds_with_the_time_left(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Bar("measuring") as bar:
+    with ProgressBar("measuring") as bar:
         for done in range(1, 41):
             clock.now += 1
-            bar.show(done, 100)
+            bar.update(done, 100)
     out, error = capsys.readouterr()
     assert out == ""
     assert error.splitlines() == [
@@ -45,29 +45,29 @@ def test_a_line_every_ten_seconds_with_the_time_left(
 def test_a_first_step_that_takes_long_is_a_line(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Bar("measuring") as bar:
+    with ProgressBar("measuring") as bar:
         clock.now += 600
-        bar.show(1, 31)
+        bar.update(1, 31)
     assert capsys.readouterr().err == "measuring: 1 of 31, about 5.0 h left\n"
 
 
 def test_what_was_done_before_does_not_count_as_fast(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Bar("prompts") as bar:
-        bar.show(900, 1000)
+    with ProgressBar("prompts") as bar:
+        bar.update(900, 1000)
         clock.now += 10
-        bar.show(901, 1000)
+        bar.update(901, 1000)
     assert capsys.readouterr().err == "prompts: 901 of 1000, about 16 min left\n"
 
 
 def test_no_time_is_invented_before_the_first_step(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Bar("trying") as bar:
-        bar.show(0, 22)
+    with ProgressBar("trying") as bar:
+        bar.update(0, 22)
         clock.now += 20
-        bar.show(0, 22)
+        bar.update(0, 22)
     assert capsys.readouterr().err == "trying: 0 of 22\n"
 
 
@@ -75,9 +75,9 @@ def test_no_time_is_invented_before_the_first_step(
 def test_short_work_and_quiet_work_print_nothing(
     quiet: bool, clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with Bar("measuring", quiet=quiet) as bar:
+    with ProgressBar("measuring", quiet=quiet) as bar:
         clock.now += 1000 if quiet else 9
-        bar.show(1, 2)
+        bar.update(1, 2)
     assert capsys.readouterr() == ("", "")
 
 

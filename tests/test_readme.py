@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from kvant import Shape, plan
-from kvant.bench.markdown import markdown
+from kvant.bench.markdown import format_markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -14,7 +14,7 @@ README = ROOT / "README.md"
 
 def test_its_table_is_what_was_measured() -> None:
     rows = json.loads((ROOT / "docs" / "benchmarks" / "formats.json").read_text())["rows"]
-    assert markdown(rows) in README.read_text()
+    assert format_markdown(rows) in README.read_text()
     raw = plan(Shape(1, 8, 128, 128), "raw").nbytes_per_token
     for row in rows:
         cost = plan(Shape(1, 8, 128, 128), row["format"].strip("`")).nbytes_per_token

@@ -51,7 +51,7 @@ def test_a_cache_goes_down_step_by_step_in_place() -> None:
         used.append(cache.nbytes_used)
     assert used == sorted(used, reverse=True)
     assert [told(state) for state in cache] == [[0, 1, 2, 3, *range(1900, 2000)]] * 3
-    assert (cache.held, cache.max_held, cache.stats()["recodes"]) == (104, 104, 3)
+    assert (cache.num_rows, cache.max_held, cache.stats()["recodes"]) == (104, 104, 3)
 
 
 def test_a_recoded_cache_goes_on(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_error_from_anywhere_undoes_all(monkeypatch: pytest.MonkeyPatch) -> N
     def out_of_memory(*args: object) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(recode, "refill", out_of_memory)
+    monkeypatch.setattr(recode, "recode_rows", out_of_memory)
     with pytest.raises(RuntimeError, match="out of memory"):
         cache.recode("affine8")
     monkeypatch.undo()

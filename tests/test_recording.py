@@ -13,13 +13,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import kvant
+from kvant.capture import Capture, ReplayBuffers, capture_forward
 from kvant.codecs.frames import Rotation, hadamard
 from kvant.errors import UnsupportedView
-from kvant.native import DTYPES, Asked, done, heard, library, mapped, normed, program
-from kvant.recording import Blocks, Recording, recorded
+from kvant.native import (
+    DTYPE_CODES,
+    NativeRequest,
+    capture_requests,
+    check_refusal,
+    compile_requests,
+    get_library,
+    map_elements,
+    norm_rows,
+)
 
 pytestmark = pytest.mark.skipif(
-    library().functions is None, reason="the native library is not here"
+    get_library().functions is None, reason="the native library is not here"
 )
 SHAPES = ((3,), (2, 5), (1, 16), (2, 3, 4, 48), (4, 1, 3, 65))
 
@@ -40,7 +49,7 @@ def equal(one: Tensor, other: Tensor) -> bool:
     return bool((nan | (one.contiguous().view(ints) == other.contiguous().view(ints))).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPE_CODES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_one_by_one_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
@@ -60,33 +69,33 @@ def test_numbers_one_by_one_are_those_of_torch(shape: tuple[int, ...], dtype: to
     for operation, x, y, expected in cases:
         wide = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)
         for out in (torch.zeros(shape, dtype=dtype), wide[..., ::2]):
-            mapped(operation, out, x, y)
+            map_elements(operation, out, x, y)
             assert equal(out, expected), operation
 
 
 def test_a_function_of_16_bits_is_looked_up() -> None:
     every = torch.arange(2**16).to(torch.int16).view(torch.bfloat16)
     table, out = functional.silu(every), torch.zeros(2**16, dtype=torch.bfloat16)
-    mapped("look_up", out, every, table)
+    map_elements("look_up", out, every, table)
     assert equal(out, table)
 
 
 def test_a_program_is_done_as_often_as_it_is_called() -> None:
-    x, weight, asked = torch.randn(1, 64), torch.ones(64), list[Asked]()
-    with heard(asked.append):
-        out = normed(x, weight, 1e-6)
-        mapped("add", x, x, out)
-    again, other = program(asked), torch.randn(1, 64)
+    x, weight, asked = torch.randn(1, 64), torch.ones(64), list[NativeRequest]()
+    with capture_requests(asked.append):
+        out = norm_rows(x, weight, 1e-6)
+        map_elements("add", x, x, out)
+    again, other = compile_requests(asked), torch.randn(1, 64)
     x.copy_(other)
-    done(again())
-    assert torch.equal(x, other + normed(other, weight, 1e-6))
+    check_refusal(again())
+    assert torch.equal(x, other + norm_rows(other, weight, 1e-6))
 
 
 def test_what_a_step_refuses_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="shape: below zero"):
-        done(program([("map", b"\xff" * 200, ())])())
+        check_refusal(compile_requests([("map", b"\xff" * 200, ())])())
     with pytest.raises(RuntimeError, match="request: less than"):
-        done(program([("map", b"", ())])())
+        check_refusal(compile_requests([("map", b"", ())])())
 
 
 class Layer(nn.Module):
@@ -106,7 +115,7 @@ class Layer(nn.Module):
         return out.to(torch.float32).to(x.dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPE_CODES)
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_forward_that_is_done_again_gives_what_it_gives(dtype: torch.dtype, packed: bool) -> None:
     torch.manual_seed(0)
@@ -116,7 +125,7 @@ def test_a_forward_that_is_done_again_gives_what_it_gives(dtype: torch.dtype, pa
     x = torch.randn(2, 3, 96).to(dtype)
     with torch.no_grad():
         layers(x)  # what is tried once, is
-        again = recorded(layers, x)
+        again = capture_forward(layers, x)
         for _ in range(3):
             x.copy_(torch.randn(2, 3, 96))
             expected = layers(x.clone())
@@ -127,10 +136,10 @@ def test_a_forward_that_is_done_again_gives_what_it_gives(dtype: torch.dtype, pa
 def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
     layers = nn.Sequential(*(Layer() for _ in range(20))).bfloat16()
     x = torch.randn(1, 1, 96).bfloat16()
-    recording = Recording((x,), Blocks())
-    with torch.no_grad(), recording, heard(recording.hear):
+    recording = Capture((x,), ReplayBuffers())
+    with torch.no_grad(), recording, capture_requests(recording.add_request):
         layers(x)
-    assert len(recording._blocks._blocks) < 30 < len(recording._steps)
+    assert len(recording._buffers._by_storage) < 30 < len(recording._steps)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +156,7 @@ def test_memory_is_used_again_once_nobody_looks_at_it() -> None:
 )
 def test_a_forward_that_asks_for_a_value_is_refused(asks: Callable[[Tensor], Any]) -> None:
     with pytest.raises(UnsupportedView, match="asks for the value"):
-        recorded(asks, torch.randn(4))
+        capture_forward(asks, torch.randn(4))
 
 
 def test_a_result_that_an_operator_gives_otherwise_is_not_mapped(
@@ -155,9 +164,9 @@ def test_a_result_that_an_operator_gives_otherwise_is_not_mapped(
 ) -> None:
     """What a table says is held against what came: else the operator is called."""
     wrong = torch.zeros(2**16, dtype=torch.bfloat16)
-    monkeypatch.setattr("kvant.recording._results", lambda *given: wrong)
+    monkeypatch.setattr("kvant.capture._tabulate_results", lambda *given: wrong)
     x = torch.randn(5).bfloat16()
-    again = recorded(functional.silu, x)
+    again = capture_forward(functional.silu, x)
     x.copy_(torch.randn(5))
     assert torch.equal(again(x), functional.silu(x))
 
@@ -169,14 +178,14 @@ def test_a_constant_that_is_written_to_is_made_anew() -> None:
         return total * 2
 
     x = torch.tensor([3.0, 4.0])
-    again = recorded(forward, x)
+    again = capture_forward(forward, x)
     for _ in range(3):
         assert torch.equal(again(x), torch.tensor([8.0, 12.0]))
 
 
 def test_parts_of_two_dtypes_are_put_together_by_the_operator() -> None:
     one, other = torch.ones(4).bfloat16(), torch.ones(4)
-    again = recorded(lambda x, y: torch.cat((x, y.half(), x)), one, other)
+    again = capture_forward(lambda x, y: torch.cat((x, y.half(), x)), one, other)
     other.fill_(3)
     assert torch.equal(again(one, other)[4:8], torch.full((4,), 3.0).to(again.out.dtype))
 
@@ -184,9 +193,9 @@ def test_parts_of_two_dtypes_are_put_together_by_the_operator() -> None:
 def test_what_a_request_points_to_is_kept() -> None:
     """The signs of a rotation are in a cache of some size only."""
     x = torch.randn(1, 1, 1, 32)
-    again = recorded(lambda x: Rotation(5).rows(x), x)
-    expected = Rotation(5).rows(x)
-    hadamard._native_signs.cache_clear()
+    again = capture_forward(lambda x: Rotation(5).transform_rows(x), x)
+    expected = Rotation(5).transform_rows(x)
+    hadamard._make_native_signs.cache_clear()
     gc.collect()
     assert torch.equal(again(x), expected)
 
@@ -195,9 +204,9 @@ def test_calls_of_another_thread_are_not_heard() -> None:
     from threading import Thread
 
     asked = list[str]()
-    with heard(lambda one: asked.append(one[0])):
-        other = Thread(target=normed, args=(torch.randn(1, 64), torch.ones(64), 1e-6))
+    with capture_requests(lambda one: asked.append(one[0])):
+        other = Thread(target=norm_rows, args=(torch.randn(1, 64), torch.ones(64), 1e-6))
         other.start()
         other.join()
-        normed(torch.randn(1, 64), torch.ones(64), 1e-6)
+        norm_rows(torch.randn(1, 64), torch.ones(64), 1e-6)
     assert asked == ["norm"]

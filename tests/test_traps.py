@@ -11,8 +11,8 @@ import torch
 import kvant
 from cache.tagged import One, forward, layer, put, recipe, rows, same, told
 from kvant import Cache, CacheSpec, CapacityError, Mask, RecurrentSpec, RewindError, attend
-from kvant.attention import attending, reference
-from kvant.attention.reference import Reference
+from kvant.attention import dispatch, reference
+from kvant.attention.reference import ReferenceBackend
 from kvant.codecs import Raw
 from kvant.contracts import View
 from kvant.retention import Window
@@ -119,7 +119,7 @@ def test_a_mirror_of_the_whole_cache_to_read_it(text: str, monkeypatch: pytest.M
         return found
 
     monkeypatch.setattr(codec, "open", counted)
-    monkeypatch.setattr(attending, "BACKENDS", [Reference(at_once=4 * 64 * 32)])
+    monkeypatch.setattr(dispatch, "BACKENDS", [ReferenceBackend(max_opened_values=4 * 64 * 32)])
     attend(torch.randn(1, 4, 1, 32), state.view(), backend="reference")
     assert max(opened) == 4 * 64 * 32
     assert sum(opened) >= 2 * 6144 * 32
@@ -173,7 +173,7 @@ def test_one_position_for_all_layers_that_the_first_layer_moves() -> None:
     """The second layer once began where the first had stopped."""
     cache = Cache(3, "raw")
     views = forward(cache, 4)
-    assert [view.extent.columns for view in views] == [4, 4, 4]
+    assert [view.page_table.num_columns for view in views] == [4, 4, 4]
     assert [told(state) for state in cache] == [[0, 1, 2, 3]] * 3
 
 
@@ -302,7 +302,7 @@ def test_a_length_that_is_the_number_of_rows_or_slots() -> None:
     cache = Cache(1, "raw,window=6,sinks=1")
     forward(cache, 50)
     slots = cache.nbytes // (2 * 8 * 4)
-    assert (cache.length, cache.held) == (50, 7)
+    assert (cache.length, cache.num_rows) == (50, 7)
     assert slots > 7
 
 

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 import kvant
 from kvant import CacheError, weights
-from kvant.packed import PackedMatrix
+from kvant.packed_matrix import PackedMatrix
 from packing import find_unpacked_reasons
 
 IN, OUT = 96, 128
@@ -85,7 +85,7 @@ def test_outputs_are_the_same_to_the_bit(name: str) -> None:
 def test_linear_layers_read_packed_bytes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, packed = twins()
     made: list[Any] = []
-    monkeypatch.setattr(weights, "_dense", made.append)
+    monkeypatch.setattr(weights, "_make_dense", made.append)
     with torch.no_grad():
         assert torch.equal(packed(rows(3)), plain(rows(3)))
     assert not made
@@ -290,7 +290,7 @@ def test_another_state_is_loaded_into_a_tied_weight() -> None:
     other, (_, packed) = Tied(), tied_twins()
     packed.load_state_dict(other.state_dict())
     assert torch.equal(packed(TOKENS), other(TOKENS))
-    assert isinstance(packed.head.weight, weights.PackedWeight) and packed.head.weight.current
+    assert isinstance(packed.head.weight, weights.PackedWeight) and packed.head.weight.is_current
     assert torch.equal(packed.words.weight, other.words.weight)
 
 
@@ -355,7 +355,7 @@ def test_a_conversion_of_a_tied_weight_is_refused() -> None:
 
 def test_nothing_is_packed_whose_bits_would_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """One value in some thousand, as another order of sums gives it."""
-    times, calls = PackedMatrix.times, []
+    times, calls = PackedMatrix.multiply, []
 
     def other(matrix: PackedMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
         out = times(matrix, x, bias)
@@ -364,7 +364,7 @@ def test_nothing_is_packed_whose_bits_would_be_others(monkeypatch: pytest.Monkey
             out[0, 0] = out[0, 0].nextafter(torch.tensor(torch.inf).bfloat16())
         return out
 
-    monkeypatch.setattr(PackedMatrix, "times", other)
+    monkeypatch.setattr(PackedMatrix, "multiply", other)
     told = kvant.pack(Model())
     assert (told.layers, told.left) == (("down",), {"up": "of other bits when packed"})
 
@@ -380,13 +380,13 @@ def test_a_trial_computes_as_a_forward_without_gradients_does(
     inference: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With them oneDNN takes other kernels, which may round otherwise."""
-    made, same = [], weights._same
+    made, same = [], weights._gives_same_bits
 
     def watched(layer: nn.Linear, matrix: PackedMatrix) -> bool:
         made.append(torch.is_grad_enabled())
         return same(layer, matrix)
 
-    monkeypatch.setattr(weights, "_same", watched)
+    monkeypatch.setattr(weights, "_gives_same_bits", watched)
     with torch.inference_mode(inference):
         kvant.pack(Model())
     assert made == [False, False]
@@ -460,7 +460,7 @@ def test_a_bias_of_another_class_is_not_read_by_address() -> None:
     plain, packed = twins()
     bias = Bias(plain.up.bias.detach())
     plain.up.bias = packed.up.bias = bias
-    assert not packed.up.weight.packed.kernel_part(rows(1), bias)  # type: ignore[union-attr]
+    assert not packed.up.weight.matrix.find_kernel_k_block(rows(1), bias)  # type: ignore[union-attr]
     assert torch.equal(packed(rows(1)), plain(rows(1)))
 
 
@@ -521,7 +521,7 @@ SCRIPT = """
 import ctypes, json
 import torch, kvant
 from torch import nn
-from kvant.bench.clock import mark, resident
+from kvant.bench.clock import read_resident_nbytes, reset_resident_peak
 
 torch.set_num_threads(1)
 SIZE, LAYERS = 2048, 16
@@ -531,11 +531,11 @@ def layer():
 
 kvant.pack(layer())  # what the first takes for good
 model = nn.Sequential(*(layer() for _ in range(LAYERS)))
-before = mark()
+before = reset_resident_peak()
 told = kvant.pack(model)
-peak = resident("VmHWM") - before
+peak = read_resident_nbytes("VmHWM") - before
 ctypes.CDLL(None).malloc_trim(0)
-rest = resident("VmRSS") - before
+rest = read_resident_nbytes("VmRSS") - before
 print(json.dumps({"layers": len(told.layers), "nbytes": told.nbytes, "peak": peak, "rest": rest}))
 """
 

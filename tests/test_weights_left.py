@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import kvant
-from kvant import packed
+from kvant import packed_matrix
 
 IN, OUT = 96, 128
 
@@ -84,7 +84,7 @@ def test_other_layers_are_left_and_it_is_said_why(name: str) -> None:
 
 
 def test_nothing_is_packed_without_the_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "_LINEAR", None)
+    monkeypatch.setattr(packed_matrix, "_LINEAR_OP", None)
     model = hold(nn.Linear(IN, OUT).bfloat16())
     assert set(kvant.pack(model).left.values()) == {f"unknown to torch {torch.__version__}"}
     assert type(model.layer.weight) is nn.Parameter
@@ -94,7 +94,7 @@ def test_nothing_is_packed_where_the_processor_lacks_it(monkeypatch: pytest.Monk
     def refuse(weight: Tensor, rows: int | None) -> Tensor:
         raise RuntimeError("bf16 path needs the cpu support avx512bw")
 
-    monkeypatch.setattr(packed, "_PACK", refuse)
+    monkeypatch.setattr(packed_matrix, "_REORDER_OP", refuse)
     model = hold(nn.Linear(IN, OUT).bfloat16())
     assert set(kvant.pack(model).left.values()) == {"refused by oneDNN"}
     assert type(model.layer.weight) is nn.Parameter

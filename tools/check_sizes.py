@@ -16,44 +16,45 @@ ALLOWED: dict[str, str] = {
 }
 
 
-class Size(NamedTuple):
+class CodeSize(NamedTuple):
     name: str
     lines: int
 
 
-def functions(tree: ast.AST, prefix: str) -> list[Size]:
+def list_functions(tree: ast.AST, prefix: str) -> list[CodeSize]:
     """Every function below `tree`, methods and inner functions included."""
-    found: list[Size] = []
+    found: list[CodeSize] = []
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found += functions(node, prefix)
+            found += list_functions(node, prefix)
             continue
         name = prefix + node.name
         if not isinstance(node, ast.ClassDef):
             assert node.end_lineno is not None
-            found.append(Size(name, node.end_lineno - node.lineno + 1))
-        found += functions(node, name + ".")
+            found.append(CodeSize(name, node.end_lineno - node.lineno + 1))
+        found += list_functions(node, name + ".")
     return found
 
 
-def p90(lines: list[int]) -> int:
+def compute_p90(lines: list[int]) -> int:
     return round(quantiles(lines, n=10, method="inclusive")[-1]) if len(lines) > 1 else lines[0]
 
 
-def summary(what: str, sizes: list[Size], limit: int) -> str:
+def format_summary(title: str, sizes: list[CodeSize], limit: int) -> str:
     lines = [size.lines for size in sizes]
-    return f"{what:10}{len(lines):>6}{median(lines):>9.0f}{p90(lines):>6}{max(lines):>6}{limit:>8}"
+    columns = f"{len(lines):>6}{median(lines):>9.0f}{compute_p90(lines):>6}{max(lines):>6}"
+    return f"{title:10}{columns}{limit:>8}"
 
 
 def main() -> int:
-    files: list[Size] = []
-    every: list[Size] = []
+    files: list[CodeSize] = []
+    every: list[CodeSize] = []
     print(f"{'lines':>6}{'longest function':>18}  file")
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
         source = path.read_text(encoding="utf-8")
-        own = functions(ast.parse(source, name), f"{name}:")
-        files.append(Size(name, len(source.splitlines())))
+        own = list_functions(ast.parse(source, name), f"{name}:")
+        files.append(CodeSize(name, len(source.splitlines())))
         every += own
         print(f"{files[-1].lines:>6}{max((f.lines for f in own), default=0):>18}  {name}")
     if not files:
@@ -61,9 +62,9 @@ def main() -> int:
         return 1
 
     print(f"\n{'':10}{'count':>6}{'median':>9}{'p90':>6}{'max':>6}{'limit':>8}")
-    print(summary("files", files, MAX_FILE))
+    print(format_summary("files", files, MAX_FILE))
     if every:
-        print(summary("functions", every, MAX_FUNCTION))
+        print(format_summary("functions", every, MAX_FUNCTION))
 
     limits = [(size, MAX_FILE) for size in files] + [(size, MAX_FUNCTION) for size in every]
     long = {size.name: (size.lines, limit) for size, limit in limits if size.lines > limit}

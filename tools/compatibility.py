@@ -34,9 +34,9 @@ from hf.graphs import traced  # noqa: E402
 from hf.modes import MODES, played  # noqa: E402
 from hf.parity import TOLERANCE, Cell, compared, every_cell  # noqa: E402
 from hf.zoo import FAMILIES, NAMES, build, worded  # noqa: E402
-from kvant.generation import HostDecoder  # noqa: E402
+from kvant.generation import TransformersDecoder  # noqa: E402
 
-PAGE = ROOT / "docs" / "compatibility.md"
+DOC_PAGE = ROOT / "docs" / "compatibility.md"
 FAMILIES_HEADING = "## Every causal language model"  # from here on: tools/families.py
 INTRO = """# What works with transformers
 
@@ -63,99 +63,101 @@ good a format is, only that a model computes with it what it should.
 
 
 @dataclass
-class Row:
+class FamilyReport:
     """What was found out about a family."""
 
     name: str
     error: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    reads: Counter[tuple[str, str]] = field(default_factory=Counter)  # cells, by way and reading
+    reading_counts: Counter[tuple[str, str]] = field(
+        default_factory=Counter
+    )  # cells, by way and reading
     reasons: set[str] = field(default_factory=set)
-    graph: str = ""
-    refused: dict[str, str] = field(default_factory=dict)  # by mode: why, in the host's words
-    wrong: list[str] = field(default_factory=list)
+    graph_result: str = ""
+    refusals: dict[str, str] = field(default_factory=dict)  # by mode: why, in the host's words
+    problems: list[str] = field(default_factory=list)
 
-    def reading(self, way: str) -> str:
-        return ", ".join(sorted(what for one, what in self.reads if one == way))
+    def describe_reading(self, way: str) -> str:
+        return ", ".join(sorted(what for one, what in self.reading_counts if one == way))
 
 
-def examined(name: str) -> Row:
+def examine_family(name: str) -> FamilyReport:
     """One family, in a process of its own."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    row = Row(name)
+    row = FamilyReport(name)
     for cell in (cell for cell in every_cell() if cell.family == name):
         _compare(row, cell)
     for mode in MODES:
-        _play(row, mode)
+        _play_mode(row, mode)
     if FAMILIES[name].kind != "encoder-decoder":  # which the loop does not continue
-        row.graph = _captured(name)
+        row.graph_result = _find_graph_refusal(name)
     return row
 
 
-def _compare(row: Row, cell: Cell) -> None:
+def _compare(row: FamilyReport, cell: Cell) -> None:
     try:
         result = compared(cell)
     except Exception as error:
-        row.wrong.append(f"{cell}: {type(error).__name__}: {error}")
+        row.problems.append(f"{cell}: {type(error).__name__}: {error}")
         return
     kind = "raw" if cell.raw else "compressed"
     row.error[kind] = max(row.error[kind], result.error)
-    row.reads[cell.way, reading(cell)] += 1
+    row.reading_counts[cell.way, reading(cell)] += 1
     row.reasons |= result.reasons
-    row.wrong += [f"{cell}: {problem}" for problem in problems(cell, result)]
+    row.problems += [f"{cell}: {problem}" for problem in problems(cell, result)]
     if not result.error < TOLERANCE:
-        row.wrong.append(f"{cell}: an error of {result.error:.1e}")
+        row.problems.append(f"{cell}: an error of {result.error:.1e}")
 
 
-def _play(row: Row, mode: str) -> None:
+def _play_mode(row: FamilyReport, mode: str) -> None:
     """Tokens must be the host's; where the host's cache fails, ours need not do better."""
     try:
         expected = played(mode, row.name, "host")
     except Exception as error:
-        row.refused[mode] = f"{type(error).__name__}: {error}"
+        row.refusals[mode] = f"{type(error).__name__}: {error}"
         return
     for owner in ("stock", "attached"):
         try:
             if not torch.equal(played(mode, row.name, owner), expected):
-                row.wrong.append(f"{row.name}, {mode}, {owner}: other tokens")
+                row.problems.append(f"{row.name}, {mode}, {owner}: other tokens")
         except Exception as error:
-            row.wrong.append(f"{row.name}, {mode}, {owner}: {type(error).__name__}: {error}")
+            row.problems.append(f"{row.name}, {mode}, {owner}: {type(error).__name__}: {error}")
 
 
-def _captured(name: str) -> str:
+def _find_graph_refusal(name: str) -> str:
     """Why single tokens do not come from a graph, or that they do."""
-    decoder = HostDecoder(build(name), capture=traced)
-    cache = decoder.memory(worded(name, "raw,capacity=8"))
-    with patch("kvant.cache.storage.arrangement", lambda device: None):  # pages as on a GPU
+    decoder = TransformersDecoder(build(name), capture=traced)
+    cache = decoder.make_cache(worded(name, "raw,capacity=8"))
+    with patch("kvant.cache.storage.select_tiles", lambda device: None):  # pages as on a GPU
         for tokens in ([3, 4, 5], [6], [7], [8]):
-            decoder.logits(tokens, cache)
-    why = cache.context.replays.refusal
+            decoder.compute_logits(tokens, cache)
+    why = cache.context.replay_stats.refusal
     if why is not None and "value out of a tracing tensor" in why:
         why = "a number is read from the device"
     return why or "replayed"
 
 
-def page(rows: list[Row]) -> Iterator[str]:
+def make_page(rows: list[FamilyReport]) -> Iterator[str]:
     """The lines of docs/compatibility.md."""
     yield INTRO.format(transformers=transformers.__version__, torch=torch.__version__)
-    yield from _counts(rows)
+    yield from _format_counts(rows)
     head = "raw | compressed | stock | attached | on a GPU | modes | dense rows are made for"
     yield f"\n| family | {head} |"
     yield "|---|---|---|---|---|---|---|---|"
     for row in rows:
-        errors = (_spelled(row.error[kind]) for kind in ("raw", "compressed"))
-        reads = (row.reading(way) for way in ("stock", "attached"))
-        modes = f"{len(MODES) - len(row.refused)} of {len(MODES)}"
+        errors = (_format_error(row.error[kind]) for kind in ("raw", "compressed"))
+        reads = (row.describe_reading(way) for way in ("stock", "attached"))
+        modes = f"{len(MODES) - len(row.refusals)} of {len(MODES)}"
         reasons = ", ".join(f"`{reason}`" for reason in sorted(row.reasons))
-        yield line(row.name, *errors, *reads, row.graph, modes, reasons)
+        yield format_line(row.name, *errors, *reads, row.graph_result, modes, reasons)
     yield "\n## What does not work with DynamicCache either\n"
     yield "| modes | families | the error |"
     yield "|---|---|---|"
-    yield from _refusals(rows)
+    yield from _format_refusals(rows)
 
 
-def _counts(rows: list[Row]) -> Iterator[str]:
-    cells = sum((row.reads for row in rows), Counter())
+def _format_counts(rows: list[FamilyReport]) -> Iterator[str]:
+    cells = sum((row.reading_counts for row in rows), Counter())
     for way in ("stock", "attached"):
         found = {what: count for (one, what), count in sorted(cells.items()) if one == way}
         told = ", ".join(f"{count} {what}" for what, count in found.items())
@@ -170,38 +172,38 @@ def _counts(rows: list[Row]) -> Iterator[str]:
         yield f"* not among them, chunks of a padded batch of {', '.join(names)}: {why}"
 
 
-def _refusals(rows: Iterable[Row]) -> Iterator[str]:
+def _format_refusals(rows: Iterable[FamilyReport]) -> Iterator[str]:
     """By reason, as most families of a kind share theirs."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for row in rows:
-        for mode, why in row.refused.items():
-            told = _short(why.replace(FAMILIES[row.name].model, "this one"))
+        for mode, why in row.refusals.items():
+            told = _shorten_error(why.replace(FAMILIES[row.name].model, "this one"))
             modes, names = found.setdefault(told, ({}, {}))
             modes[mode] = names[row.name] = None
     for why, (modes, names) in found.items():
-        yield line(", ".join(modes), ", ".join(names), why)
+        yield format_line(", ".join(modes), ", ".join(names), why)
 
 
-def _short(text: str) -> str:
+def _shorten_error(text: str) -> str:
     """The last line of an error: some begin with a whole model."""
     kind = text.partition(":")[0]
     last = text.splitlines()[-1].removeprefix(f"{kind}: ")
     return f"{kind}: {re.split('[.] ?(?=[A-Z])', last)[0][:110]}".replace("|", "/")
 
 
-def other_part(*, families: bool) -> str:
+def read_other_part(*, families: bool) -> str:
     """Return what the page has of the other command: the table of families, or all before it."""
-    before, heading, after = PAGE.read_text(encoding="utf-8").partition(FAMILIES_HEADING)
+    before, heading, after = DOC_PAGE.read_text(encoding="utf-8").partition(FAMILIES_HEADING)
     if not families:
         return before.rstrip() + "\n\n"
     return f"\n{heading}{after}" if heading else ""
 
 
-def _spelled(error: float) -> str:
+def _format_error(error: float) -> str:
     return f"{error:.0e}" if error else "0"
 
 
-def line(*cells: str) -> str:
+def format_line(*cells: str) -> str:
     return f"| {' | '.join(cells)} |"
 
 
@@ -212,7 +214,7 @@ def main() -> int:
     told = parser.parse_args()
     began, rows = time.monotonic(), {}
     with ProcessPoolExecutor(told.workers, get_context("spawn")) as pool:
-        jobs = [pool.submit(examined, name) for name in told.families]
+        jobs = [pool.submit(examine_family, name) for name in told.families]
         for job in as_completed(jobs):
             row = job.result()
             rows[row.name] = row
@@ -220,10 +222,10 @@ def main() -> int:
             done = f"{len(rows)} of {len(jobs)} families, {spent:.0f} s: {row.name}"
             print(done, file=sys.stderr, flush=True)
     ordered = [rows[name] for name in told.families]
-    text = "\n".join(page(ordered)) + "\n"
+    text = "\n".join(make_page(ordered)) + "\n"
     if told.families == NAMES and not any(row.wrong for row in ordered):
-        PAGE.write_text(text + other_part(families=True), encoding="utf-8")
-    print("\n".join(_counts(ordered)) if told.families == NAMES else text)
+        DOC_PAGE.write_text(text + read_other_part(families=True), encoding="utf-8")
+    print("\n".join(_format_counts(ordered)) if told.families == NAMES else text)
     wrong = [problem for row in ordered for problem in row.wrong]
     for problem in wrong:
         print(problem, file=sys.stderr)

@@ -19,7 +19,7 @@ from kvant.demo import is_held_out, library_files
 
 END = "<|endoftext|>"
 MARKER = "\n# recall: "
-IGNORE = -100
+IGNORED_TARGET = -100
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Corpus:
     """Token ids of the two splits; ``held`` keeps its files apart."""
 
     train: np.ndarray
-    held: list[np.ndarray]
+    held_out: list[np.ndarray]
 
 
 def train_tokenizer(texts: list[str], vocab: int) -> Tokenizer:
@@ -67,7 +67,7 @@ def load_corpus(folder: Path, vocab: int) -> tuple[Tokenizer, Corpus]:
     return tokenizer, Corpus(np.concatenate(encode(tokenizer, train)), encode(tokenizer, held))
 
 
-def random_text(rng: random.Random) -> str:
+def draw_random_text(rng: random.Random) -> str:
     """Return one random identifier, hexadecimal or alphanumeric string."""
     alphabet = rng.choice(
         [string.ascii_lowercase, "0123456789abcdef", string.ascii_letters + string.digits + "_"]
@@ -76,7 +76,7 @@ def random_text(rng: random.Random) -> str:
     return "".join(rng.choices(alphabet, k=length))
 
 
-class Sampler:
+class TrainingSampler:
     """Draws training batches with repeated passages from a token stream."""
 
     def __init__(self, tokenizer: Tokenizer, stream: np.ndarray, seed: int) -> None:
@@ -85,29 +85,31 @@ class Sampler:
         self.rng = np.random.default_rng(seed)
         self.marker = np.array(tokenizer.encode(MARKER).ids)
         source = random.Random(seed)
-        texts = [random_text(source) for _ in range(20000)]
+        texts = [draw_random_text(source) for _ in range(20000)]
         self.pool = np.concatenate([c.ids for c in tokenizer.encode_batch(texts)])
 
-    def text(self, length: int) -> np.ndarray:
+    def draw_text(self, length: int) -> np.ndarray:
         """Return a random slice of the stream."""
         start = int(self.rng.integers(len(self.stream) - length))
         return self.stream[start : start + length].copy()
 
-    def noise(self, length: int) -> np.ndarray:
+    def draw_noise(self, length: int) -> np.ndarray:
         """Return random tokens, or tokens of random character strings."""
         if self.rng.random() < 0.6:
             return self.rng.integers(1, self.vocab, length)
         start = int(self.rng.integers(len(self.pool) - length))
         return self.pool[start : start + length].copy()
 
-    def sequence(self, length: int, copies: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def draw_sequence(
+        self, length: int, copies: float
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return tokens, targets and a mask of the targets that repeat a random string."""
-        tokens = self.text(length + 1)
+        tokens = self.draw_text(length + 1)
         ignored = np.zeros(length + 1, dtype=bool)
         repeated = np.zeros(length + 1, dtype=bool)
         if self.rng.random() < copies:
             self._write_pairs(tokens, ignored, repeated)
-        targets = np.where(ignored, IGNORE, tokens)
+        targets = np.where(ignored, IGNORED_TARGET, tokens)
         return tokens[:-1], targets[1:], repeated[1:]
 
     def _write_pairs(self, tokens: np.ndarray, ignored: np.ndarray, repeated: np.ndarray) -> None:
@@ -130,7 +132,7 @@ class Sampler:
         place: tuple[int, int, int],
     ) -> None:
         early, late, size = place
-        passage = self.noise(size)
+        passage = self.draw_noise(size)
         head = 0
         if self.rng.random() < 0.5:
             head = min(len(self.marker), size - 4)
@@ -142,7 +144,7 @@ class Sampler:
         ignored[late : late + head + 1] = True
         repeated[late + head + 1 : late + size] = True
 
-    def batch(self, rows: int, length: int, copies: float) -> tuple[np.ndarray, ...]:
+    def draw_batch(self, rows: int, length: int, copies: float) -> tuple[np.ndarray, ...]:
         """Return stacked tokens, targets and repeat masks."""
-        drawn = [self.sequence(length, copies) for _ in range(rows)]
+        drawn = [self.draw_sequence(length, copies) for _ in range(rows)]
         return tuple(np.stack(column) for column in zip(*drawn, strict=True))

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from demo_data import END, MARKER, Corpus, load_corpus
 
-CONTEXT, SKIP, WINDOW = 2048, 256, 64
-BITS, ORDER = 12, 5
-TRIALS, CUE = 64, 4
+CONTEXT, SKIPPED_POSITIONS, WINDOW = 2048, 256, 64
+TOKEN_BITS, NGRAM_ORDER = 12, 5
+TRIALS, CUE_TOKENS = 64, 4
 DISTANCES = (1000, 1600)
 
 
@@ -32,9 +32,11 @@ class NGram:
     def __init__(self, stream: np.ndarray, vocab: int) -> None:
         self.vocab = vocab
         self.grams, self.contexts = [], []
-        for order in range(1, ORDER + 1):
+        for order in range(1, NGRAM_ORDER + 1):
             grams, counts = np.unique(self._keys(stream, order), return_counts=True)
-            contexts, first, kinds = np.unique(grams >> BITS, return_index=True, return_counts=True)
+            contexts, first, kinds = np.unique(
+                grams >> TOKEN_BITS, return_index=True, return_counts=True
+            )
             self.grams.append((grams, counts))
             self.contexts.append((contexts, np.add.reduceat(counts, first), kinds))
 
@@ -43,16 +45,16 @@ class NGram:
         count = len(tokens) - order + 1
         keys = np.zeros(count, dtype=np.int64)
         for offset in range(order):
-            keys = (keys << BITS) | tokens[offset : offset + count]
+            keys = (keys << TOKEN_BITS) | tokens[offset : offset + count]
         return keys
 
-    def probabilities(self, tokens: np.ndarray) -> np.ndarray:
+    def compute_probabilities(self, tokens: np.ndarray) -> np.ndarray:
         """Return the probability of every token from the fifth on, given the four before it."""
-        result = np.full(len(tokens) - ORDER + 1, 1.0 / self.vocab)
+        result = np.full(len(tokens) - NGRAM_ORDER + 1, 1.0 / self.vocab)
         for order, (grams, contexts) in enumerate(zip(self.grams, self.contexts, strict=True), 1):
-            keys = self._keys(tokens, order)[ORDER - order :]
+            keys = self._keys(tokens, order)[NGRAM_ORDER - order :]
             hits = _look_up(keys, *grams)[0]
-            totals, kinds = _look_up(keys >> BITS, *contexts)
+            totals, kinds = _look_up(keys >> TOKEN_BITS, *contexts)
             seen = totals > 0
             mixed = (hits + kinds * result) / np.where(seen, totals + kinds, 1)
             result = np.where(seen, mixed, result)
@@ -65,39 +67,43 @@ def _look_up(keys: np.ndarray, table: np.ndarray, *columns: np.ndarray) -> list[
     return [np.where(table[places] == keys, column[places], 0) for column in columns]
 
 
-def held_out_blocks(corpus: Corpus) -> np.ndarray:
+def cut_held_out_blocks(corpus: Corpus) -> np.ndarray:
     """Cut the long held-out files into blocks of the full context plus one token."""
     size = CONTEXT + 1
     return np.stack(
-        [d[at : at + size] for d in corpus.held for at in range(0, len(d) - size + 1, size)]
+        [d[at : at + size] for d in corpus.held_out for at in range(0, len(d) - size + 1, size)]
     )
 
 
-def window_mask(window: int) -> torch.Tensor:
+def make_window_mask(window: int) -> torch.Tensor:
     """Return a mask that lets every position see itself and the ``window - 1`` before it."""
     distance = torch.arange(CONTEXT)[:, None] - torch.arange(CONTEXT)[None, :]
     return ((distance >= 0) & (distance < window))[None, None]
 
 
 @torch.no_grad()
-def mean_loss(model: PreTrainedModel, blocks: np.ndarray, window: int) -> float:
+def compute_mean_loss(model: PreTrainedModel, blocks: np.ndarray, window: int) -> float:
     """Return the loss past the first positions, with attention limited to a window."""
-    mask = window_mask(window)
+    mask = make_window_mask(window)
     losses = []
     for block in torch.from_numpy(blocks):
         logits = model(input_ids=block[None, :-1], attention_mask=mask, use_cache=False).logits
-        losses.append(functional.cross_entropy(logits[0, SKIP:].float(), block[1 + SKIP :]))
+        losses.append(
+            functional.cross_entropy(
+                logits[0, SKIPPED_POSITIONS:].float(), block[1 + SKIPPED_POSITIONS :]
+            )
+        )
     return float(torch.stack(losses).mean())
 
 
-def ngram_loss(corpus: Corpus, vocab: int, blocks: np.ndarray) -> float:
+def compute_ngram_loss(corpus: Corpus, vocab: int, blocks: np.ndarray) -> float:
     """Return the loss of the 5-gram model on the tokens that ``mean_loss`` scores."""
     ngram = NGram(corpus.train, vocab)
-    start = SKIP + 1 - (ORDER - 1)
-    return float(np.mean([-np.log(ngram.probabilities(block[start:])) for block in blocks]))
+    start = SKIPPED_POSITIONS + 1 - (NGRAM_ORDER - 1)
+    return float(np.mean([-np.log(ngram.compute_probabilities(block[start:])) for block in blocks]))
 
 
-def random_string(tokenizer: Tokenizer, rng: random.Random, characters: bool) -> list[int]:
+def draw_random_string(tokenizer: Tokenizer, rng: random.Random, characters: bool) -> list[int]:
     """Return 24 random tokens, or the tokens of 32 random letters and digits."""
     if not characters:
         return [rng.randrange(1, tokenizer.get_vocab_size()) for _ in range(24)]
@@ -105,7 +111,7 @@ def random_string(tokenizer: Tokenizer, rng: random.Random, characters: bool) ->
 
 
 @torch.no_grad()
-def copies(model: PreTrainedModel, prompt: list[int], rest: list[int]) -> bool:
+def continues_exactly(model: PreTrainedModel, prompt: list[int], rest: list[int]) -> bool:
     """Return whether greedy decoding continues the prompt with exactly the given tokens."""
     made = model.generate(
         torch.tensor([prompt]),
@@ -119,20 +125,22 @@ def copies(model: PreTrainedModel, prompt: list[int], rest: list[int]) -> bool:
     return made[0, len(prompt) :].tolist() == rest
 
 
-def copy_rate(
+def measure_copy_rate(
     model: PreTrainedModel, tokenizer: Tokenizer, corpus: Corpus, distance: int, characters: bool
 ) -> float:
     """Return how often a random string is recalled over ``distance`` tokens of held-out text."""
     rng = random.Random(distance)
     marker = tokenizer.encode(MARKER).ids
-    texts = [d.tolist() for d in corpus.held if len(d) > distance + 200]
+    texts = [d.tolist() for d in corpus.held_out if len(d) > distance + 200]
     successes = 0
     for _ in range(TRIALS):
         text = rng.choice(texts)
         at = rng.randrange(len(text) - distance - 199)
-        passage = random_string(tokenizer, rng, characters)
+        passage = draw_random_string(tokenizer, rng, characters)
         prompt = text[at : at + 200] + marker + passage + text[at + 200 : at + 200 + distance]
-        successes += copies(model, prompt + marker + passage[:CUE], passage[CUE:])
+        successes += continues_exactly(
+            model, prompt + marker + passage[:CUE_TOKENS], passage[CUE_TOKENS:]
+        )
     return successes / TRIALS
 
 
@@ -141,26 +149,26 @@ def evaluate(folder: Path) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     vocab = model.config.vocab_size
     tokenizer, corpus = load_corpus(folder, vocab)
-    blocks = held_out_blocks(corpus)
-    full, limited = (mean_loss(model, blocks, window) for window in (CONTEXT, WINDOW))
+    blocks = cut_held_out_blocks(corpus)
+    full, limited = (compute_mean_loss(model, blocks, window) for window in (CONTEXT, WINDOW))
     result = {
         "parameters": model.num_parameters(),
-        "held_out_tokens": len(blocks) * (CONTEXT - SKIP),
+        "held_out_tokens": len(blocks) * (CONTEXT - SKIPPED_POSITIONS),
         "loss": full,
         "perplexity": float(np.exp(full)),
         "window_perplexity": float(np.exp(limited)),
         "window_cost": float(np.expm1(limited - full)),
-        "ngram_loss": ngram_loss(corpus, vocab, blocks),
+        "ngram_loss": compute_ngram_loss(corpus, vocab, blocks),
     }
     for distance in DISTANCES:
         for kind in ("tokens", "characters"):
-            result[f"copy_{kind}_{distance}"] = copy_rate(
+            result[f"copy_{kind}_{distance}"] = measure_copy_rate(
                 model, tokenizer, corpus, distance, kind == "characters"
             )
     return {name: round(value, 4) for name, value in result.items()}
 
 
-def curve(folder: Path, points: int = 24) -> list[dict[str, float]]:
+def read_curve(folder: Path, points: int = 24) -> list[dict[str, float]]:
     """Return evenly spaced entries of the training log that have a held-out loss."""
     lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     entries = [entry for entry in map(json.loads, lines) if "held_out" in entry]
@@ -168,7 +176,7 @@ def curve(folder: Path, points: int = 24) -> list[dict[str, float]]:
     return [entries[place] for place in chosen]
 
 
-def curve_table(entries: list[dict[str, float]]) -> str:
+def format_curve_table(entries: list[dict[str, float]]) -> str:
     """Return the loss curve as a Markdown table."""
     rows = [
         f"| {e['seconds'] / 60:.0f} | {e['tokens'] / 1e6:.1f} | {e['length']} "
@@ -179,24 +187,24 @@ def curve_table(entries: list[dict[str, float]]) -> str:
     return "\n".join([head, "|---:|---:|---:|---:|---:|---:|", *rows])
 
 
-def measurement_table(found: dict[str, float]) -> str:
+def format_measurement_table(measurements: dict[str, float]) -> str:
     """Return the measurements as a Markdown table."""
     copied = [
         f"| random {kind} copied from {distance} tokens back | {share:.0%} | {aim} |"
         for distance in DISTANCES
         for kind in ("tokens", "characters")
-        for share in [found[f"copy_{kind}_{distance}"]]
+        for share in [measurements[f"copy_{kind}_{distance}"]]
         for aim in ["at least 50%" if distance == 1000 else ""]
     ]
     rows = [
         "| measurement | value | aim |",
         "|---|---:|---|",
-        f"| perplexity, full attention | {found['perplexity']:.2f} | |",
-        f"| perplexity, window of {WINDOW} | {found['window_perplexity']:.2f} | |",
-        f"| cost of the window | {found['window_cost']:+.1%} | at least +10% |",
+        f"| perplexity, full attention | {measurements['perplexity']:.2f} | |",
+        f"| perplexity, window of {WINDOW} | {measurements['window_perplexity']:.2f} | |",
+        f"| cost of the window | {measurements['window_cost']:+.1%} | at least +10% |",
         *copied,
-        f"| loss per token | {found['loss']:.3f} | below the 5-gram's |",
-        f"| loss per token, 5-gram | {found['ngram_loss']:.3f} | |",
+        f"| loss per token | {measurements['loss']:.3f} | below the 5-gram's |",
+        f"| loss per token, 5-gram | {measurements['ngram_loss']:.3f} | |",
     ]
     return "\n".join(rows)
 
@@ -212,7 +220,7 @@ def export(folder: Path, target: Path) -> dict[str, float]:
     named |= {"clean_up_tokenization_spaces": False, "model_max_length": CONTEXT}
     (target / "tokenizer_config.json").write_text(json.dumps(named, indent=2) + "\n")
     found = evaluate(target)
-    entries = curve(folder)
+    entries = read_curve(folder)
     (target / "card_curve.json").write_text(
         json.dumps({"measurements": found, "curve": entries}, indent=1) + "\n"
     )
@@ -226,10 +234,10 @@ def export(folder: Path, target: Path) -> dict[str, float]:
         minutes=last["seconds"] / 60,
         steps=last["step"],
         held=found["held_out_tokens"],
-        skip=SKIP,
+        skip=SKIPPED_POSITIONS,
         trials=TRIALS,
-        measurements=measurement_table(found),
-        curve=curve_table(entries),
+        measurements=format_measurement_table(found),
+        curve=format_curve_table(entries),
     )
     (target / "card.md").write_text(card, encoding="utf-8")
     return found

@@ -28,25 +28,25 @@ import transformers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from compatibility import FAMILIES_HEADING, PAGE, ROOT, line, other_part
+from compatibility import DOC_PAGE, FAMILIES_HEADING, ROOT, format_line, read_other_part
 from hf.shrinking import CAUSAL, tiny
 from kvant import Engine, attach, cache_for, demo
-from kvant.hf import support_of
+from kvant.hf import get_support
 
-TOKENS = 24  # that each mode generates
+NEW_TOKENS = 24  # that each mode generates
 TIMEOUT_S = 300  # for one class
 # Of logits, in units of their standard deviation. Rounding comes to 2e-3 where loops over layers
 # amplify it (hrm_text: 1e-3 from float64 with either cache).
 TOLERANCE = 5e-3
 SAME, REFUSED, STOCK_FAILS, WRONG = "as stock", "refused", "stock fails", "WRONG"
-KEPT = ROOT / "build" / "families"
-SOURCE = str(Path(demo.__file__).parents[1])
+RESULTS_FOLDER = ROOT / "build" / "families"
+KVANT_FOLDER = str(Path(demo.__file__).parents[1])
 
 INTRO = f"""{FAMILIES_HEADING}
 
 Made by `python tools/families.py` (transformers {{transformers}}, torch {{torch}}, float32, CPU).
-Each class of `AutoModelForCausalLM` is a tiny random model, compared over {TOKENS} tokens with the
-`generate` of transformers and its own cache (`raw` rows, `tests/hf/shrinking.py`). Logits must
+Each class of `AutoModelForCausalLM` is a tiny random model, compared over {NEW_TOKENS} tokens with
+the `generate` of transformers and its own cache (`raw` rows, `tests/hf/shrinking.py`). Logits must
 agree to {TOLERANCE} standard deviations up to the first different token; a different token needs
 logits that agree.
 
@@ -58,7 +58,7 @@ logits that agree.
 """
 
 
-class Output(NamedTuple):
+class GenerateOutput(NamedTuple):
     """What one `generate` returned."""
 
     tokens: Tensor  # [sequences, TOKENS]
@@ -66,12 +66,12 @@ class Output(NamedTuple):
     scores: Tensor | None  # which have a score of each sequence
 
     @property
-    def computed(self) -> bool:
+    def is_finite(self) -> bool:
         """Are the logits numbers?"""
         return self.logits is None or not bool(self.logits.isnan().any())
 
 
-class Mode(NamedTuple):
+class GenerateMode(NamedTuple):
     """One way to generate: lengths of the prompts, and options of `generate`."""
 
     lengths: tuple[int, ...]
@@ -79,20 +79,20 @@ class Mode(NamedTuple):
 
 
 MODES = {
-    "greedy": Mode((130,), {}),
-    "short": Mode((3,), {}),
-    "left padded": Mode((130, 70, 5), {}),
-    "sampling": Mode((90, 20), {"do_sample": True, "top_k": 20}),
-    "beams": Mode((100,), {"num_beams": 3}),
-    "padded beams": Mode((100, 33), {"num_beams": 3}),
-    "several sequences": Mode((66,), {"do_sample": True, "num_return_sequences": 3}),
+    "greedy": GenerateMode((130,), {}),
+    "short": GenerateMode((3,), {}),
+    "left padded": GenerateMode((130, 70, 5), {}),
+    "sampling": GenerateMode((90, 20), {"do_sample": True, "top_k": 20}),
+    "beams": GenerateMode((100,), {"num_beams": 3}),
+    "padded beams": GenerateMode((100, 33), {"num_beams": 3}),
+    "several sequences": GenerateMode((66,), {"do_sample": True, "num_return_sequences": 3}),
 }
-ENGINE = (130, 70, 5)
+ENGINE_LENGTHS = (130, 70, 5)
 ALL_MODES = (*MODES, "attach", "engine")
 
 
 @dataclass
-class Family:
+class FamilyResults:
     """The results of one class."""
 
     name: str
@@ -102,17 +102,17 @@ class Family:
     not_built: str | None = None
 
     @property
-    def wrong(self) -> list[str]:
+    def problems(self) -> list[str]:
         found = [mode for mode, result in self.results.items() if result == WRONG]
         return [f"{self.name}, {mode}: {self.reasons[mode]}" for mode in found]
 
-    def note(self, mode: str, result: str, reason: str = "") -> None:
+    def add_result(self, mode: str, result: str, reason: str = "") -> None:
         self.results[mode] = result
         if reason:
             self.reasons[mode] = reason
 
 
-def prompts(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
+def make_prompts(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return random tokens [prompts, longest], padded on the left, and their mask."""
     random, longest = torch.Generator().manual_seed(seed), max(lengths)
     ids = torch.zeros(len(lengths), longest, dtype=torch.int64)
@@ -123,15 +123,17 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def generated(model: PreTrainedModel, mode: Mode, cache: Any = None) -> Output:
+def generate_output(
+    model: PreTrainedModel, mode: GenerateMode, cache: Any = None
+) -> GenerateOutput:
     """Generate with a cache of kvant's, or with the model's own."""
-    ids, mask = prompts(mode.lengths)
+    ids, mask = make_prompts(mode.lengths)
     torch.manual_seed(7)
     out = model.generate(
         input_ids=ids,
         attention_mask=mask,
-        max_new_tokens=TOKENS,
-        min_new_tokens=TOKENS,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
         return_dict_in_generate=True,
         output_logits=True,
         output_scores=True,
@@ -141,25 +143,27 @@ def generated(model: PreTrainedModel, mode: Mode, cache: Any = None) -> Output:
     )
     beams = mode.options.get("num_beams", 1) > 1
     logits = None if beams else torch.stack(out.logits)
-    return Output(out.sequences[:, -TOKENS:], logits, out.sequences_scores if beams else None)
+    return GenerateOutput(
+        out.sequences[:, -NEW_TOKENS:], logits, out.sequences_scores if beams else None
+    )
 
 
-def difference(found: Output, expected: Output) -> str | None:
+def describe_difference(output: GenerateOutput, expected: GenerateOutput) -> str | None:
     """Say what differs by more than rounding, None if nothing does."""
-    different = (found.tokens != expected.tokens).any(0).nonzero()
-    if expected.logits is None or found.logits is None:
-        assert found.scores is not None and expected.scores is not None
-        apart = float((found.scores - expected.scores).abs().max())
+    different = (output.tokens != expected.tokens).any(0).nonzero()
+    if expected.logits is None or output.logits is None:
+        assert output.scores is not None and expected.scores is not None
+        apart = float((output.scores - expected.scores).abs().max())
         tie = apart <= TOLERANCE * float(expected.scores.abs().max())
         return None if tie or not len(different) else f"other beams, scores {apart:.1e} apart"
-    count = int(different[0]) + 1 if len(different) else TOKENS
-    mine, stock = found.logits[:count], expected.logits[:count]
+    count = int(different[0]) + 1 if len(different) else NEW_TOKENS
+    mine, stock = output.logits[:count], expected.logits[:count]
     finite = mine.isfinite() & stock.isfinite()
     apart = float((mine - stock)[finite].abs().max() / stock[finite].std())
     return None if apart <= TOLERANCE else f"logits {apart:.1e} apart by token {count}"
 
 
-def attempt(run: Callable[[], Any]) -> Any:
+def try_call(run: Callable[[], Any]) -> Any:
     """Return what a call returns, or the error that it raises."""
     try:
         return run()
@@ -167,44 +171,44 @@ def attempt(run: Callable[[], Any]) -> Any:
         return error
 
 
-def short(error: Exception) -> str:
+def shorten_error(error: Exception) -> str:
     """Return the first line of an error, without sizes that say nothing of its reason."""
     text = str(error).strip().partition("\n")[0].partition(" Target sizes:")[0]
     return f"{type(error).__name__}: {text}"
 
 
-def refused(error: Exception) -> bool:
+def is_refusal(error: Exception) -> bool:
     """Is this an error that kvant raises itself, and not one of torch or transformers?"""
-    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(SOURCE)
+    return traceback.extract_tb(error.__traceback__)[-1].filename.startswith(KVANT_FOLDER)
 
 
-def judged(family: Family, mode: str, found: Any, expected: Any) -> None:
+def judge_mode(family: FamilyResults, mode: str, output: Any, expected: Any) -> None:
     """Compare the outputs, or the errors, of kvant and of transformers."""
-    if isinstance(expected, Exception) or not expected.computed:
-        family.note(mode, STOCK_FAILS)
-    elif isinstance(found, Exception):
-        family.note(mode, REFUSED if refused(found) else WRONG, short(found))
+    if isinstance(expected, Exception) or not expected.is_finite:
+        family.add_result(mode, STOCK_FAILS)
+    elif isinstance(output, Exception):
+        family.add_result(mode, REFUSED if is_refusal(output) else WRONG, shorten_error(output))
     else:
-        why = difference(found, expected)
-        family.note(mode, SAME if why is None else WRONG, why or "")
+        why = describe_difference(output, expected)
+        family.add_result(mode, SAME if why is None else WRONG, why or "")
 
 
-def served(model: PreTrainedModel, tokenizer: Any) -> list[list[int]]:
+def run_engine(model: PreTrainedModel, tokenizer: Any) -> list[list[int]]:
     """Return the replies of an engine to prompts of different lengths at once."""
     with Engine(model, tokenizer, "raw", pack=False) as engine:
-        each = [prompts((length,), seed=length)[0][0].tolist() for length in ENGINE]
-        streams = [engine.submit(ids, max_new_tokens=TOKENS, ignore_end=True) for ids in each]
+        each = [make_prompts((length,), seed=length)[0][0].tolist() for length in ENGINE_LENGTHS]
+        streams = [engine.submit(ids, max_new_tokens=NEW_TOKENS, ignore_end=True) for ids in each]
         return [list(stream.result().tokens) for stream in streams]
 
 
-def reply_difference(model: PreTrainedModel, length: int, reply: list[int]) -> str | None:
+def describe_reply_difference(model: PreTrainedModel, length: int, reply: list[int]) -> str | None:
     """Say where a reply leaves greedy tokens that are more likely by more than rounding."""
-    ids = prompts((length,), seed=length)[0]
+    ids = make_prompts((length,), seed=length)[0]
     logits = model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=TOKENS,
-        min_new_tokens=TOKENS,
+        max_new_tokens=NEW_TOKENS,
+        min_new_tokens=NEW_TOKENS,
         do_sample=False,
         return_dict_in_generate=True,
         output_logits=True,
@@ -218,52 +222,54 @@ def reply_difference(model: PreTrainedModel, length: int, reply: list[int]) -> s
     return None
 
 
-def judge_engine(family: Family, model: PreTrainedModel, tokenizer: Any) -> None:
-    found = attempt(lambda: served(model, tokenizer))
-    for place, length in enumerate(ENGINE):
-        reply = [0] * TOKENS if isinstance(found, Exception) else found[place]
-        why = attempt(lambda n=length, r=reply: reply_difference(model, n, r))
+def judge_engine(family: FamilyResults, model: PreTrainedModel, tokenizer: Any) -> None:
+    found = try_call(lambda: run_engine(model, tokenizer))
+    for place, length in enumerate(ENGINE_LENGTHS):
+        reply = [0] * NEW_TOKENS if isinstance(found, Exception) else found[place]
+        why = try_call(lambda n=length, r=reply: describe_reply_difference(model, n, r))
         if isinstance(why, Exception):
-            return family.note("engine", STOCK_FAILS)
+            return family.add_result("engine", STOCK_FAILS)
         if isinstance(found, Exception):
-            return family.note("engine", REFUSED if refused(found) else WRONG, short(found))
+            return family.add_result(
+                "engine", REFUSED if is_refusal(found) else WRONG, shorten_error(found)
+            )
         if why is not None:
-            return family.note("engine", WRONG, why)
-    family.decode = "together" if support_of(model).level.name == "TOGETHER" else "in turns"
-    return family.note("engine", SAME)
+            return family.add_result("engine", WRONG, why)
+    family.decode = "together" if get_support(model).level.name == "RAGGED_BATCH" else "in turns"
+    return family.add_result("engine", SAME)
 
 
-def examined(name: str) -> Family:
-    family = Family(name)
-    model = attempt(lambda: tiny(name))
+def examine_class(name: str) -> FamilyResults:
+    family = FamilyResults(name)
+    model = try_call(lambda: tiny(name))
     if isinstance(model, Exception):
-        family.not_built = short(model)
+        family.not_built = shorten_error(model)
         return family
     for mode, way in MODES.items():
-        expected = attempt(lambda w=way: generated(model, w))
-        found = attempt(lambda w=way: generated(model, w, cache_for(model)))
-        judged(family, mode, found, expected)
+        expected = try_call(lambda w=way: generate_output(model, w))
+        found = try_call(lambda w=way: generate_output(model, w, cache_for(model)))
+        judge_mode(family, mode, found, expected)
     padded = MODES["left padded"]
-    expected = attempt(lambda: generated(model, padded))
+    expected = try_call(lambda: generate_output(model, padded))
 
-    def attached() -> Output:
+    def attached() -> GenerateOutput:
         with attach(model, "raw", guard=False):
-            return generated(model, padded)
+            return generate_output(model, padded)
 
-    judged(family, "attach", attempt(attached), expected)
+    judge_mode(family, "attach", try_call(attached), expected)
     judge_engine(family, model, AutoTokenizer.from_pretrained(demo.PATH))
     return family
 
 
-def in_process(name: str) -> Family:
+def examine_in_process(name: str) -> FamilyResults:
     """Examine one class in a process of its own, which may die or take too long."""
     here, there = get_context("fork").Pipe(duplex=False)
-    worker = get_context("fork").Process(target=_send, args=(name, there))
+    worker = get_context("fork").Process(target=_send_results, args=(name, there))
     worker.start()
     there.close()
     try:
         if here.poll(TIMEOUT_S):
-            found: Family = here.recv()
+            found: FamilyResults = here.recv()
             return found
         why = f"no result within {TIMEOUT_S} s"
     except EOFError:
@@ -271,42 +277,42 @@ def in_process(name: str) -> Family:
     finally:
         worker.kill()
         worker.join()
-    lost = Family(name)
-    lost.note("engine", WRONG, why)
+    lost = FamilyResults(name)
+    lost.add_result("engine", WRONG, why)
     return lost
 
 
-def _send(name: str, where: Connection) -> None:
+def _send_results(name: str, connection: Connection) -> None:
     torch.set_num_threads(1)
-    where.send(examined(name))
+    connection.send(examine_class(name))
 
 
-def part(families: list[Family]) -> Iterator[str]:
+def make_part(families: list[FamilyResults]) -> Iterator[str]:
     """The lines of the page."""
     yield INTRO.format(transformers=transformers.__version__, torch=torch.__version__)
     built = [family for family in families if family.not_built is None]
     counts = Counter(result for family in built for result in family.results.values())
     told = ", ".join(f"{counts[word]} {word}" for word in (SAME, REFUSED, STOCK_FAILS, WRONG))
     yield f"{len(built)} of {len(families)} classes are built; modes: {told}.\n"
-    yield line("model type", "class", *ALL_MODES, "decode")
-    yield line(*["---"] * (len(ALL_MODES) + 3))
+    yield format_line("model type", "class", *ALL_MODES, "decode")
+    yield format_line(*["---"] * (len(ALL_MODES) + 3))
     for family in built:
         cells = (family.results.get(mode, "") for mode in ALL_MODES)
-        yield line(family.name, f"`{CAUSAL[family.name]}`", *cells, family.decode)
+        yield format_line(family.name, f"`{CAUSAL[family.name]}`", *cells, family.decode)
     yield "\n### Refused\n"
-    yield line("model types", "modes", "the error")
-    yield line("---", "---", "---")
-    yield from _reasons(built)
+    yield format_line("model types", "modes", "the error")
+    yield format_line("---", "---", "---")
+    yield from _format_reasons(built)
     yield "\n### Not built\n"
     yield "Their default configurations do not become small by the list of sizes.\n"
-    yield line("model type", "the error")
-    yield line("---", "---")
+    yield format_line("model type", "the error")
+    yield format_line("---", "---")
     for family in families:
         if family.not_built is not None:
-            yield line(family.name, family.not_built[:160].replace("|", "/"))
+            yield format_line(family.name, family.not_built[:160].replace("|", "/"))
 
 
-def _reasons(families: list[Family]) -> Iterator[str]:
+def _format_reasons(families: list[FamilyResults]) -> Iterator[str]:
     """One line for each reason, as many classes share theirs."""
     found: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for family in families:
@@ -315,17 +321,17 @@ def _reasons(families: list[Family]) -> Iterator[str]:
             names, modes = found.setdefault(told, ({}, {}))
             names[family.name] = modes[mode] = None
     for reason, (names, modes) in found.items():
-        yield line(", ".join(names), ", ".join(modes), reason)
+        yield format_line(", ".join(names), ", ".join(modes), reason)
 
 
-def rerun(names: list[str]) -> None:
+def run_classes(names: list[str]) -> None:
     """Examine these classes, and keep their results."""
-    KEPT.mkdir(parents=True, exist_ok=True)
+    RESULTS_FOLDER.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
     for name in names:
-        found = in_process(name)
-        (KEPT / f"{name}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
-        words = found.not_built or ", ".join(found.wrong) or "right"
+        found = examine_in_process(name)
+        (RESULTS_FOLDER / f"{name}.json").write_text(json.dumps(asdict(found)), encoding="utf-8")
+        words = found.not_built or ", ".join(found.problems) or "right"
         print(f"{time.monotonic() - began:.0f} s: {name}: {words}", file=sys.stderr, flush=True)
 
 
@@ -336,18 +342,18 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     logging.getLogger("kvant").setLevel(logging.ERROR)
-    rerun(told.families or sorted(CAUSAL))
-    kept = [KEPT / f"{name}.json" for name in sorted(CAUSAL)]
+    run_classes(told.families or sorted(CAUSAL))
+    kept = [RESULTS_FOLDER / f"{name}.json" for name in sorted(CAUSAL)]
     if missing := [path.stem for path in kept if not path.exists()]:
         print(f"no page: {len(missing)} classes were never run, as {missing[0]}", file=sys.stderr)
         return 1
-    families = [Family(**json.loads(path.read_text(encoding="utf-8"))) for path in kept]
-    wrong = [problem for family in families for problem in family.wrong]
+    families = [FamilyResults(**json.loads(path.read_text(encoding="utf-8"))) for path in kept]
+    wrong = [problem for family in families for problem in family.problems]
     for problem in wrong:
         print(problem, file=sys.stderr)
     if not wrong:
-        text = "\n".join(part(families)) + "\n"
-        PAGE.write_text(other_part(families=False) + text, encoding="utf-8")
+        text = "\n".join(make_part(families)) + "\n"
+        DOC_PAGE.write_text(read_other_part(families=False) + text, encoding="utf-8")
     return 1 if wrong else 0
 
 

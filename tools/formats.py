@@ -20,18 +20,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
 from kvant import demo
-from kvant.bench.candidates import dynamic, ours
-from kvant.bench.markdown import markdown
-from kvant.bench.report import machine
-from kvant.bench.speed import streams
+from kvant.bench.candidates import make_candidates, make_dynamic
+from kvant.bench.markdown import format_markdown
+from kvant.bench.report import describe_machine
+from kvant.bench.speed import measure_generations
 from kvant.demo import held_out
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "formats.md"
+DOC_PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "formats.md"
 EIGHT_BITS = ("affine8", "fp8")
 FORMATS = ("raw", *EIGHT_BITS, "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
-LENGTH, TEXTS, CHUNK = 2048, 8, 512
-PROMPT, TOKENS, RUNS = 1024, 512, 3
-HEADS = kvant.Shape(1, 8, 128, 128)  # a layer of many real models
+TEXT_LENGTH, NUM_TEXTS, PREFILL_CHUNK = 2048, 8, 512
+PROMPT_TOKENS, NEW_TOKENS, NUM_RUNS = 1024, 512, 3
+EXAMPLE_SHAPE = kvant.Shape(1, 8, 128, 128)  # a layer of many real models
 INTRO = """# The formats, on the model inside
 
 Made by `python tools/formats.py` on {machine}.
@@ -46,26 +46,28 @@ Made by `python tools/formats.py` on {machine}.
 """
 
 
-def texts(tokenizer: Any) -> Iterator[Tensor]:
+def encode_texts(tokenizer: Any) -> Iterator[Tensor]:
     """The beginnings of the longest files that are held out."""
-    for text in sorted(held_out(), key=len)[-TEXTS:]:
-        ids = tokenizer.encode(text)[:LENGTH]
+    for text in sorted(held_out(), key=len)[-NUM_TEXTS:]:
+        ids = tokenizer.encode(text)[:TEXT_LENGTH]
         yield torch.tensor([ids])
 
 
 @torch.no_grad()
-def logprobs(model: Any, ids: Tensor, cache: Any = None) -> Tensor:
+def compute_logprobs(model: Any, ids: Tensor, cache: Any = None) -> Tensor:
     """[tokens, vocabulary], with what a cache makes of it."""
     if cache is None:
         return model(ids, use_cache=False).logits[0].log_softmax(-1)
-    parts = [model(part, past_key_values=cache).logits[0] for part in ids.split(CHUNK, 1)]
+    parts = [model(part, past_key_values=cache).logits[0] for part in ids.split(PREFILL_CHUNK, 1)]
     return torch.cat(parts).log_softmax(-1)
 
 
-def divergence(model: Any, spec: str, ids: list[Tensor], right: list[Tensor]) -> dict[str, Any]:
+def measure_divergence(
+    model: Any, spec: str, ids: list[Tensor], expected_logprobs: list[Tensor]
+) -> dict[str, Any]:
     found, same = [], []
-    for text, expected in zip(ids, right, strict=True):
-        got = logprobs(model, text, kvant.cache_for(model, f"{spec},prefill=stored"))
+    for text, expected in zip(ids, expected_logprobs, strict=True):
+        got = compute_logprobs(model, text, kvant.cache_for(model, f"{spec},prefill=stored"))
         found.append((expected.exp() * (expected - got)).sum(-1))
         same.append(expected.argmax(-1) == got.argmax(-1))
     every = torch.cat(found)
@@ -79,17 +81,17 @@ def divergence(model: Any, spec: str, ids: list[Tensor], right: list[Tensor]) ->
 def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.PATH)
     model = AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.float32).eval()
-    ids = list(texts(tokenizer))
-    right = [logprobs(model, text) for text in ids]
-    quality = {spec: divergence(model, spec, ids, right) for spec in FORMATS}
+    ids = list(encode_texts(tokenizer))
+    right = [compute_logprobs(model, text) for text in ids]
+    quality = {spec: measure_divergence(model, spec, ids, right) for spec in FORMATS}
     half = AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.bfloat16).eval()
-    makes = ours(half, FORMATS) | {"transformers": dynamic(half)}
-    speeds = streams(makes, ids[-1][0].tolist()[:PROMPT], TOKENS, RUNS)
+    makes = make_candidates(half, FORMATS) | {"transformers": make_dynamic(half)}
+    speeds = measure_generations(makes, ids[-1][0].tolist()[:PROMPT_TOKENS], NEW_TOKENS, NUM_RUNS)
     found = {row["cache"]: row for row in speeds}
-    raw = kvant.plan(HEADS, "raw").nbytes_per_token
+    raw = kvant.plan(EXAMPLE_SHAPE, "raw").nbytes_per_token
     rows = []
     for spec in FORMATS:
-        nbytes = kvant.plan(HEADS, spec).nbytes_per_token
+        nbytes = kvant.plan(EXAMPLE_SHAPE, spec).nbytes_per_token
         row = {
             "format": f"`{spec}`",
             "bytes a token": f"{nbytes:.0f}",
@@ -101,17 +103,17 @@ def main() -> None:
             "vs transformers": found[spec]["vs_transformers"],
         }
         rows.append(row)
-    told = machine()
+    told = describe_machine()
     facts = {
         "machine": f"{told['processor']}, {told['threads']} threads, torch {told['torch']}",
         "positions": sum(text.shape[1] for text in ids),
         "texts": len(ids),
     }
-    intro = INTRO.format(**facts, tokens=TOKENS, prompt=PROMPT, runs=RUNS)
-    PAGE.write_text(intro + markdown(rows) + "\n", encoding="utf-8")
+    intro = INTRO.format(**facts, tokens=NEW_TOKENS, prompt=PROMPT_TOKENS, runs=NUM_RUNS)
+    DOC_PAGE.write_text(intro + format_markdown(rows) + "\n", encoding="utf-8")
     line = json.dumps({"bench": "formats", "machine": told, **facts, "rows": rows})
-    PAGE.with_suffix(".json").write_text(line + "\n", encoding="utf-8")
-    print(markdown(rows))
+    DOC_PAGE.with_suffix(".json").write_text(line + "\n", encoding="utf-8")
+    print(format_markdown(rows))
 
 
 if __name__ == "__main__":

@@ -20,15 +20,15 @@ import time
 from pathlib import Path
 from urllib.request import urlopen
 
-NAME, KEY = "tinyllama-2", "sk-this-is-the-secret-key"  # as the tests have them
-FILES = ("test_basic", "test_chat_completion", "test_compat_oai_responses", "test_tool_call")
-CHAT, SECURITY = "test_chat_completion", "test_security"
-LEFT_OUT: dict[str, tuple[str, ...]] = {
+MODEL_NAME, API_KEY = "tinyllama-2", "sk-this-is-the-secret-key"  # as the tests have them
+TEST_FILES = ("test_basic", "test_chat_completion", "test_compat_oai_responses", "test_tool_call")
+CHAT_TESTS, SECURITY_TESTS = "test_chat_completion", "test_security"
+EXCLUDED_TESTS: dict[str, tuple[str, ...]] = {
     "what its own model says, token by token": (
-        f"{CHAT}::test_chat_completion[",
-        f"{CHAT}::test_chat_completion_stream[",
-        f"{CHAT}::test_chat_completion_cached_tokens",
-        f"{CHAT}::test_chat_completion_with_openai_library",
+        f"{CHAT_TESTS}::test_chat_completion[",
+        f"{CHAT_TESTS}::test_chat_completion_stream[",
+        f"{CHAT_TESTS}::test_chat_completion_cached_tokens",
+        f"{CHAT_TESTS}::test_chat_completion_with_openai_library",
         "test_compat_oai_responses::test_responses_with_openai_library",
     ),
     "paths, fields and words for errors of its own": (
@@ -38,48 +38,48 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
         "test_basic::test_load_split_model",
         "test_basic::test_no_ui",
         "test_basic::test_server_model_aliases_and_tags",
-        f"{CHAT}::test_chat_template",
-        f"{CHAT}::test_apply_chat_template",
-        f"{CHAT}::test_completion_with_response_format[response_format0",
-        f"{CHAT}::test_completion_with_response_format[response_format1",
-        f"{CHAT}::test_completion_with_json_schema",
-        f"{CHAT}::test_completion_with_grammar",
-        f"{CHAT}::test_chat_completion_with_timings_per_token",
-        f"{CHAT}::test_logit_bias",
-        f"{CHAT}::test_context_size_exceeded",
-        f"{CHAT}::test_return_progress",
-        f"{CHAT}::test_chat_completions_token_count",
-        f"{CHAT}::test_verbose_debug",
-        f"{CHAT}::test_chat_completions_multiple_choices",
+        f"{CHAT_TESTS}::test_chat_template",
+        f"{CHAT_TESTS}::test_apply_chat_template",
+        f"{CHAT_TESTS}::test_completion_with_response_format[response_format0",
+        f"{CHAT_TESTS}::test_completion_with_response_format[response_format1",
+        f"{CHAT_TESTS}::test_completion_with_json_schema",
+        f"{CHAT_TESTS}::test_completion_with_grammar",
+        f"{CHAT_TESTS}::test_chat_completion_with_timings_per_token",
+        f"{CHAT_TESTS}::test_logit_bias",
+        f"{CHAT_TESTS}::test_context_size_exceeded",
+        f"{CHAT_TESTS}::test_return_progress",
+        f"{CHAT_TESTS}::test_chat_completions_token_count",
+        f"{CHAT_TESTS}::test_verbose_debug",
+        f"{CHAT_TESTS}::test_chat_completions_multiple_choices",
         "test_compat_oai_responses::test_responses_stream_with_llama_telemetry",
-        f"{SECURITY}::test_access_static_assets_without_api_key",
-        f"{SECURITY}::test_incorrect_api_key",
-        f"{SECURITY}::test_correct_api_key",
-        f"{SECURITY}::test_local_media_file",
+        f"{SECURITY_TESTS}::test_access_static_assets_without_api_key",
+        f"{SECURITY_TESTS}::test_incorrect_api_key",
+        f"{SECURITY_TESTS}::test_correct_api_key",
+        f"{SECURITY_TESTS}::test_local_media_file",
     ),
     "two replies in a row, which it refuses": (
-        f"{CHAT}::test_invalid_chat_completion_req[messages7",
+        f"{CHAT_TESTS}::test_invalid_chat_completion_req[messages7",
     ),
     "a model that knows tools": (
         "test_tool_call::test_completion_without_tool_call_fast"
         "[meta-llama-Llama-3.3-70B-Instruct-128-tools1",
     ),
-    "pages of other hosts, which may not ask": (f"{SECURITY}::test_cors",),
+    "pages of other hosts, which may not ask": (f"{SECURITY_TESTS}::test_cors",),
 }
 
 
-def copied(tests: Path, folder: Path) -> None:
+def copy_tests(tests: Path, folder: Path) -> None:
     """With our paths and the name of our model."""
     shutil.copytree(tests, folder, dirs_exist_ok=True)
     for file in (folder / "unit").glob("*.py"):
         text = file.read_text(encoding="utf-8")
         text = re.sub(r'"/(chat/completions|completions|models)"', r'"/v1/\1"', text)
         text = re.sub(r'(base_url=f"http://[^"]*server_port\})/?"', r'\1/v1"', text)
-        text = re.sub(r'model="gpt-[^"]*"', f'model="{NAME}"', text)
+        text = re.sub(r'model="gpt-[^"]*"', f'model="{MODEL_NAME}"', text)
         file.write_text(text, encoding="utf-8")
 
 
-def run(folder: Path, files: tuple[str, ...], keys: str) -> int:
+def run_tests(folder: Path, files: tuple[str, ...], keys: str) -> int:
     """These files against a server that takes these keys."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -89,7 +89,7 @@ def run(folder: Path, files: tuple[str, ...], keys: str) -> int:
         str(Path(sys.executable).with_name("kvant")),
         "serve",
         "--name",
-        NAME,
+        MODEL_NAME,
         "--port",
         str(port),
     ]
@@ -105,7 +105,9 @@ def run(folder: Path, files: tuple[str, ...], keys: str) -> int:
                     raise SystemExit("error: the server did not begin") from None
                 time.sleep(0.2)
         left = [
-            f"unit/{name.replace('::', '.py::')}" for names in LEFT_OUT.values() for name in names
+            f"unit/{name.replace('::', '.py::')}"
+            for names in EXCLUDED_TESTS.values()
+            for name in names
         ]
         options = [part for one in left for part in ("--deselect", one)]
         asked = [f"unit/{name}.py" for name in files]
@@ -122,8 +124,11 @@ def main() -> None:
     parser.add_argument("tests", type=Path, help="tools/server/tests of llama.cpp")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        copied(asked.tests, Path(name))
-        codes = run(Path(name), FILES, ""), run(Path(name), (SECURITY,), KEY)
+        copy_tests(asked.tests, Path(name))
+        codes = (
+            run_tests(Path(name), TEST_FILES, ""),
+            run_tests(Path(name), (SECURITY_TESTS,), API_KEY),
+        )
     raise SystemExit(max(codes))
 
 

@@ -11,33 +11,35 @@ from statistics import fmean
 
 import torch
 
-from kvant.bench.report import progress, show
+from kvant.bench.report import print_report, show_progress
 from kvant.checkpoints import load
-from kvant.eval.evaluation import cut
-from kvant.probing.recall import KINDS, Recall, exams
+from kvant.eval.evaluation import split_text
+from kvant.probing.recall import PLANT_KINDS, RecallTest, make_exams
 
 FORMATS = (
     *("raw", "affine8", "affine8,select=50%", "affine8,select=25%", "affine8,select=12%"),
     *("affine8,window=1024,sinks=0", "affine8,window=704,sinks=0"),
     *("affine4", "affine4,select=25%"),
 )
-CONTEXT, EXAMS = 2048, 24
+CONTEXT, NUM_EXAMS = 2048, 24
 
 
 @torch.no_grad()
 def main() -> None:
     model, tokenizer = load(None)
-    text = cut(tokenizer, None, CONTEXT, EXAMS * CONTEXT)
-    asked = exams(tokenizer, text.whole, EXAMS, seed=0)
-    progress(f"{EXAMS} texts are read")
-    recall = Recall.of(model, asked)
+    text = split_text(tokenizer, None, CONTEXT, NUM_EXAMS * CONTEXT)
+    asked = make_exams(tokenizer, text.full_pieces, NUM_EXAMS, seed=0)
+    show_progress(f"{NUM_EXAMS} texts are read")
+    recall = RecallTest.from_exams(model, asked)
     rows = []
     for name in FORMATS:
-        progress(name)
-        shares = recall.shares(name)
-        rows.append({"format": name} | {kind: fmean(shares[kind].values()) for kind in KINDS})
-    progress("")
-    show("recall of what was read whole", rows, {"exams": EXAMS, "context": CONTEXT}, quiet=False)
+        show_progress(name)
+        shares = recall.measure_shares(name)
+        rows.append({"format": name} | {kind: fmean(shares[kind].values()) for kind in PLANT_KINDS})
+    show_progress("")
+    print_report(
+        "recall of what was read whole", rows, {"exams": NUM_EXAMS, "context": CONTEXT}, quiet=False
+    )
 
 
 if __name__ == "__main__":

@@ -14,90 +14,96 @@ from typing import Any
 from torch import Tensor
 from transformers import QuantizedCache
 
-from kvant.bench.candidates import Make, Remembered, dynamic, ours
-from kvant.bench.speed import latencies
+from kvant.bench.candidates import CachedCandidate, MakeCandidate, make_candidates, make_dynamic
+from kvant.bench.speed import measure_latencies
 from kvant.checkpoints import load
-from kvant.eval.evaluation import cut
-from kvant.eval.result import quality
-from kvant.probing import divergence
-from kvant.probing.predictions import damage_by
+from kvant.eval.evaluation import split_text
+from kvant.eval.result import summarize_quality
+from kvant.probing import measure_divergence
+from kvant.probing.divergence import measure_cache_divergence
 
-PIECES, CONTEXT, SEED = 2, 1024, 0
-AT, REPEATS = 1536, 31  # tokens that are there when one more is timed
-HOST = "transformers"  # its own cache, which quantizes nothing
-THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
+NUM_PIECES, CONTEXT, SEED = 2, 1024, 0
+TIMED_LENGTH, REPEATS = 1536, 31  # tokens that are there when one more is timed
+BASELINE = "transformers"  # its own cache, which quantizes nothing
+PEER_CACHES: dict[str, tuple[str, dict[str, Any]]] = {
     "quanto, 4 bits": ("quanto", {"nbits": 4}),
     "quanto, 2 bits": ("quanto", {"nbits": 2}),
     "hqq, 8 bits": ("hqq", {"nbits": 8, "axis_key": 1, "axis_value": 1}),
     "hqq, 4 bits": ("hqq", {"nbits": 4, "axis_key": 1, "axis_value": 1}),
     "fp8 of transformers": ("fp8", {}),
 }
-OURS = (
+KVANT_FORMATS = (
     *("affine8", "fp8", "affine4,group=64,tail=0", "turbo4v4,tail=0"),
     *("affine4,group=64", "affine4", "affine4,smooth", "turbo4v4"),
     *("affine2,group=64,tail=0", "turbo2,tail=0", "turbo2"),
 )
-FORMATS = (*THEIRS, *OURS)
+FORMATS = (*PEER_CACHES, *KVANT_FORMATS)
 
 
-class Absent(Exception):
+class QuantizerUnavailable(Exception):
     """Why one is left out."""
 
 
-def maker(model: Any, name: str) -> Callable[[], Any]:
-    backend, options = THEIRS[name]
+def make_cache_factory(model: Any, name: str) -> Callable[[], Any]:
+    backend, options = PEER_CACHES[name]
     if backend in ("quanto", "hqq") and not find_spec("optimum" if backend == "quanto" else "hqq"):
-        raise Absent(f"{name}: pip install kvant[peers]")
+        raise QuantizerUnavailable(f"{name}: pip install kvant[peers]")
     return lambda: QuantizedCache(backend, model.config, **options)
 
 
-def figures(model: Any, pieces: tuple[Tensor, ...], name: str) -> dict[str, Any]:
-    some = [piece[:, :CONTEXT] for piece in pieces[:PIECES]]
-    if name in THEIRS:
-        return quality(damage_by(model, some, maker(model, name), chunk=1), SEED)
-    return quality(divergence(model, some, name), SEED)
+def measure_quality(model: Any, pieces: tuple[Tensor, ...], name: str) -> dict[str, Any]:
+    some = [piece[:, :CONTEXT] for piece in pieces[:NUM_PIECES]]
+    if name in PEER_CACHES:
+        return summarize_quality(
+            measure_cache_divergence(model, some, make_cache_factory(model, name), chunk=1), SEED
+        )
+    return summarize_quality(measure_divergence(model, some, name), SEED)
 
 
-def steps(tokenizer: Any) -> list[dict[str, Any]]:
+def measure_steps(tokenizer: Any) -> list[dict[str, Any]]:
     """Milliseconds for one more token and bytes of the cache, all in turn, in bf16."""
     model, _ = load(None, device="cpu")
-    makes: dict[str, Make] = {HOST: dynamic(model)}
-    for name in THEIRS:
+    makes: dict[str, MakeCandidate] = {BASELINE: make_dynamic(model)}
+    for name in PEER_CACHES:
         try:
-            makes[name] = _remembered(model, maker(model, name))
-        except Absent as error:
+            makes[name] = _make_candidate(model, make_cache_factory(model, name))
+        except QuantizerUnavailable as error:
             print(f"skipped: {error}")
-    makes |= ours(model, ("raw", *OURS))
+    makes |= make_candidates(model, ("raw", *KVANT_FORMATS))
     held: dict[str, Any] = {}
-    kept = {name: _kept(held, name, make) for name, make in makes.items()}
-    text = cut(tokenizer, None, AT, AT).pieces[0][0].tolist()
-    found = latencies(kept, text, [AT], REPEATS)
+    kept = {name: _record_candidate(held, name, make) for name, make in makes.items()}
+    text = split_text(tokenizer, None, TIMED_LENGTH, TIMED_LENGTH).pieces[0][0].tolist()
+    found = measure_latencies(kept, text, [TIMED_LENGTH], REPEATS)
     return [row | {"nbytes": held[row["cache"]].nbytes} for row in found]
 
 
-def _remembered(model: Any, make: Callable[[], Any]) -> Make:
-    return lambda: Remembered(model, make(), _nbytes)
+def _make_candidate(model: Any, make: Callable[[], Any]) -> MakeCandidate:
+    return lambda: CachedCandidate(model, make(), _measure_nbytes)
 
 
-def _kept(held: dict[str, Any], name: str, make: Make) -> Make:
+def _record_candidate(candidates: dict[str, Any], name: str, make: MakeCandidate) -> MakeCandidate:
     def made() -> Any:
-        held[name] = make()
-        return held[name]
+        candidates[name] = make()
+        return candidates[name]
 
     return made
 
 
-def _nbytes(cache: Any) -> int:
+def _measure_nbytes(cache: Any) -> int:
     """Every tensor that the layers hold, inside of tuples, dicts and tensor subclasses too."""
-    return sum(_size(value) for layer in cache.layers for value in vars(layer).values())
+    return sum(_measure_value(value) for layer in cache.layers for value in vars(layer).values())
 
 
-def _size(value: Any) -> int:
+def _measure_value(value: Any) -> int:
     if isinstance(value, dict):
-        return sum(map(_size, value.values()))
+        return sum(map(_measure_value, value.values()))
     if isinstance(value, tuple | list):
-        return sum(map(_size, value))
+        return sum(map(_measure_value, value))
     if not isinstance(value, Tensor):
         return 0
     parts = getattr(value, "__tensor_flatten__", None)
-    return value.nbytes if parts is None else sum(_size(getattr(value, n)) for n in parts()[0])
+    return (
+        value.nbytes
+        if parts is None
+        else sum(_measure_value(getattr(value, n)) for n in parts()[0])
+    )

@@ -16,105 +16,108 @@ from typing import Any
 
 import kvant
 from kvant.bench import attend, speed
-from kvant.bench.decode import ONE_MORE
-from kvant.bench.report import BESIDE, draw, text
+from kvant.bench.decode import LATENCY_LABEL
+from kvant.bench.report import LEGEND_OPTIONS, draw_curves, format_figure
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-QWEN = kvant.Shape(28, 8, 128, 128)  # Qwen3-0.6B's cache, and Qwen3-1.7B's
+QWEN3_SHAPE = kvant.Shape(28, 8, 128, 128)  # Qwen3-0.6B's cache, and Qwen3-1.7B's
 FORMATS = ("raw", "affine8", "affine4", "turbo4v2", "affine8,window=4096,sinks=4")
 LENGTHS = (1024, 4096, 16384, 65536, 262144)
-TURNS = {"turn 1": "turn_1_s", "turn 2": "turn_2_s", "turn 2 after\na restart": "restarted_s"}
-Bars = Mapping[str, Mapping[str, float]]  # of each series, by what stands at the side
+TURN_FIELDS = {"turn 1": "turn_1_s", "turn 2": "turn_2_s", "turn 2 after\na restart": "restarted_s"}
+BarSeries = Mapping[str, Mapping[str, float]]  # of each series, by what stands at the side
 
 
-def told(name: str) -> Any:
+def load_results(name: str) -> Any:
     """What a run printed."""
     return json.loads((DOCS / "benchmarks" / name).read_text(encoding="utf-8"))
 
 
-def memory(file: Path) -> None:
+def draw_memory(file: Path) -> None:
     found = {
-        spec: {n: kvant.plan(QWEN, spec, context=n).nbytes / 2**30 for n in LENGTHS}
+        spec: {n: kvant.plan(QWEN3_SHAPE, spec, context=n).nbytes / 2**30 for n in LENGTHS}
         for spec in FORMATS
     }
-    draw(found, "the cache of Qwen3-0.6B, one sequence", file, "GiB")
+    draw_curves(found, "the cache of Qwen3-0.6B, one sequence", file, "GiB")
 
 
-def attention(file: Path) -> None:
-    found = told("attend.json")
+def draw_attention(file: Path) -> None:
+    found = load_results("attend.json")
     title = f"attention of {found['queries']} over N rows"
-    draw(attend.curves(found["rows"]), title, file, "milliseconds (median)")
+    draw_curves(attend.make_attention_curves(found["rows"]), title, file, "milliseconds (median)")
 
 
-def one_more(file: Path) -> None:
-    found = told("model-inside.json")
+def draw_latency(file: Path) -> None:
+    found = load_results("model-inside.json")
     title = f"one more token: {found['model']}, {found['dtype']}"
-    draw(speed.curves(found["latency"]), title, file, ONE_MORE)
+    draw_curves(speed.make_latency_curves(found["latency"]), title, file, LATENCY_LABEL)
 
 
-def first_token(file: Path) -> None:
-    found = told("prefixes.json")
+def draw_first_token(file: Path) -> None:
+    found = load_results("prefixes.json")
     seconds = {row["way"]: row["median_ms"] / 1e3 for row in found["rows"]}
     title = f"seconds to the first token behind {found['shared']:,} tokens"
     draw_bars({"seconds": seconds}, title, file)
 
 
-def engine_clients(file: Path) -> None:
-    draw_bars(by_clients(told("serve.json")["rows"], "way"), "tokens a second", file)
+def draw_engine_clients(file: Path) -> None:
+    draw_bars(group_by_clients(load_results("serve.json")["rows"], "way"), "tokens a second", file)
 
 
-def server_clients(file: Path) -> None:
-    draw_bars(by_clients(told("servers.json")["rows"], "server"), "tokens a second", file)
+def draw_server_clients(file: Path) -> None:
+    draw_bars(
+        group_by_clients(load_results("servers.json")["rows"], "server"), "tokens a second", file
+    )
 
 
-def server_turns(file: Path) -> None:
-    found = told("servers.json")
+def draw_server_turns(file: Path) -> None:
+    found = load_results("servers.json")
     seconds = {
-        row["server"]: {name: row[key] for name, key in TURNS.items()} for row in found["turns"]
+        row["server"]: {name: row[key] for name, key in TURN_FIELDS.items()}
+        for row in found["turns"]
     }
     title = f"seconds to the first token behind {found['turn']:,} words"
     draw_bars(seconds, title, file)
 
 
-def by_clients(rows: Iterable[Mapping[str, Any]], series: str) -> Bars:
+def group_by_clients(rows: Iterable[Mapping[str, Any]], series_key: str) -> BarSeries:
     found: dict[str, dict[str, float]] = {}
     for row in rows:
         clients = f"{row['clients']} client{'s' * (row['clients'] > 1)}"
-        found.setdefault(row[series], {})[clients] = row["tokens_s"]
+        found.setdefault(row[series_key], {})[clients] = row["tokens_s"]
     return found
 
 
-def draw_bars(found: Bars, title: str, file: Path) -> None:
+def draw_bars(series: BarSeries, title: str, file: Path) -> None:
     """Lying, from 0 on, each with its figure: lengths are as what they stand for."""
-    sides = list(next(iter(found.values())))
-    height = 0.8 / len(found)
-    size = (7, 1 + 0.15 * len(sides) * (1 + len(found)))
+    sides = list(next(iter(series.values())))
+    height = 0.8 / len(series)
+    size = (7, 1 + 0.15 * len(sides) * (1 + len(series)))
     figure = import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot()
-    for number, (name, bars) in enumerate(found.items()):
+    for number, (name, bars) in enumerate(series.items()):
         places = [place + number * height for place in range(len(sides))]
         drawn = axes.barh(places, [bars[side] for side in sides], height, label=name)
-        axes.bar_label(drawn, fmt=text, padding=3, fontsize="small")
-    middle = (len(found) - 1) * height / 2
+        axes.bar_label(drawn, fmt=format_figure, padding=3, fontsize="small")
+    middle = (len(series) - 1) * height / 2
     axes.set_yticks([place + middle for place in range(len(sides))], sides)
     axes.invert_yaxis()  # what comes first stands above
     axes.margins(x=0.1)
     axes.set(title=title)
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
-    if len(found) > 1:
-        axes.legend(**BESIDE)
+    if len(series) > 1:
+        axes.legend(**LEGEND_OPTIONS)
     figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})
 
 
 PICTURES: Mapping[str, Callable[[Path], None]] = {
-    "memory.png": memory,
-    "benchmarks/attend.png": attention,
-    "benchmarks/model-inside.png": one_more,
-    "benchmarks/prefixes.png": first_token,
-    "benchmarks/serve.png": engine_clients,
-    "benchmarks/servers.png": server_clients,
-    "benchmarks/turns.png": server_turns,
+    "memory.png": draw_memory,
+    "benchmarks/attend.png": draw_attention,
+    "benchmarks/model-inside.png": draw_latency,
+    "benchmarks/prefixes.png": draw_first_token,
+    "benchmarks/serve.png": draw_engine_clients,
+    "benchmarks/servers.png": draw_server_clients,
+    "benchmarks/turns.png": draw_server_turns,
 }
 
 

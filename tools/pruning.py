@@ -21,14 +21,14 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import kvant
-from kvant.bench.report import progress, show
+from kvant.bench.report import print_report, show_progress
 from kvant.checkpoints import load
-from kvant.eval.evaluation import cut
-from kvant.probing.recall import KINDS, Exam, exams
+from kvant.eval.evaluation import split_text
+from kvant.probing.recall import PLANT_KINDS, RecallExam, make_exams
 
 CONTEXT = 2048
 # A spec of ours, and what makes the same of kvpress: its own name, and what wraps it.
-SCORES = {
+KVPRESS_SCORES = {
     "snapkv": ("SnapKVPress", None),
     "snapkv:adaptive": ("SnapKVPress", "AdaKVPress"),
     "expected": ("ExpectedAttentionPress", None),
@@ -37,33 +37,33 @@ SCORES = {
     "tova": ("TOVAPress", None),
     "random": ("RandomPress", None),
 }
-Read = Callable[[Tensor], Any]  # tokens [1, T] -> a cache that was pruned
+PrefillFunction = Callable[[Tensor], Any]  # tokens [1, T] -> a cache that was pruned
 
 
 @dataclass(frozen=True)
-class Way:
+class PruningMethod:
     """One way to read a prompt, and to go on from it."""
 
     name: str
-    read: Read
-    copied: Callable[[Any], Any]  # a cache for one of several continuations
-    single: bool = False  # are tokens to be read one by one?
+    prefill: PrefillFunction
+    copy: Callable[[Any], Any]  # a cache for one of several continuations
+    one_by_one: bool = False  # are tokens to be read one by one?
 
 
-def ours(model: Any, spec: str) -> Way:
+def make_kvant_method(model: Any, spec: str) -> PruningMethod:
     def read(ids: Tensor) -> Any:
         cache = kvant.cache_for(model, spec)
         model(ids, past_key_values=cache)
         cache.prune()
         return cache
 
-    return Way(f"kvant {spec}", read, lambda cache: cache.fork())
+    return PruningMethod(f"kvant {spec}", read, lambda cache: cache.fork())
 
 
-def theirs(model: Any, score: str, keep: float) -> Way:
+def make_kvpress_method(model: Any, score: str, keep: float) -> PruningMethod:
     import kvpress
 
-    own, wrapped = SCORES[score]
+    own, wrapped = KVPRESS_SCORES[score]
     press = getattr(kvpress, own)(compression_ratio=1 - keep)
     if wrapped is not None:
         press = getattr(kvpress, wrapped)(press)
@@ -82,43 +82,51 @@ def theirs(model: Any, score: str, keep: float) -> Way:
 
     # It hides the rows of a head by a key that no query asks for, which many together have not.
     name = f"kvpress {own}{f' in {wrapped}' if wrapped else ''}"
-    return Way(name, read, copied, single=wrapped is not None)
+    return PruningMethod(name, read, copied, one_by_one=wrapped is not None)
 
 
-def logits(model: Any, way: Way, ids: Tensor, behind: int, cache: Any) -> Tensor:
+def compute_logits(
+    model: Any, method: PruningMethod, ids: Tensor, start: int, cache: Any
+) -> Tensor:
     """Of tokens behind so many, by their positions: a cache that was pruned may have fewer."""
     count = ids.shape[1]
     parts = []
-    for first, stop in [(i, i + 1) for i in range(count)] if way.single else [(0, count)]:
-        places = torch.arange(behind + first, behind + stop)[None]
+    for first, stop in [(i, i + 1) for i in range(count)] if method.one_by_one else [(0, count)]:
+        places = torch.arange(start + first, start + stop)[None]
         found = model(ids[:, first:stop], past_key_values=cache, position_ids=places)
         parts.append(found.logits[0].float())
     return torch.cat(parts)
 
 
-def perplexity(model: Any, way: Way, pieces: list[Tensor]) -> float:
+def measure_perplexity(model: Any, method: PruningMethod, pieces: list[Tensor]) -> float:
     losses = []
     for piece in pieces:
         half = piece.shape[1] // 2
-        found = logits(model, way, piece[:, half:-1], half, way.read(piece[:, :half]))
+        found = compute_logits(
+            model, method, piece[:, half:-1], half, method.prefill(piece[:, :half])
+        )
         losses.append(torch.nn.functional.cross_entropy(found, piece[0, half + 1 :]).item())
     return float(torch.tensor(losses).mean().exp())
 
 
-def recalled(model: Any, way: Way, asked: list[Exam], *, known: bool) -> dict[str, float]:
+def measure_recall(
+    model: Any, method: PruningMethod, all_exams: list[RecallExam], *, question_known: bool
+) -> dict[str, float]:
     """The share of answers that greedy decoding gives, by kind; is the question known before?"""
-    right: dict[str, list[bool]] = {kind: [] for kind in KINDS}
-    for exam in asked:
-        whole = None if known else way.read(torch.tensor([exam.prompt]))
+    right: dict[str, list[bool]] = {kind: [] for kind in PLANT_KINDS}
+    for exam in all_exams:
+        whole = None if question_known else method.prefill(torch.tensor([exam.prompt]))
         for one in exam.planted:
             told = torch.tensor(one.answer)
-            if known:
-                cache = way.read(torch.tensor([exam.prompt + one.question[:-1]]))
+            if question_known:
+                cache = method.prefill(torch.tensor([exam.prompt + one.question[:-1]]))
             else:
-                cache = way.copied(whole)
-            behind = len(exam.prompt) + (len(one.question) - 1 if known else 0)
-            rest = one.question[-1:] if known else one.question
-            found = logits(model, way, torch.tensor([rest + one.answer[:-1]]), behind, cache)
+                cache = method.copy(whole)
+            behind = len(exam.prompt) + (len(one.question) - 1 if question_known else 0)
+            rest = one.question[-1:] if question_known else one.question
+            found = compute_logits(
+                model, method, torch.tensor([rest + one.answer[:-1]]), behind, cache
+            )
             right[one.kind].append(bool((found[-len(told) :].argmax(-1) == told).all()))
     return {kind: fmean(found) for kind, found in right.items()}
 
@@ -129,29 +137,35 @@ def main() -> None:
     parser.add_argument("--keep", type=int, default=25, help="percent of the rows")
     parser.add_argument("--exams", type=int, default=8)
     parser.add_argument("--kvpress", action="store_true", help="measure it, too")
-    parser.add_argument("--scores", default=",".join(SCORES))
+    parser.add_argument("--scores", default=",".join(KVPRESS_SCORES))
     given = parser.parse_args()
     model, tokenizer = load(None)
-    text = cut(tokenizer, None, CONTEXT, given.exams * CONTEXT)
-    asked = exams(tokenizer, text.whole, given.exams, seed=0)
-    ways = [ours(model, "raw"), ours(model, f"raw,window={CONTEXT * given.keep // 100},sinks=4")]
+    text = split_text(tokenizer, None, CONTEXT, given.exams * CONTEXT)
+    asked = make_exams(tokenizer, text.full_pieces, given.exams, seed=0)
+    ways = [
+        make_kvant_method(model, "raw"),
+        make_kvant_method(model, f"raw,window={CONTEXT * given.keep // 100},sinks=4"),
+    ]
     for score in given.scores.split(","):
         name, _, adaptive = score.partition(":")
         spec = f"raw,prune={name}:{given.keep}%" + (f":{adaptive}" if adaptive else "")
-        ways.append(ours(model, spec))
+        ways.append(make_kvant_method(model, spec))
         if given.kvpress:
-            ways.append(theirs(model, score, given.keep / 100))
+            ways.append(make_kvpress_method(model, score, given.keep / 100))
     rows = []
     for way in ways:
-        progress(way.name)
-        row: dict[str, Any] = {"read": way.name, "perplexity": perplexity(model, way, text.whole)}
+        show_progress(way.name)
+        row: dict[str, Any] = {
+            "read": way.name,
+            "perplexity": measure_perplexity(model, way, text.full_pieces),
+        }
         for known in (False, True):
-            shares = recalled(model, way, asked, known=known)
-            row |= {f"{kind}{', asked' if known else ''}": shares[kind] for kind in KINDS}
+            shares = measure_recall(model, way, asked, question_known=known)
+            row |= {f"{kind}{', asked' if known else ''}": shares[kind] for kind in PLANT_KINDS}
         rows.append(row)
-    progress("")
+    show_progress("")
     about = {"exams": given.exams, "context": CONTEXT, "keep": f"{given.keep}%"}
-    show("what stays of a prompt that is pruned", rows, about, quiet=False)
+    print_report("what stays of a prompt that is pruned", rows, about, quiet=False)
 
 
 if __name__ == "__main__":

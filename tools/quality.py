@@ -19,24 +19,24 @@ from torch import Tensor
 
 import kvant
 import peers
-from kvant.bench.report import machine, progress
+from kvant.bench.report import describe_machine, show_progress
 from kvant.checkpoints import load
 from kvant.contracts import Codec
-from kvant.eval.evaluation import cut
-from kvant.eval.outliers import with_heavy_values, with_outliers
-from kvant.eval.result import quality, size
-from kvant.probing import divergence, resolved, trial
+from kvant.eval.evaluation import split_text
+from kvant.eval.outliers import scale_key_channels, scale_value_channels
+from kvant.eval.result import summarize_nbytes, summarize_quality
+from kvant.probing import make_trial, measure_divergence, resolve_auto
 from kvant.recipes import AnySpec
-from quality_page import write
-from searched import Searched
+from quality_page import write_page
+from searched import SearchedAffine
 
-FOUND = Path(__file__).resolve().parent.parent / "docs" / "quality.json"
+RESULTS_FILE = Path(__file__).resolve().parent.parent / "docs" / "quality.json"
 FORMATS = (
     *("fp8", "affine8", "affine6", "affine5", "affine4", "affine3", "affine2", "affine8v4"),
     *("turbo4v4", "turbo4v3", "turbo4v2", "turbo3v3", "turbo3v2", "turbo2v2"),
 )
-VARIANTS = ("", ",tail=0", ",sinks=4", ",smooth")
-LADDER = ("affine8", "affine6", "affine5", "affine4", "affine3", "affine2")  # without tails
+FORMAT_VARIANTS = ("", ",tail=0", ",sinks=4", ",smooth")
+AFFINE_LADDER = ("affine8", "affine6", "affine5", "affine4", "affine3", "affine2")  # without tails
 RECIPES: dict[str, tuple[str, ...]] = {
     "a dense tail": ("affine4,tail=64", "affine4,tail=128", "affine4,tail=256"),
     "sinks": ("affine4,tail=0,sinks=4", "affine4,tail=0,sinks=16", "turbo4v2,tail=0,sinks=4"),
@@ -56,9 +56,16 @@ RECIPES: dict[str, tuple[str, ...]] = {
     "rotation, the codebook": ("turbo4v4,tail=0", "turbo3v3,tail=0", "turbo2v2,tail=0"),
     "a float of 8 bits": ("fp8", "fp8,rotate"),
 }
-SCALES = ("affine8", "affine4", "affine3", "affine2", "turbo4v4", "turbo3v3", "turbo2v2")
-HEAVY = ("affine8", "affine4", "affine4,rotate", "turbo4v4", "affine8,smooth", "affine4,smooth")
-SINKS = tuple(
+SCALE_FORMATS = ("affine8", "affine4", "affine3", "affine2", "turbo4v4", "turbo3v3", "turbo2v2")
+HEAVY_FORMATS = (
+    "affine8",
+    "affine4",
+    "affine4,rotate",
+    "turbo4v4",
+    "affine8,smooth",
+    "affine4,smooth",
+)
+SINK_FORMATS = tuple(
     f"{one}{more}" for one in ("affine8", "affine4", "turbo4v2") for more in ("", ",sinks=4")
 )
 TOKENS, CONTEXT, SEED = 8192, 2048, 0
@@ -69,52 +76,58 @@ def main() -> None:
     inside = plain.float()
     models: dict[str, Any] = {
         "plain": inside,
-        "30x": with_outliers(inside, 30.0),
-        "100x": with_outliers(inside, 100.0),
-        "values 30x": with_heavy_values(inside, 30.0),
+        "30x": scale_key_channels(inside, 30.0),
+        "100x": scale_key_channels(inside, 100.0),
+        "values 30x": scale_value_channels(inside, 30.0),
     }
-    pieces = cut(tokenizer, None, CONTEXT, TOKENS).pieces
-    found = Found(FOUND)
+    pieces = split_text(tokenizer, None, CONTEXT, TOKENS).pieces
+    found = QualityResults(RESULTS_FILE)
     for name in ("plain", "30x", "100x"):
-        for form in ("raw", *(f"{form}{variant}" for form in FORMATS for variant in VARIANTS)):
-            found.add("formats", name, form, lambda m, f: figures(models[m], pieces, f))
-    for form in (*(f"{one},tail=0" for one in LADDER), *(s for r in RECIPES.values() for s in r)):
-        found.add("recipes", "plain", form, lambda m, f: figures(models[m], pieces, f))
-    for form in SCALES:
-        found.add("scales", "plain", form, lambda m, f: scales(models[m], pieces, f))
-    for form in HEAVY:
-        found.add("values", "values 30x", form, lambda m, f: figures(models[m], pieces, f))
-    for form in SINKS:
-        found.add("sinks", "rows alone", form, lambda m, f: sunk(f))
+        for form in (
+            "raw",
+            *(f"{form}{variant}" for form in FORMATS for variant in FORMAT_VARIANTS),
+        ):
+            found.add("formats", name, form, lambda m, f: measure_format(models[m], pieces, f))
+    for form in (
+        *(f"{one},tail=0" for one in AFFINE_LADDER),
+        *(s for r in RECIPES.values() for s in r),
+    ):
+        found.add("recipes", "plain", form, lambda m, f: measure_format(models[m], pieces, f))
+    for form in SCALE_FORMATS:
+        found.add("scales", "plain", form, lambda m, f: measure_scales(models[m], pieces, f))
+    for form in HEAVY_FORMATS:
+        found.add("values", "values 30x", form, lambda m, f: measure_format(models[m], pieces, f))
+    for form in SINK_FORMATS:
+        found.add("sinks", "rows alone", form, lambda m, f: measure_sinks(f))
     for name in models:
-        found.add("auto", name, "auto", lambda m, f: chosen(models[m], tokenizer, pieces))
+        found.add("auto", name, "auto", lambda m, f: measure_auto(models[m], tokenizer, pieces))
     for name in ("plain", "30x"):
         for form in peers.FORMATS:
-            found.add("peers", name, form, lambda m, f: peers.figures(models[m], pieces, f))
-    found.add("speed", "plain", "all", lambda m, f: {"steps": peers.steps(tokenizer)})
-    progress("")
-    write(found.rows)
+            found.add("peers", name, form, lambda m, f: peers.measure_quality(models[m], pieces, f))
+    found.add("speed", "plain", "all", lambda m, f: {"steps": peers.measure_steps(tokenizer)})
+    show_progress("")
+    write_page(found.rows)
 
 
-class Found:
+class QualityResults:
     """What is measured, a row each; kept in a file as soon as it is there."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         told = json.loads(file.read_text()) if file.exists() else {}
-        self.facts = told.get("facts", {}) | {"machine": machine()}
+        self.facts = told.get("facts", {}) | {"machine": describe_machine()}
         self.rows: list[dict[str, Any]] = told.get("rows", [])
 
     def add(
-        self, table: str, model: str, form: str, measured: Callable[[str, str], Mapping[str, Any]]
+        self, table: str, model: str, form: str, measure: Callable[[str, str], Mapping[str, Any]]
     ) -> None:
         names = {"table": table, "model": model, "format": form}
         if any(names.items() <= row.items() for row in self.rows):
             return
-        progress(f"{table}, {model}: {form}")
+        show_progress(f"{table}, {model}: {form}")
         try:
-            figures = measured(model, form)
-        except peers.Absent as error:
+            figures = measure(model, form)
+        except peers.QuantizerUnavailable as error:
             print(f"skipped: {error}")
             return
         self.rows.append(names | dict(figures))
@@ -122,32 +135,32 @@ class Found:
         self.file.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
 
 
-def figures(model: Any, pieces: tuple[Tensor, ...], spec: AnySpec) -> dict[str, Any]:
-    took = size(model, spec)
-    return quality(divergence(model, pieces, spec), SEED) | {
+def measure_format(model: Any, pieces: tuple[Tensor, ...], spec: AnySpec) -> dict[str, Any]:
+    took = summarize_nbytes(model, spec)
+    return summarize_quality(measure_divergence(model, pieces, spec), SEED) | {
         "of_raw": took["row_nbytes"] / took["raw_row_nbytes"],
         **{f"of_raw_{n}": b / took["raw_nbytes"][n] for n, b in took["nbytes"].items()},
     }
 
 
-def scales(model: Any, pieces: tuple[Tensor, ...], form: str) -> dict[str, Any]:
+def measure_scales(model: Any, pieces: tuple[Tensor, ...], form: str) -> dict[str, Any]:
     """What fitting scales to the chosen codes buys, and what searching for them does; no tail."""
     fitted = kvant.parse(f"{form},tail=0", model.config.num_hidden_layers)
 
     def found(change: Callable[[Any], Codec]) -> dict[str, float]:
-        spec = fitted.changed(
+        spec = fitted.map_layers(
             lambda layer: replace(layer, keys=change(layer.keys), values=change(layer.values))
         )
-        hurt = divergence(model, pieces, spec)
+        hurt = measure_divergence(model, pieces, spec)
         return {"mean_kl": hurt.mean_kl, "perplexity_change": hurt.perplexity_change}
 
     ways = {"first": lambda codec: replace(codec, corrected=False), "fitted": lambda codec: codec}
     if form.startswith("affine"):
-        ways["searched"] = lambda codec: Searched(codec.bits, codec.group, codec.frame)
+        ways["searched"] = lambda codec: SearchedAffine(codec.bits, codec.group, codec.frame)
     return {name: found(change) for name, change in ways.items()}
 
 
-def sunk(form: str) -> dict[str, Any]:
+def measure_sinks(form: str) -> dict[str, Any]:
     """Random rows whose first four take most of the attention: how far outputs are off."""
     generator = torch.Generator().manual_seed(SEED)
     keys, values, noise = torch.randn(3, 1, 4, CONTEXT, 64, generator=generator)
@@ -166,10 +179,10 @@ def sunk(form: str) -> dict[str, Any]:
     }
 
 
-def chosen(model: Any, tokenizer: Any, pieces: tuple[Tensor, ...]) -> dict[str, Any]:
+def measure_auto(model: Any, tokenizer: Any, pieces: tuple[Tensor, ...]) -> dict[str, Any]:
     """What `auto` takes, judged by its own short text, and what it does to this one."""
-    spec = resolved(model, "auto", trial(model, tokenizer))
-    return {"chosen": spec} | figures(model, pieces, spec)
+    spec = resolve_auto(model, "auto", make_trial(model, tokenizer))
+    return {"chosen": spec} | measure_format(model, pieces, spec)
 
 
 if __name__ == "__main__":

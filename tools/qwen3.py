@@ -15,17 +15,24 @@ from typing import Any
 import torch
 
 import kvant
-from kvant.bench.cache_race import FIRST, SHAPES, Contestant, build, filled, random_rows
-from kvant.bench.clock import alone, mark, resident
-from kvant.bench.markdown import markdown
-from kvant.bench.report import machine, progress
+from kvant.bench.cache_race import (
+    MODEL_SHAPES,
+    WARMUP_TOKENS,
+    Contestant,
+    build_model,
+    make_contestant,
+    random_rows,
+)
+from kvant.bench.clock import read_resident_nbytes, reset_resident_peak, run_in_process
+from kvant.bench.markdown import format_markdown
+from kvant.bench.report import describe_machine, show_progress
 from kvant.hf import cache_for
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "qwen3.md"
-SIZES = SHAPES["0.6b"] | {"hidden_size": 2048, "intermediate_size": 6144}
+DOC_PAGE = Path(__file__).resolve().parent.parent / "docs" / "benchmarks" / "qwen3.md"
+MODEL_SIZES = MODEL_SHAPES["0.6b"] | {"hidden_size": 2048, "intermediate_size": 6144}
 CAPACITY = 40960
-WARM = FIRST["dynamic"]
-HEADS = kvant.Shape(SIZES["num_hidden_layers"], 8, 128, 128)
+WARMUP_TOKENS = WARMUP_TOKENS["dynamic"]
+MODEL_SHAPE = kvant.Shape(MODEL_SIZES["num_hidden_layers"], 8, 128, 128)
 FORMATS = ("raw", "affine8", "affine4", "turbo4v4", "turbo4v2")
 CONTEXTS = {100: 41, 8192: 21}  # rows that are there: tokens decoded by each
 INTRO = """# Qwen3-1.7B's shape, made for 40,960 tokens
@@ -46,41 +53,41 @@ medians.
 
 
 @torch.no_grad()
-def decoded(model: Any, context: int, tokens: int) -> dict[str, Contestant]:
+def decode_formats(model: Any, context: int, tokens: int) -> dict[str, Contestant]:
     """Every format with so many rows, after so many tokens each in turn."""
     rows = random_rows(model, context)
-    ready = {name: filled(model, spec(name), *rows) for name in FORMATS}
-    for turn in range(WARM + tokens):
-        progress(f"{context} rows: token {turn + 1} of {WARM + tokens}")
+    ready = {name: make_contestant(model, make_spec(name), *rows) for name in FORMATS}
+    for turn in range(WARMUP_TOKENS + tokens):
+        show_progress(f"{context} rows: token {turn + 1} of {WARMUP_TOKENS + tokens}")
         for contestant in ready.values():
             contestant.decode()
     for contestant in ready.values():
-        del contestant.laps[:WARM]
+        del contestant.laps[:WARMUP_TOKENS]
     return ready
 
 
 @torch.no_grad()
-def peak(name: str, context: int) -> int | None:
+def measure_peak(name: str, context: int) -> int | None:
     """The most memory beside the weights while a token is decoded: in a process of its own."""
-    model = build(SIZES)
-    before = mark()
-    contestant = filled(model, spec(name), *random_rows(model, context))
-    mark()
-    for _ in range(WARM):
+    model = build_model(MODEL_SIZES)
+    before = reset_resident_peak()
+    contestant = make_contestant(model, make_spec(name), *random_rows(model, context))
+    reset_resident_peak()
+    for _ in range(WARMUP_TOKENS):
         contestant.decode()
-    return None if before is None else resident("VmHWM") - before
+    return None if before is None else read_resident_nbytes("VmHWM") - before
 
 
-def spec(name: str) -> str:
+def make_spec(name: str) -> str:
     return f"{name},capacity={CAPACITY}"
 
 
-def sizes(model: Any, name: str) -> dict[str, Any]:
+def measure_sizes(model: Any, name: str) -> dict[str, Any]:
     """What needs no clock."""
-    told = cache_for(model, spec(name)).spec
-    full = kvant.plan(HEADS, told, context=CAPACITY).nbytes
-    raw = kvant.plan(HEADS, f"raw,capacity={CAPACITY}", context=CAPACITY).nbytes
-    row, raw_row = (kvant.plan(HEADS, one).nbytes_per_token for one in (told, "raw"))
+    told = cache_for(model, make_spec(name)).spec
+    full = kvant.plan(MODEL_SHAPE, told, context=CAPACITY).nbytes
+    raw = kvant.plan(MODEL_SHAPE, f"raw,capacity={CAPACITY}", context=CAPACITY).nbytes
+    row, raw_row = (kvant.plan(MODEL_SHAPE, one).nbytes_per_token for one in (told, "raw"))
     return {
         "format": name,
         "a sealed row": f"{row / raw_row:.4f}",
@@ -90,13 +97,13 @@ def sizes(model: Any, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    progress("building the model")
-    model = build(SIZES)
+    show_progress("building the model")
+    model = build_model(MODEL_SIZES)
     parameters = model.num_parameters() / 1e9
-    rows = {name: sizes(model, name) for name in FORMATS}
+    rows = {name: measure_sizes(model, name) for name in FORMATS}
     found: list[dict[str, Any]] = []
     for context, tokens in CONTEXTS.items():
-        ready = decoded(model, context, tokens)
+        ready = decode_formats(model, context, tokens)
         medians = {name: statistics.median(one.seconds) for name, one in ready.items()}
         for name, one in ready.items():
             figures = {
@@ -105,7 +112,7 @@ def main() -> None:
                 "tokens": tokens,
                 "median_ms": medians[name] * 1e3,
                 "best_ms": min(one.seconds) * 1e3,
-                "allocated": one.rest,
+                "allocated": one.cache_nbytes,
             }
             found.append(figures)
             rows[name] |= {
@@ -116,16 +123,16 @@ def main() -> None:
     del model
     for figures in found:
         context, name = figures["rows"], figures["format"]
-        progress(f"{context} rows, {name}: the peak")
-        most = figures["peak"] = alone(peak, name, context)
+        show_progress(f"{context} rows, {name}: the peak")
+        most = figures["peak"] = run_in_process(measure_peak, name, context)
         rows[name][f"peak at {context:,}"] = "" if most is None else f"{most / 2**20:.0f}"
-    progress("")
-    facts = machine()
+    show_progress("")
+    facts = describe_machine()
     said = ", ".join(f"{key} {value}" for key, value in facts.items())
-    page = INTRO.format(machine=said, parameters=parameters) + markdown(list(rows.values()))
-    PAGE.write_text(page + "\n")
+    page = INTRO.format(machine=said, parameters=parameters) + format_markdown(list(rows.values()))
+    DOC_PAGE.write_text(page + "\n")
     told_rows = {"machine": facts, "capacity": CAPACITY, "rows": found}
-    PAGE.with_suffix(".json").write_text(json.dumps(told_rows, indent=1) + "\n")
+    DOC_PAGE.with_suffix(".json").write_text(json.dumps(told_rows, indent=1) + "\n")
     print(page)
 
 

@@ -17,12 +17,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvant.bench.cache_race import SHAPES, build
-from kvant.bench.report import progress
+from kvant.bench.cache_race import MODEL_SHAPES, build_model
+from kvant.bench.report import show_progress
 from kvant.bench.serve import WORDS
 
 END, SPACE = "<|endoftext|>", "Ġ"
-LLAMA_CPP = {
+LLAMA_CPP_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -37,7 +37,7 @@ LLAMA_CPP = {
 }
 
 
-def words(size: int) -> list[str]:
+def make_vocabulary(size: int) -> list[str]:
     """So many tokens: bytes, the words of benchmarks, and others with a space before them."""
     known = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *WORDS, *(SPACE + w for w in WORDS)]
     others = (SPACE + "".join(letters) for letters in product(ascii_lowercase, repeat=4))
@@ -45,7 +45,7 @@ def words(size: int) -> list[str]:
     return [*islice(every, size - 1), END]
 
 
-def tokenizer_of(tokens: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(tokens: list[str]) -> PreTrainedTokenizerFast:
     """It looks words up, and takes bytes where there is none."""
     vocabulary = {token: number for number, token in enumerate(tokens)}
     made = Tokenizer(models.BPE(vocabulary, [(SPACE, WORDS[0])], ignore_merges=True))
@@ -79,19 +79,19 @@ def write_gguf(path: Path, model: Any, tokens: list[str]) -> None:
     writer.add_eos_token_id(len(tokens) - 1)
     for name, weight in model.named_parameters():
         dtype = torch.float32 if weight.ndim == 1 else torch.float16
-        writer.add_tensor(_name(name), weight.detach().to(dtype).numpy())
+        writer.add_tensor(_find_gguf_name(name), weight.detach().to(dtype).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
-def _name(name: str) -> str:
+def _find_gguf_name(name: str) -> str:
     """What llama.cpp calls a weight."""
     name = name.removeprefix("model.").removesuffix(".weight")
     if name.startswith("layers."):
         _, layer, rest = name.split(".", 2)
-        return f"blk.{layer}.{LLAMA_CPP[rest]}.weight"
+        return f"blk.{layer}.{LLAMA_CPP_NAMES[rest]}.weight"
     return {"embed_tokens": "token_embd.weight", "norm": "output_norm.weight"}[name]
 
 
@@ -100,17 +100,17 @@ def main() -> None:
     parser.add_argument("model", type=Path, help="a folder to write")
     parser.add_argument("--gguf", type=Path, help="a file for llama.cpp")
     given = parser.parse_args()
-    progress("drawing weights")
-    model = build(dict(SHAPES["0.6b"]))
-    tokens = words(model.config.vocab_size)
+    show_progress("drawing weights")
+    model = build_model(dict(MODEL_SHAPES["0.6b"]))
+    tokens = make_vocabulary(model.config.vocab_size)
     model.config.eos_token_id = model.generation_config.eos_token_id = len(tokens) - 1
     model.config.bos_token_id = model.generation_config.bos_token_id = None
-    progress("writing")
+    show_progress("writing")
     model.save_pretrained(given.model)
-    tokenizer_of(tokens).save_pretrained(given.model)
+    make_tokenizer(tokens).save_pretrained(given.model)
     if given.gguf is not None:
         write_gguf(given.gguf, model, tokens)
-    progress("")
+    show_progress("")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ COMMANDS = (
 )
 
 
-def said(command: str) -> str:
+def capture_output(command: str) -> str:
     """What a command prints on a terminal of this width."""
     program, *words = shlex.split(command)
     path = str(Path(sys.executable).with_name(program))
@@ -44,7 +44,7 @@ def main() -> None:
     console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True)
     for command in COMMANDS:
         console.print(Text(f"$ {command}", style="bold"))
-        console.print(Text.from_ansi(said(command)))
+        console.print(Text.from_ansi(capture_output(command)))
     picture = console.export_svg(title="kvant")
     PICTURE.write_text(FONT.sub("", picture), encoding="utf-8")
 

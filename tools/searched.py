@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from kvant.codecs import Affine
-from kvant.codecs.packing import saturated
+from kvant.codecs.packing import saturate
 
-SHARES = tuple(1 - step / 20 for step in range(9))
+RANGE_SHARES = tuple(1 - step / 20 for step in range(9))
 
 
 @dataclass(frozen=True)
-class Searched(Affine):
+class SearchedAffine(Affine):
     """The same bytes, otherwise chosen."""
 
     def _seal_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = saturated(x)
+        x = saturate(x)
         low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
         best: tuple[Tensor, ...] | None = None
-        for share in SHARES:
-            found = self._by(x, (low + high) / 2, (high - low) / 2 * share)
+        for share in RANGE_SHARES:
+            found = self._quantize_range(x, (low + high) / 2, (high - low) / 2 * share)
             if best is None:
                 best = found
             better = found[0] < best[0]
@@ -34,7 +34,7 @@ class Searched(Affine):
         _, codes, scale, bias = best
         return codes.to(torch.uint8).flatten(-2), scale.squeeze(-1), bias.squeeze(-1)
 
-    def _by(self, x: Tensor, middle: Tensor, half: Tensor) -> tuple[Tensor, ...]:
+    def _quantize_range(self, x: Tensor, middle: Tensor, half: Tensor) -> tuple[Tensor, ...]:
         """Squared error, codes, scale and bias where a group is covered so far from its middle."""
         bias = (middle - half).half()
         scale = (2 * half / (2**self.bits - 1)).half()

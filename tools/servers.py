@@ -29,14 +29,14 @@ from urllib.request import urlopen
 
 import typer
 
-from kvant.bench.report import Json, numbers, progress, run, table, tell
-from kvant.bench.serve import WORDS, over_http
+from kvant.bench.report import Json, parse_numbers, print_json, print_table, run, show_progress
+from kvant.bench.serve import WORDS, stream_completion
 
-BEGIN = 300  # seconds in which a server must be there
+START_TIMEOUT_S = 300  # seconds in which a server must be there
 
 
 @dataclass
-class Server:
+class ServerProcess:
     """A command, and where what it began listens."""
 
     name: str
@@ -49,14 +49,14 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def begin(self) -> None:
+    def start(self) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         words = shlex.split(self.command.replace("{port}", str(self.port)))
         quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(words, start_new_session=True, **quiet)
-        until = time.monotonic() + BEGIN
+        until = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
                 urlopen(f"{self.url}/health", timeout=5).close()
@@ -66,30 +66,30 @@ class Server:
                     raise OSError(f"{self.name} did not begin: {shlex.join(words)}") from None
                 time.sleep(0.5)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         if self.process is not None:
             with suppress(OSError):  # it ended by itself
-                self.tell(signal.SIGCONT)
-                self.tell(signal.SIGTERM)
+                self.send_signal(signal.SIGCONT)
+                self.send_signal(signal.SIGTERM)
             try:
                 self.process.wait(60)
             except subprocess.TimeoutExpired:
-                self.tell(signal.SIGKILL)
+                self.send_signal(signal.SIGKILL)
                 self.process.wait()
             self.process = None
 
-    def tell(self, what: signal.Signals) -> None:
+    def send_signal(self, signal_number: signal.Signals) -> None:
         """Its process, and those that it began."""
         if self.process is not None:
             try:
-                os.killpg(self.process.pid, what)
+                os.killpg(self.process.pid, signal_number)
             except ProcessLookupError:
                 raise OSError(f"{self.name} ended: {self.command}") from None
 
-    def ask(self, model: str, prompt: str, tokens: int) -> tuple[float, str]:
+    def request_completion(self, model: str, prompt: str, tokens: int) -> tuple[float, str]:
         """Seconds until something came, and the text; a reply that ends early is an error."""
         begin, first, text, reason = time.perf_counter(), 0.0, "", None
-        for told in over_http(self.url, prompt, tokens, {"model": model}):
+        for told in stream_completion(self.url, prompt, tokens, {"model": model}):
             first = first or time.perf_counter() - begin
             text += told["choices"][0].get("text") or ""
             reason = told["choices"][0].get("finish_reason") or reason
@@ -101,46 +101,51 @@ class Server:
 
 
 @contextmanager
-def alone(server: Server, servers: Sequence[Server]) -> Iterator[None]:
+def pause_others(active: ServerProcess, servers: Sequence[ServerProcess]) -> Iterator[None]:
     """The others stand still meanwhile: some poll, with nothing to do."""
-    others = [one for one in servers if one is not server]
+    others = [one for one in servers if one is not active]
     for one in others:
-        one.tell(signal.SIGSTOP)
+        one.send_signal(signal.SIGSTOP)
     try:
         yield
     finally:
         for one in others:
-            one.tell(signal.SIGCONT)
+            one.send_signal(signal.SIGCONT)
 
 
 @contextmanager
-def begun(servers: Sequence[Server]) -> Iterator[None]:
+def run_servers(servers: Sequence[ServerProcess]) -> Iterator[None]:
     with ExitStack() as ends:
         for server in servers:
-            progress(f"beginning {server.name}")
-            ends.callback(server.end)
-            server.begin()
+            show_progress(f"beginning {server.name}")
+            ends.callback(server.stop)
+            server.start()
         yield
 
 
-def texts(dice: random.Random, words: int) -> str:
-    return " ".join(dice.choice(WORDS) for _ in range(words))
+def make_text(dice: random.Random, num_words: int) -> str:
+    return " ".join(dice.choice(WORDS) for _ in range(num_words))
 
 
-def race(
-    servers: Sequence[Server], model: str, many: list[int], words: int, tokens: int, rounds: int
+def measure_speeds(
+    servers: Sequence[ServerProcess],
+    model: str,
+    client_counts: list[int],
+    num_words: int,
+    tokens: int,
+    rounds: int,
 ) -> list[dict[str, Any]]:
     """Tokens a second, all clients together."""
     dice = random.Random(0)
     for server in servers:  # what is done once
-        server.ask(model, texts(dice, 16), 2)
+        server.request_completion(model, make_text(dice, 16), 2)
     for number in range(rounds):
-        for clients in many:
+        for clients in client_counts:
             for server in servers:
-                progress(f"round {number + 1} of {rounds}: {server.name}, {clients} clients")
-                prompts = [texts(dice, words) for _ in range(clients)]
-                ask = partial(server.ask, model, tokens=tokens)
-                with alone(server, servers), ThreadPoolExecutor(clients) as pool:
+                show_progress(f"round {number + 1} of {rounds}: {server.name}, {clients} clients")
+                prompts = [make_text(dice, num_words) for _ in range(clients)]
+                ask = partial(server.request_completion, model, tokens=tokens)
+                with pause_others(server, servers), ThreadPoolExecutor(clients) as pool:
                     begin = time.perf_counter()
                     list(pool.map(ask, prompts))
                     took = time.perf_counter() - begin
@@ -156,34 +161,36 @@ def race(
                 for one, other in zip(server.speeds[clients], base.speeds[clients], strict=True)
             ),
         }
-        for clients in many
+        for clients in client_counts
         for server in servers
     ]
 
 
-def turns(servers: Sequence[Server], model: str, words: int, tokens: int) -> list[dict[str, Any]]:
+def measure_turns(
+    servers: Sequence[ServerProcess], model: str, num_words: int, tokens: int
+) -> list[dict[str, Any]]:
     """Seconds to the first token of the second turn, with the first one and after a restart."""
     dice = random.Random(1)
-    first, second, third = (texts(dice, count) for count in (words, 16, 16))
+    first, second, third = (make_text(dice, count) for count in (num_words, 16, 16))
     waits: dict[str, list[float]] = {}
     for server in servers:
-        server.end()
+        server.stop()
     for server in servers:  # each has the machine to itself
-        server.begin()
-        server.ask(model, texts(dice, 16), 2)
-        progress(f"{server.name}: the first turn")
-        wait, reply = server.ask(model, first, tokens)
+        server.start()
+        server.request_completion(model, make_text(dice, 16), 2)
+        show_progress(f"{server.name}: the first turn")
+        wait, reply = server.request_completion(model, first, tokens)
         said = f"{first}{reply} {second}"
-        progress(f"{server.name}: the second turn")
-        again, more = server.ask(model, said, tokens)
-        server.end()
-        progress(f"{server.name}: beginning again")
-        server.begin()
-        server.ask(model, texts(dice, 16), 2)
-        progress(f"{server.name}: the third turn")
-        after, _ = server.ask(model, f"{said}{more} {third}", tokens)
+        show_progress(f"{server.name}: the second turn")
+        again, more = server.request_completion(model, said, tokens)
+        server.stop()
+        show_progress(f"{server.name}: beginning again")
+        server.start()
+        server.request_completion(model, make_text(dice, 16), 2)
+        show_progress(f"{server.name}: the third turn")
+        after, _ = server.request_completion(model, f"{said}{more} {third}", tokens)
         waits[server.name] = [wait, again, after]
-        server.end()
+        server.stop()
     base = waits[servers[0].name]
     return [
         {
@@ -209,24 +216,26 @@ def main(
     json: Json = False,
 ) -> None:
     """Tokens a second, and what the second turn waits for."""
-    many = numbers("--clients", clients)
+    many = parse_numbers("--clients", clients)
     servers = []
     for one in server:
         name, found, command = one.partition("=")
         if not found or "{port}" not in command:
             raise ValueError(f"--server {one}: NAME=COMMAND with {{port}} in it is needed")
-        servers.append(Server(name, command))
-    with begun(servers):
-        raced = race(servers, model, many, context, tokens, rounds) if rounds else []
-        turned = turns(servers, model, turn, 8) if turn else []
-    progress("")
+        servers.append(ServerProcess(name, command))
+    with run_servers(servers):
+        raced = measure_speeds(servers, model, many, context, tokens, rounds) if rounds else []
+        turned = measure_turns(servers, model, turn, 8) if turn else []
+    show_progress("")
     if not json:
-        table("servers", raced)
+        print_table("servers", raced)
         if turned:
-            table("turns", turned)
+            print_table("turns", turned)
     facts = {"context": context, "tokens": tokens, "turn": turn, "rounds": rounds}
     commands = {one.name: one.command for one in servers}
-    tell("servers", facts | {"commands": commands, "rows": raced, "turns": turned}, quiet=json)
+    print_json(
+        "servers", facts | {"commands": commands, "rows": raced, "turns": turned}, quiet=json
+    )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from typing import Annotated, Any
 import typer
 
 import kvant
-from kvant.bench.report import run, table, tell
+from kvant.bench.report import print_json, print_table, run
 from kvant.sizes import parse_size
 
 KEYS = {name: secrets.token_hex(16) for name in ("first", "second", "operator")}
@@ -430,8 +430,8 @@ def main(
         stats = lone.get("/v1/stats")
     limit = parse_size(max_bytes)
     rows, memory = request_rows(log), memory_rows(log)
-    table("Requests", rows)
-    table("Resident memory of the server", memory)
+    print_table("Requests", rows)
+    print_table("Resident memory of the server", memory)
     facts = {
         "minutes": minutes,
         "lost": log.lost[:20],
@@ -443,7 +443,7 @@ def main(
         "events": log.events,
         "store": stats["prefixes"].get("store"),
     }
-    tell("soak", {**facts, "requests": rows, "memory": memory}, quiet=True)
+    print_json("soak", {**facts, "requests": rows, "memory": memory}, quiet=True)
     changed = drift(log)
     if changed is None:
         print(f"resident memory is not checked in less than {SETTLED + 2} minutes", file=sys.stderr)

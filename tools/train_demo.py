@@ -20,16 +20,16 @@ import torch
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from demo_data import IGNORE, Corpus, Sampler, load_corpus
-from demo_eval import evaluate, export, measurement_table
+from demo_data import IGNORED_TARGET, Corpus, TrainingSampler, load_corpus
+from demo_eval import evaluate, export, format_measurement_table
 
 VOCAB = 4096
 SEED = 1
 # From this fraction of the run on: sequence length, rows, share of sequences with repeats.
 STAGES = ((0.0, 256, 16, 0.6), (0.14, 512, 8, 0.5), (0.34, 1024, 6, 0.4), (0.60, 2048, 4, 0.35))
-WARM_UP, COOL_FROM = 0.01, 0.5
+WARM_UP_SHARE, COOL_DOWN_FROM = 0.01, 0.5
 MATRIX_RATE, VECTOR_RATE = 4e-3, 3e-3
-EVERY = 50
+LOG_EVERY = 50
 SAVE_SECONDS = 300
 
 
@@ -66,37 +66,40 @@ def build_optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
     ]
 
 
-def stage_at(done: float) -> tuple[int, int, float]:
+def find_stage(progress_share: float) -> tuple[int, int, float]:
     """Return length, rows and share of repeats at a fraction of the run."""
-    _, length, rows, copies = [stage for stage in STAGES if stage[0] <= done][-1]
+    _, length, rows, copies = [stage for stage in STAGES if stage[0] <= progress_share][-1]
     return length, rows, copies
 
 
-def rate_at(done: float) -> float:
+def compute_rate_factor(progress_share: float) -> float:
     """Return the factor on the learning rates at a fraction of the run."""
-    if done < WARM_UP:
-        return max(done / WARM_UP, 0.02)
-    return min(1.0, (1.0 - done) / (1.0 - COOL_FROM))
+    if progress_share < WARM_UP_SHARE:
+        return max(progress_share / WARM_UP_SHARE, 0.02)
+    return min(1.0, (1.0 - progress_share) / (1.0 - COOL_DOWN_FROM))
 
 
-def token_losses(
+def compute_token_losses(
     model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor
 ) -> torch.Tensor:
     """Return the loss of every target, in bfloat16 arithmetic."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=tokens, use_cache=False).logits
     flat = functional.cross_entropy(
-        logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE, reduction="none"
+        logits.flatten(0, 1).float(),
+        targets.flatten(),
+        ignore_index=IGNORED_TARGET,
+        reduction="none",
     )
     return flat.view_as(targets)
 
 
-def held_out_loss(model: torch.nn.Module, corpus: Corpus, length: int) -> float:
+def compute_held_out_loss(model: torch.nn.Module, corpus: Corpus, length: int) -> float:
     """Return the loss on the first tokens of some held-out files."""
-    rows = [d[: length + 1] for d in corpus.held if len(d) > length][:8]
+    rows = [d[: length + 1] for d in corpus.held_out if len(d) > length][:8]
     block = torch.from_numpy(np.stack(rows))
     with torch.no_grad():
-        return float(token_losses(model, block[:, :-1], block[:, 1:]).mean())
+        return float(compute_token_losses(model, block[:, :-1], block[:, 1:]).mean())
 
 
 def train_step(
@@ -107,8 +110,8 @@ def train_step(
 ) -> tuple[float, float]:
     """Take one step; return the loss on text and on repeated random strings."""
     tokens, targets, repeated = (torch.from_numpy(part) for part in batch)
-    losses = token_losses(model, tokens, targets)
-    kept = targets != IGNORE
+    losses = compute_token_losses(model, tokens, targets)
+    kept = targets != IGNORED_TARGET
     (losses.sum() / kept.sum()).backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
@@ -121,7 +124,7 @@ def train_step(
 
 
 @dataclass
-class Progress:
+class TrainingLog:
     """What happened so far, and the log it goes to."""
 
     path: Path
@@ -129,17 +132,17 @@ class Progress:
     tokens: int = 0
     recent: list[tuple[float, float]] = field(default_factory=list)
 
-    def add(self, tokens: int, losses: tuple[float, float]) -> None:
+    def add_step(self, tokens: int, losses: tuple[float, float]) -> None:
         """Count one step."""
         self.step += 1
         self.tokens += tokens
         self.recent.append(losses)
 
-    def write(self, seconds: float, length: int, **more: float) -> None:
+    def write_entry(self, seconds: float, length: int, **extra: float) -> None:
         """Append the mean of the recent losses to the log."""
         text, copied = np.nanmean(np.array(self.recent), axis=0)
         entry = {"step": self.step, "tokens": self.tokens, "seconds": round(seconds, 1)}
-        entry |= {"length": length, "text": round(text, 4), "copied": round(copied, 4), **more}
+        entry |= {"length": length, "text": round(text, 4), "copied": round(copied, 4), **extra}
         with self.path.open("a", encoding="utf-8") as log:
             print(json.dumps(entry), file=log)
         self.recent.clear()
@@ -149,27 +152,31 @@ def train(out: Path, minutes: float) -> None:
     """Train for a number of minutes, logging to ``out`` and saving there."""
     out.mkdir(parents=True, exist_ok=True)
     tokenizer, corpus = load_corpus(out, VOCAB)
-    sampler = Sampler(tokenizer, corpus.train, SEED)
+    sampler = TrainingSampler(tokenizer, corpus.train, SEED)
     model = build_model()
     optimizers = build_optimizers(model)
     compiled = torch.compile(model, dynamic=False)
-    progress = Progress(out / "log.jsonl")
+    progress = TrainingLog(out / "log.jsonl")
     progress.path.write_text("")
     begun = saved = time.monotonic()
     while (done := (time.monotonic() - begun) / (60 * minutes)) < 1.0:
-        length, rows, copies = stage_at(done)
-        batch = sampler.batch(rows, length, copies)
-        progress.add(rows * length, train_step(compiled, optimizers, batch, rate_at(done)))
-        if progress.step % EVERY == 0:
-            held = progress.step % (4 * EVERY) == 0
-            more = {"held_out": round(held_out_loss(model, corpus, length), 4)} if held else {}
-            progress.write(time.monotonic() - begun, length, **more)
+        length, rows, copies = find_stage(done)
+        batch = sampler.draw_batch(rows, length, copies)
+        progress.add_step(
+            rows * length, train_step(compiled, optimizers, batch, compute_rate_factor(done))
+        )
+        if progress.step % LOG_EVERY == 0:
+            held = progress.step % (4 * LOG_EVERY) == 0
+            more = (
+                {"held_out": round(compute_held_out_loss(model, corpus, length), 4)} if held else {}
+            )
+            progress.write_entry(time.monotonic() - begun, length, **more)
         if time.monotonic() - saved > SAVE_SECONDS:
             model.save_pretrained(out)
             saved = time.monotonic()
     if progress.recent:
-        last = round(held_out_loss(model, corpus, length), 4)
-        progress.write(time.monotonic() - begun, length, held_out=last)
+        last = round(compute_held_out_loss(model, corpus, length), 4)
+        progress.write_entry(time.monotonic() - begun, length, held_out=last)
     model.save_pretrained(out)
 
 
@@ -185,7 +192,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     if options.evaluate or options.export:
         found = evaluate(options.evaluate) if options.evaluate else export(*options.export)
-        print(measurement_table(found))
+        print(format_measurement_table(found))
         print(json.dumps(found))
     else:
         train(options.out, options.minutes)

@@ -17,12 +17,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kvant.bench.report import progress, show
+from kvant.bench.report import print_report, show_progress
 
-HERE = Path(__file__).resolve().parent.parent
+THIS_CHECKOUT = Path(__file__).resolve().parent.parent
 
 
-def python(checkout: Path) -> Path:
+def find_python(checkout: Path) -> Path:
     """What runs the code of a checkout: any other would import what it has installed itself."""
     found = checkout / ".venv" / "bin" / "python"
     if not found.exists():
@@ -30,28 +30,32 @@ def python(checkout: Path) -> Path:
     return found
 
 
-def measured(
-    checkout: Path, bench: str, options: list[str], figure: str, over: str | None
+def run_bench(
+    checkout: Path, bench: str, options: list[str], column: str, base_way: str | None
 ) -> dict[str, float]:
     """The figure of every row, by what else is the same of it in both checkouts."""
-    run = [str(python(checkout)), "-m", f"kvant.bench.{bench}", *options, "--json"]
+    run = [str(find_python(checkout)), "-m", f"kvant.bench.{bench}", *options, "--json"]
     done = subprocess.run(run, capture_output=True, text=True, cwd=checkout, check=False)
     if done.returncode:
         raise SystemExit(f"error: {' '.join(run[1:])} in {checkout}:\n{done.stderr}")
     rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["rows"]
     found: dict[str, float] = {}
-    base = {row.get("rows"): row[figure] for row in rows if over is not None and row["way"] == over}
+    base = {
+        row.get("rows"): row[column]
+        for row in rows
+        if base_way is not None and row["way"] == base_way
+    }
     for row in rows:
-        words = [str(row[name]) for name in row if name in NAMING]
+        words = [str(row[name]) for name in row if name in KEY_COLUMNS]
         name = " ".join(words)
         while name in found:  # as a baseline that is there once for each format
             name += " again"
-        if row[figure] is not None:
-            found[name] = row[figure] / base.get(row.get("rows"), 1.0)
+        if row[column] is not None:
+            found[name] = row[column] / base.get(row.get("rows"), 1.0)
     return found
 
 
-NAMING = ("rows", "length", "sequences", "beams", "cache", "way", "growth", "backend")
+KEY_COLUMNS = ("rows", "length", "sequences", "beams", "cache", "way", "growth", "backend")
 
 
 def main() -> None:
@@ -65,11 +69,13 @@ def main() -> None:
     old = given.old.resolve()
     rounds: list[tuple[dict[str, float], dict[str, float]]] = []
     for turn in range(given.rounds):
-        progress(f"round {turn + 1} of {given.rounds}")
-        order = (old, HERE) if turn % 2 == 0 else (HERE, old)  # neither always comes second
-        found = {c: measured(c, given.bench, options, given.figure, given.over) for c in order}
-        rounds.append((found[old], found[HERE]))
-    progress("")
+        show_progress(f"round {turn + 1} of {given.rounds}")
+        order = (
+            (old, THIS_CHECKOUT) if turn % 2 == 0 else (THIS_CHECKOUT, old)
+        )  # neither always comes second
+        found = {c: run_bench(c, given.bench, options, given.figure, given.over) for c in order}
+        rounds.append((found[old], found[THIS_CHECKOUT]))
+    show_progress("")
     rows = [
         {
             "row": name,
@@ -82,7 +88,7 @@ def main() -> None:
     ]
     facts = {"figure": given.figure, "over": given.over, "rounds": given.rounds}
     facts["options"] = options
-    show(f"{given.bench}, two versions", rows, facts, quiet=False)
+    print_report(f"{given.bench}, two versions", rows, facts, quiet=False)
 
 
 if __name__ == "__main__":

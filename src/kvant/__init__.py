@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         UnsupportedView,
     )
     from kvant.generation import Grammar, Messages, Session, Step, generate
-    from kvant.hf import HostCache, cache_for, detach
+    from kvant.hf import TransformersCache, cache_for, detach
     from kvant.models.shapes import Shape
     from kvant.planner import Plan, plan
     from kvant.prefixes import Prefixes
@@ -135,7 +135,7 @@ def load(
 @overload
 def load(
     path: str | PathLike[str], model: Module, *, device: str | Device | None = None
-) -> HostCache: ...
+) -> TransformersCache: ...
 def load(
     path: str | PathLike[str],
     model: Any = None,
@@ -158,9 +158,9 @@ def load(
         return files.load(path, device=device or "cpu", tiles=tiles)
     if tiles is not None:
         raise ValueError("tiles beside a model: its cache lies as the model's backends like it")
-    from kvant.hf import loaded
+    from kvant.hf import load_cache
 
-    return loaded(path, model, device)
+    return load_cache(path, model, device)
 
 
 def explain(what: Any) -> Any:

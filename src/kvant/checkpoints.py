@@ -18,14 +18,21 @@ from typing import Any, NamedTuple
 from safetensors import SafetensorError, safe_open
 
 from kvant import demo
-from kvant.devices import AUTO, named_device, named_dtype
+from kvant.devices import AUTO_DTYPE, parse_device, parse_dtype
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
-WEIGHTS = "*.safetensors"
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "tekken.json")  # any of them may be all there is
+CONFIG_NAME, INDEX_NAME = "config.json", "model.safetensors.index.json"
+WEIGHTS_PATTERN = "*.safetensors"
+TOKENIZER_PATTERNS = (
+    "tokenizer*",
+    "vocab*",
+    "*.model",
+    "tekken.json",
+)  # any of them may be all there is
 HUB_TIMEOUT_S = 5.0  # for the hub to answer at all
 PROXY_LOGIN = 407  # the status of a proxy that wants a login
-POINTER = b"version https://git-lfs"  # what Git leaves where a large file was not fetched
+LFS_POINTER_PREFIX = (
+    b"version https://git-lfs"  # what Git leaves where a large file was not fetched
+)
 
 
 def load(
@@ -34,7 +41,7 @@ def load(
     flag: str = "--model",
     trust_code: bool = False,
     device: str | None = None,
-    dtype: str = AUTO,
+    dtype: str = AUTO_DTYPE,
 ) -> tuple[Any, Any]:
     """A model and its tokenizer: safetensors only, and none of its own code unless asked.
 
@@ -42,12 +49,12 @@ def load(
     """
     from transformers import AutoTokenizer
 
-    place, numbers = named_device(device), named_dtype(dtype)
-    check(name, flag=flag)
-    where = _where(name, flag)
-    with _loading(where, flag) as options:
+    place, numbers = parse_device(device), parse_dtype(dtype)
+    check_checkpoint(name, flag=flag)
+    where = _resolve_checkpoint(name, flag)
+    with _report_loading_errors(where, flag) as options:
         options |= {"trust_remote_code": trust_code}
-        model = _pretrained(where, numbers, options)
+        model = _load_pretrained(where, numbers, options)
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     return model.to(place), tokenizer
 
@@ -58,18 +65,18 @@ def load_model(
     flag: str = "--model",
     trust_code: bool = False,
     device: str | None = None,
-    dtype: str = AUTO,
+    dtype: str = AUTO_DTYPE,
 ) -> Any:
     """The model alone."""
-    place, numbers = named_device(device), named_dtype(dtype)
-    check(name, flag=flag, tokenizer=False)
-    where = _where(name, flag)
-    with _loading(where, flag) as options:
-        model = _pretrained(where, numbers, options | {"trust_remote_code": trust_code})
+    place, numbers = parse_device(device), parse_dtype(dtype)
+    check_checkpoint(name, flag=flag, tokenizer=False)
+    where = _resolve_checkpoint(name, flag)
+    with _report_loading_errors(where, flag) as options:
+        model = _load_pretrained(where, numbers, options | {"trust_remote_code": trust_code})
     return model.to(place)
 
 
-def _pretrained(where: str, dtype: Any, options: dict[str, Any]) -> Any:
+def _load_pretrained(where: str, dtype: Any, options: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
     model, found = AutoModelForCausalLM.from_pretrained(
@@ -80,21 +87,21 @@ def _pretrained(where: str, dtype: Any, options: dict[str, Any]) -> Any:
     return model.eval()
 
 
-def configuration(name: str | None) -> Any:
+def load_config(name: str | None) -> Any:
     """What a model says of itself, without its weights."""
     from transformers import AutoConfig
 
-    where = _where(name, "--model")
-    with _loading(where, "--model") as options:
+    where = _resolve_checkpoint(name, "--model")
+    with _report_loading_errors(where, "--model") as options:
         return AutoConfig.from_pretrained(where, **options)
 
 
-def told_by(path: str | PathLike[str]) -> Any:
+def read_config(path: str | PathLike[str]) -> Any:
     """What a config.json says, or a folder with one, or a name on the hub."""
     place = Path(path).expanduser()
-    file = place / CONFIG if place.is_dir() else place
+    file = place / CONFIG_NAME if place.is_dir() else place
     if isinstance(path, str) and not place.exists() and place.suffix != ".json":
-        return configuration(path)
+        return load_config(path)
     try:
         told = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -102,69 +109,73 @@ def told_by(path: str | PathLike[str]) -> Any:
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
     if not isinstance(told, dict):
-        raise ValueError(f"{file}: an object is needed, as a {CONFIG} is")
+        raise ValueError(f"{file}: an object is needed, as a {CONFIG_NAME} is")
     return told
 
 
-def config_file(name: str | None) -> Path | None:
+def find_config_file(name: str | None) -> Path | None:
     """Where a folder says what its model is; None of a name on the hub."""
-    folder = Path(_where(name, "--model"))
-    return folder / CONFIG if folder.is_dir() else None
+    folder = Path(_resolve_checkpoint(name, "--model"))
+    return folder / CONFIG_NAME if folder.is_dir() else None
 
 
-def check(name: str | None, *, flag: str = "--model", tokenizer: bool = True) -> None:
+def check_checkpoint(name: str | None, *, flag: str = "--model", tokenizer: bool = True) -> None:
     """Is all there that loading this folder takes? A name on the hub is not looked up."""
-    folder = Path(_where(name, flag))
+    folder = Path(_resolve_checkpoint(name, flag))
     if not folder.is_dir():
         return
-    if tokenizer and not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
+    if tokenizer and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_PATTERNS):
         raise ValueError(f"{flag} {folder}: there is no tokenizer in it (tokenizer.json)")
-    for file in _weights(folder, flag):
-        _check_weights(file, flag)
+    for file in _list_weight_files(folder, flag):
+        _check_weight_file(file, flag)
 
 
-def _where(name: str | None, flag: str) -> str:
+def _resolve_checkpoint(name: str | None, flag: str) -> str:
     """The folder of that name with a configuration in it, or a name on the hub."""
     if name is None:
         return str(demo.PATH)
     folder = Path(name).expanduser()
-    if folder.suffix == ".gguf" or (folder.is_dir() and _gguf_alone(folder)):
+    if folder.suffix == ".gguf" or (folder.is_dir() and _has_only_gguf(folder)):
         raise ValueError(
             f"{flag} {name}: GGUF is not read: name the folder of safetensors that it was made "
             "from, or its name on the hub"
         )
     if folder.is_dir():
-        if not (folder / CONFIG).is_file():
-            raise ValueError(f"{flag} {name}: there is no {CONFIG} in this folder")
+        if not (folder / CONFIG_NAME).is_file():
+            raise ValueError(f"{flag} {name}: there is no {CONFIG_NAME} in this folder")
         return str(folder)
     if folder.exists():
-        raise ValueError(f"{flag} {name}: a file; the folder with {CONFIG} and weights is needed")
+        raise ValueError(
+            f"{flag} {name}: a file; the folder with {CONFIG_NAME} and weights is needed"
+        )
     if name.startswith((".", "/", "~")):
         raise ValueError(f"{flag} {name}: there is no such folder")
     return name
 
 
-def _gguf_alone(folder: Path) -> bool:
-    return any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS))
+def _has_only_gguf(folder: Path) -> bool:
+    return any(folder.glob("*.gguf")) and not any(folder.glob(WEIGHTS_PATTERN))
 
 
-def _weights(folder: Path, flag: str) -> list[Path]:
+def _list_weight_files(folder: Path, flag: str) -> list[Path]:
     """The files of weights, all of which are there."""
-    index, there = folder / INDEX, sorted(folder.glob(WEIGHTS))
+    index, there = folder / INDEX_NAME, sorted(folder.glob(WEIGHTS_PATTERN))
     if not there:
         kept = "pickled weights alone" if any(folder.glob("*.bin")) else "no weights"
-        raise ValueError(f"{flag} {folder}: there are {kept} in it: {WEIGHTS} is needed")
+        raise ValueError(f"{flag} {folder}: there are {kept} in it: {WEIGHTS_PATTERN} is needed")
     if not index.is_file():
         if (
             not any("-of-" in file.name for file in there)
             or (folder / "model.safetensors").exists()
         ):
             return there
-        raise ValueError(f"{flag} {folder}: its weights are in parts, and {INDEX} is not there")
+        raise ValueError(
+            f"{flag} {folder}: its weights are in parts, and {INDEX_NAME} is not there"
+        )
     try:
         parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{flag} {folder}: {INDEX} is damaged: {error}") from error
+        raise ValueError(f"{flag} {folder}: {INDEX_NAME} is damaged: {error}") from error
     missing = [part for part in parts if not (folder / part).is_file()]
     if missing:
         raise ValueError(
@@ -174,10 +185,10 @@ def _weights(folder: Path, flag: str) -> list[Path]:
     return [folder / part for part in parts]
 
 
-def _check_weights(file: Path, flag: str) -> None:
+def _check_weight_file(file: Path, flag: str) -> None:
     """Its header is read, which tells how long it has to be."""
     with file.open("rb") as opened:
-        if opened.read(len(POINTER)) == POINTER:
+        if opened.read(len(LFS_POINTER_PREFIX)) == LFS_POINTER_PREFIX:
             raise ValueError(
                 f"{flag} {file}: a pointer of Git LFS: fetch the weights (git lfs pull)"
             )
@@ -189,21 +200,21 @@ def _check_weights(file: Path, flag: str) -> None:
 
 
 @contextmanager
-def _loading(where: str, flag: str) -> Iterator[dict[str, Any]]:
+def _report_loading_errors(checkpoint: str, flag: str) -> Iterator[dict[str, Any]]:
     """Load quietly, with the options yielded; an error is one line."""
     from transformers.utils import logging as host_logging
 
     host_logging.disable_progress_bar()
     host_logging.set_verbosity_error()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    cache_only = None if Path(where).is_dir() else _ask_hub(where, flag)
+    cache_only = None if Path(checkpoint).is_dir() else _ask_hub(checkpoint, flag)
     try:
         yield {"local_files_only": True} if cache_only else {}
     except Exception as error:  # a broken checkpoint makes its readers raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if cache_only:
             reason = cache_only.explain(reason, missing=_is_not_cached(error))
-        raise ValueError(f"{flag} {where} cannot be loaded: {reason}") from error
+        raise ValueError(f"{flag} {checkpoint} cannot be loaded: {reason}") from error
 
 
 class _CacheOnly(NamedTuple):
@@ -261,7 +272,7 @@ def _ask_hub(name: str, flag: str) -> _CacheOnly | None:
     return None
 
 
-def skeleton(config: Any) -> Any:
+def make_meta_model(config: Any) -> Any:
     """The modules of a model, without memory for their weights."""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # specs are read, and commands are explained, without torch
     import torch
     from torch import Tensor
 
-    from kvant.extent import Change, Extent, Ints
+    from kvant.page_table import AppendPlan, Ints, PageTable
 
 Fields: TypeAlias = "Mapping[str, Tensor]"
 Order = Literal["BHTD", "BTHD"]
@@ -47,20 +47,20 @@ class Frame(Protocol):
     """
 
     @property
-    def trivial(self) -> bool:
+    def is_identity(self) -> bool:
         """A is 1: everything stays as it comes."""
         return False
 
-    def rows(self, x: Tensor) -> Tensor:
+    def transform_rows(self, x: Tensor) -> Tensor:
         """A x, for keys and values [..., H, T, D] on their way in."""
 
-    def queries(self, q: Tensor) -> Tensor:
+    def transform_queries(self, q: Tensor) -> Tensor:
         """A^-T q, for queries [..., H * group, T, D]; in float32 or wider, unless A is 1.
 
         It may enlarge a query beyond what its 16 bits hold, and rounding would cost bits.
         """
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def restore_outputs(self, x: Tensor) -> Tensor:
         """A^-1 x, for whatever leaves: attention outputs, and rows that are read back."""
 
 
@@ -136,7 +136,7 @@ class Retention(Protocol):
     def sinks(self) -> int:
         """How many of the first rows of a sequence always stay, dense."""
 
-    def keep(self, length: int) -> int:
+    def find_first_retained(self, length: int) -> int:
         """The first row, sinks aside, that must stay once `length` tokens were seen."""
 
 
@@ -163,7 +163,7 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Selection:
+class PageSelection:
     """How many of the sealed pages a query reads: the best by the bounds of their keys.
 
     The first page of a sequence is read in any case, and does not count.
@@ -179,16 +179,16 @@ class Selection:
                 "or a share up to 100% is needed"
             )
 
-    def count(self, pages: Ints) -> Ints:
+    def count_selected(self, num_pages: Ints) -> Ints:
         """Of so many pages, so many are read."""
         import numpy as np
 
-        share = np.ceil(pages * self.percent / 100).astype(np.int64)
-        count: Ints = np.minimum(pages, np.maximum(share, self.pages))
+        share = np.ceil(num_pages * self.percent / 100).astype(np.int64)
+        count: Ints = np.minimum(num_pages, np.maximum(share, self.pages))
         return count
 
 
-class Rows(NamedTuple):
+class ScoreInput(NamedTuple):
     """The rows that a prune chooses among, of N key heads: those of a sequence are neighbours.
 
     They end side by side at the newest token, and are in no frame, in float32.
@@ -196,11 +196,11 @@ class Rows(NamedTuple):
 
     keys: Tensor  # [N, n, D]
     values: Tensor  # [N, n, Dv]
-    there: Tensor  # [N, n]: booleans; a head may have fewer rows than others
+    valid: Tensor  # [N, n]: booleans; a head may have fewer rows than others
     queries: Tensor | None  # [N, group, m, D]: the newest that a score asked for
-    asked: Tensor | None  # [N, m]: the row of each of them; below zero: it is padding
+    query_rows: Tensor | None  # [N, m]: the row of each of them; below zero: it is padding
     scale: float  # of the scores of queries and keys
-    heads: int  # of a sequence
+    heads_per_sequence: int  # of a sequence
 
 
 class Score(Protocol):
@@ -211,16 +211,16 @@ class Score(Protocol):
         """In specs and files."""
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """How many of the newest queries it asks for."""
         return 0
 
     @property
-    def decodes(self) -> bool:
+    def prunes_during_decode(self) -> bool:
         """May it prune while tokens are decoded, or only behind a prompt?"""
         return False
 
-    def of(self, rows: Rows) -> Tensor:
+    def score_rows(self, rows: ScoreInput) -> Tensor:
         """[N, n]: the larger, the sooner a row is kept."""
 
 
@@ -241,7 +241,7 @@ class Pruning:
                 "or a share up to 100% is needed"
             )
 
-    def keep(self, length: int) -> int:
+    def compute_budget(self, length: int) -> int:
         """Rows that stay of so many tokens."""
         return self.rows or math.ceil(length * self.percent / 100)
 
@@ -259,28 +259,30 @@ class Tiles(Protocol):
 
 
 @dataclass
-class Tally:
+class LayerStats:
     """What happened to one layer, for `stats()`."""
 
     appends: int = 0
     rewinds_exact: int = 0
     rewinds_decoded: int = 0
-    attended: Counter[str] = field(default_factory=Counter)  # backend -> calls
-    sealed: Counter[str] = field(default_factory=Counter)  # backend -> pages
-    clamped: int | Tensor = 0  # values beyond the limit of their codec, where they were counted
-    told: set[str] = field(default_factory=set)  # what was warned of; one set for a whole cache
+    attend_calls: Counter[str] = field(default_factory=Counter)  # backend -> calls
+    sealed_pages: Counter[str] = field(default_factory=Counter)  # backend -> pages
+    clamped_values: int | Tensor = (
+        0  # values beyond the limit of their codec, where they were counted
+    )
+    warned: set[str] = field(default_factory=set)  # what was warned of; one set for a whole cache
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: LayerStats) -> None:
         self.appends += other.appends
         self.rewinds_exact += other.rewinds_exact
         self.rewinds_decoded += other.rewinds_decoded
-        self.attended.update(dict(other.attended))  # a copy: other threads may be counting
-        self.sealed.update(dict(other.sealed))
-        self.clamped += int(other.clamped)
+        self.attend_calls.update(dict(other.attend_calls))  # a copy: other threads may be counting
+        self.sealed_pages.update(dict(other.sealed_pages))
+        self.clamped_values += int(other.clamped_values)
 
 
 @dataclass(frozen=True, eq=False)
-class Summary:
+class PageSummary:
     """Two bounds of each channel of the keys of each sealed page, by slot.
 
     They follow from the pages, so they are worked out when first asked for, and never stored: the
@@ -288,10 +290,12 @@ class Summary:
     """
 
     bounds: Tensor  # [slots, H, 2, D]: the upper ones, then the lower ones
-    of: Ints  # [slots]: how often a slot had been taken when they were worked out; 0: never
+    slot_versions: (
+        Ints  # [slots]: how often a slot had been taken when they were worked out; 0: never
+    )
 
 
-class Request(NamedTuple):
+class AttentionRequest(NamedTuple):
     """What is asked of a backend; queries are already in the frame of the keys."""
 
     q: Tensor  # [B, H * group, T, D], of any float dtype: the last T columns of the view
@@ -299,31 +303,31 @@ class Request(NamedTuple):
     mask: Mask | Tensor
     softcap: float | None = None
     sink_logits: Tensor | None = None  # [H * group]: learned logits that lead nowhere
-    lse: bool = True  # is log-sum-exp asked for?
-    dtype: torch.dtype | None = None  # None: float32, see `out_dtype`
+    return_lse: bool = True  # is log-sum-exp asked for?
+    output_dtype: torch.dtype | None = None  # None: float32, see `out_dtype`
     # Of sealed pages, read these only: [B, H, T, n] numbers in order, then -1. None: read all.
-    chosen: Tensor | None = None
+    selected_pages: Tensor | None = None
 
     @property
     def out_dtype(self) -> torch.dtype:
         """The dtype that outputs may be rounded to."""
-        if self.dtype is not None:
-            return self.dtype
+        if self.output_dtype is not None:
+            return self.output_dtype
         import torch  # words are read without it
 
         return torch.float32
 
 
 @dataclass(frozen=True, eq=False)
-class Stored:
+class PagedTensors:
     """The keys, or the values, of a layer: tensors by slot, in the frame of their codec."""
 
     codec: Codec
     open: Tensor  # [slots, H, P, D]
     sealed: Fields  # {field: [slots, H, P or 1, width]}
     tiles: Tiles | None
-    summary: Summary | None = None  # of keys of which pages are selected
-    memo: dict[Any, Any] = field(default_factory=dict)  # what backends worked out of it
+    summary: PageSummary | None = None  # of keys of which pages are selected
+    derived: dict[Any, Any] = field(default_factory=dict)  # what backends worked out of it
 
     @cached_property
     def heads(self) -> int:
@@ -335,11 +339,11 @@ class Stored:
         return self.open.shape[3]
 
 
-class Selecting(NamedTuple):
+class ViewSelection(NamedTuple):
     """How a view selects pages, and what tells whether a summary is of what lies in a slot."""
 
-    selection: Selection
-    takes: Ints  # [slots]: how often each was taken
+    rule: PageSelection
+    slot_versions: Ints  # [slots]: how often each was taken
 
 
 class View(NamedTuple):
@@ -356,31 +360,33 @@ class View(NamedTuple):
     open ones. Values may lie inside the keys: then `values is keys`.
     """
 
-    keys: Stored
-    values: Stored
-    own: Fields | None  # {side: [B, H, T, D]}
-    extent: Extent
-    dense: bool  # are rows of `own` dense to all queries, whatever falls due?
+    keys: PagedTensors
+    values: PagedTensors
+    new_rows: Fields | None  # {side: [B, H, T, D]}
+    page_table: PageTable
+    new_rows_dense: bool  # are rows of `own` dense to all queries, whatever falls due?
     mask: Mask
     value_dim: int  # output channels
-    tally: Tally
+    stats: LayerStats
     backend: str | None = None  # the one that is to read it; None: the first that does
-    selecting: Selecting | None = None  # None: queries read all pages that they see
-    watch: Callable[[Tensor, float], None] | None = None  # who wants to see queries and their scale
+    selection: ViewSelection | None = None  # None: queries read all pages that they see
+    query_listener: Callable[[Tensor, float], None] | None = (
+        None  # who wants to see queries and their scale
+    )
 
     @property
     def batch(self) -> int:
-        return self.extent.batch
+        return self.page_table.batch
 
     @property
     def heads(self) -> int:
         """Key heads of a sequence."""
-        return self.keys.heads * self.extent.heads
+        return self.keys.heads * self.page_table.tables_per_sequence
 
     @property
-    def came(self) -> int:
+    def num_new(self) -> int:
         """The columns of `own`."""
-        return 0 if self.own is None else self.own["keys"].shape[2]
+        return 0 if self.new_rows is None else self.new_rows["keys"].shape[2]
 
 
 class Backend(Protocol):
@@ -389,19 +395,19 @@ class Backend(Protocol):
     @property
     def name(self) -> str: ...
     @property
-    def prompts(self) -> bool:
+    def fast_prefill(self) -> bool:
         """Does it read the rows of a prompt sooner than PyTorch does?"""
 
-    def supports(self, view: View, request: Request | None = None) -> str | None:
+    def supports(self, view: View, request: AttentionRequest | None = None) -> str | None:
         """None, or the reason why this view (and this request) is not read here."""
 
-    def choose(self, request: Request, view: View) -> Tensor | None:
+    def select_pages(self, request: AttentionRequest, view: View) -> Tensor | None:
         """The sealed pages that queries read (`Request.chosen`) where a view selects."""
 
-    def attend(self, request: Request, view: View) -> tuple[Tensor, Tensor | None]:
+    def attend(self, request: AttentionRequest, view: View) -> tuple[Tensor, Tensor | None]:
         """Outputs [B, H * group, T, D] in the frame of the values; log-sum-exp, without D."""
 
-    def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
+    def store(self, plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> bool:
         """Do what a change says of the rows {side: [B, H, T, D]} that came; False: not here."""
 
 
@@ -412,18 +418,18 @@ class Snapshot:
     tensors: Fields
     numbers: Mapping[str, int]
 
-    def copied(self) -> Snapshot:
+    def copy(self) -> Snapshot:
         """The same in memory of its own."""
         return Snapshot({name: t.clone() for name, t in self.tensors.items()}, self.numbers)
 
 
-class HostState(Protocol):
+class ExternalState(Protocol):
     """The state of a layer that a host changes in place, so that nobody appends to it."""
 
     @property
     def spec(self) -> Any: ...
     @property
-    def tally(self) -> Tally: ...
+    def stats(self) -> LayerStats: ...
     @property
     def length(self) -> int: ...
     @property
@@ -433,7 +439,7 @@ class HostState(Protocol):
     @property
     def nbytes_used(self) -> int: ...
     def nbytes_after(self, coming: int, recipe: Any) -> int: ...
-    def follow(self, length: int) -> None:
+    def advance_to(self, length: int) -> None:
         """The others have come so far: the state is the one of that length."""
 
     def invalidate(self) -> None:
@@ -442,18 +448,18 @@ class HostState(Protocol):
     def reachable(self, to: int) -> int:
         """The longest length <= `to` that `going_back` can serve."""
 
-    def going_back(self, to: int) -> Callable[[], None]:
+    def prepare_rewind(self, to: int) -> Callable[[], None]:
         """What takes the state back to a length; from now on until then it is of none."""
 
     def checkpoint(self) -> None: ...
     def shared_snapshot(self) -> Snapshot: ...
-    def restored(self, snapshot: Snapshot) -> Any:
+    def parse_snapshot(self, snapshot: Snapshot) -> Any:
         """What `becoming` takes; an error where it does not fit."""
 
-    def settled(self) -> Any:
+    def get_history(self) -> Any:
         """The state and its checkpoints between two forwards: one under way has died."""
 
-    def becoming(self, past: Any) -> Callable[[], None]:
+    def prepare_restore(self, history: Any) -> Callable[[], None]:
         """What makes the state this one; from now on until then it is of no length."""
 
-    def fork(self) -> HostState: ...
+    def fork(self) -> ExternalState: ...

@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # a name is checked without torch
     import torch
     from torch import nn
 
-KNOWN = "cpu, cuda, cuda:N, mps"
-AUTO = "auto"  # the dtype that a checkpoint says
+KNOWN_DEVICES = "cpu, cuda, cuda:N, mps"
+AUTO_DTYPE = "auto"  # the dtype that a checkpoint says
 # The operators of torch, by dtype, that say whether oneDNN multiplies it on this processor.
-SUPPORT = {
+SUPPORT_OPERATORS = {
     "bfloat16": "_is_mkldnn_bf16_supported",
     "float16": "_is_mkldnn_fp16_supported",
 }
-_warned: WeakSet[nn.Module] = WeakSet()
+_warned_models: WeakSet[nn.Module] = WeakSet()
 
 
 def check_device(name: str | None) -> None:
@@ -31,10 +31,10 @@ def check_device(name: str | None) -> None:
     if name is not None:
         _check_name(name)
     if name not in (None, "cpu"):
-        named_device(name)
+        parse_device(name)
 
 
-def named_device(name: str | None = None) -> torch.device:
+def parse_device(name: str | None = None) -> torch.device:
     """The device of that name, if it is there; unnamed, a GPU of CUDA where there is one."""
     import torch
 
@@ -45,30 +45,30 @@ def named_device(name: str | None = None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"--device {name}: torch {torch.__version__} finds no GPU here; there is "
-            f"{', '.join(_there())}: install a torch built for it, or leave --device out"
+            f"{', '.join(_list_devices())}: install a torch built for it, or leave --device out"
         )
-    if name not in (*_there(), "cuda"):
-        raise ValueError(f"--device {name}: here there is {', '.join(_there())}")
+    if name not in (*_list_devices(), "cuda"):
+        raise ValueError(f"--device {name}: here there is {', '.join(_list_devices())}")
     return device
 
 
 def _check_name(name: str) -> None:
     if not re.fullmatch("cpu|cuda|cuda:[0-9]{1,4}|mps", name):
-        raise ValueError(f"--device {name}: known are {KNOWN}")
+        raise ValueError(f"--device {name}: known are {KNOWN_DEVICES}")
 
 
 def check_dtype(name: str) -> None:
     """Refuse the name of a dtype that no model is loaded in."""
-    if name not in (AUTO, *DTYPE_NAMES):
-        raise ValueError(f"--dtype {name}: known are {', '.join((AUTO, *DTYPE_NAMES))}")
+    if name not in (AUTO_DTYPE, *DTYPE_NAMES):
+        raise ValueError(f"--dtype {name}: known are {', '.join((AUTO_DTYPE, *DTYPE_NAMES))}")
 
 
-def named_dtype(name: str = AUTO) -> torch.dtype | str:
+def parse_dtype(name: str = AUTO_DTYPE) -> torch.dtype | str:
     """The dtype of that name, as loading a checkpoint takes it."""
     from kvant.dtypes import DTYPES
 
     check_dtype(name)
-    return DTYPES.get(name, AUTO)
+    return DTYPES.get(name, AUTO_DTYPE)
 
 
 def describe_processor() -> str:
@@ -87,7 +87,7 @@ def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
     """
     import torch
 
-    operator = SUPPORT.get(str(dtype).removeprefix("torch."))
+    operator = SUPPORT_OPERATORS.get(str(dtype).removeprefix("torch."))
     if device.type != "cpu" or operator is None:
         return False
     supported = getattr(torch.ops.mkldnn, operator, None)
@@ -121,12 +121,12 @@ def describe_slow_weights(model: nn.Module) -> str | None:
 
 def warn_of_slow_weights(model: nn.Module, warn: Callable[[str], None]) -> None:
     """Pass the line of `describe_slow_weights` to `warn`, once a model."""
-    if model not in _warned and (line := describe_slow_weights(model)) is not None:
-        _warned.add(model)
+    if model not in _warned_models and (line := describe_slow_weights(model)) is not None:
+        _warned_models.add(model)
         warn(line)
 
 
-def _there() -> list[str]:
+def _list_devices() -> list[str]:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

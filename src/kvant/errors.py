@@ -157,7 +157,7 @@ def name_path(path: str | os.PathLike[str]) -> Iterator[None]:
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
-class Refusals:
+class UsageHints:
     """Says in one line what to write instead."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:

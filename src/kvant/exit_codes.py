@@ -17,40 +17,40 @@ from typer.exceptions import TyperException
 
 from kvant.errors import CacheError
 
-INTERRUPTED = 130
+INTERRUPTED_CODE = 130
 
 
-def command(app: typer.Typer) -> NoReturn:
+def run_app(app: typer.Typer) -> NoReturn:
     """Run a command as it was typed, to its end."""
-    with ending():
+    with handle_errors():
         code = app(standalone_mode=False)
-        if code == INTERRUPTED:  # what Typer makes of Ctrl-C, without a word
+        if code == INTERRUPTED_CODE:  # what Typer makes of Ctrl-C, without a word
             raise KeyboardInterrupt
         raise SystemExit(code)
 
 
 @contextmanager
-def ending() -> Iterator[None]:
+def handle_errors() -> Iterator[None]:
     """Turn what ends a command into its exit code."""
     try:
         yield
     except TyperException as error:
-        _end(error.format_message(), error.exit_code)
+        _exit_with_error(error.format_message(), error.exit_code)
     except (CacheError, ValueError) as error:
-        _end(str(error) or type(error).__name__, 2)
+        _exit_with_error(str(error) or type(error).__name__, 2)
     except (OSError, MemoryError) as error:
-        _end(str(error), 1)
+        _exit_with_error(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
         print("\ninterrupted", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        raise SystemExit(INTERRUPTED_CODE) from None
 
 
-def complain(told: str) -> None:
+def print_error(message: str) -> None:
     """One line, or none where help was shown in its place."""
-    for line in told.strip().splitlines()[:1]:
+    for line in message.strip().splitlines()[:1]:
         print(f"error: {line}", file=sys.stderr)
 
 
-def _end(told: str, code: int) -> NoReturn:
-    complain(told)
+def _exit_with_error(message: str, code: int) -> NoReturn:
+    print_error(message)
     raise SystemExit(code) from None

@@ -30,16 +30,18 @@ from kvant.errors import CapacityError
 
 __all__ = ["State", "cached_attention", "get", "init", "reset", "seq_length", "update"]
 
-Rows = tuple[Tensor, ...]  # of each layer: [B, H, length, D], with more in front where it is mapped
-Attend = Callable[[Tensor, Tensor, Tensor, "State"], tuple[Tensor, "State"]]
+LayerRows = tuple[
+    Tensor, ...
+]  # of each layer: [B, H, length, D], with more in front where it is mapped
+AttendFunction = Callable[[Tensor, Tensor, Tensor, "State"], tuple[Tensor, "State"]]
 
 
 @dataclass(frozen=True, eq=False)
 class State:
     """The rows of every layer so far. Not to be written to; a pytree of its tensors."""
 
-    keys: Rows
-    values: Rows
+    keys: LayerRows
+    values: LayerRows
     max_seq_len: int
 
     def __repr__(self) -> str:
@@ -47,7 +49,7 @@ class State:
         return f"State(lengths {lengths} of {self.max_seq_len})"
 
 
-def _state(sides: Iterable[Any], max_seq_len: Any) -> State:
+def _unflatten_state(sides: Iterable[Any], max_seq_len: Any) -> State:
     keys, values = sides
     return State(keys, values, max_seq_len)
 
@@ -55,7 +57,7 @@ def _state(sides: Iterable[Any], max_seq_len: Any) -> State:
 register_pytree_node(
     State,
     lambda state: ([state.keys, state.values], state.max_seq_len),
-    _state,
+    _unflatten_state,
     serialized_type_name="kvant.functional.State",
 )
 
@@ -88,7 +90,7 @@ def init(
 
 def update(state: State, layer: int, k: Tensor, v: Tensor) -> tuple[State, Tensor, Tensor]:
     """The state with rows `k` and `v` [B, H, T, D] added, and that layer's rows, [B, H, n, D]."""
-    after = _extended(state, layer, k, v)
+    after = _append_rows(state, layer, k, v)
     return after, after.keys[layer].clone(), after.values[layer].clone()
 
 
@@ -114,7 +116,7 @@ def reset(state: State) -> State:
     return State(keys, values, state.max_seq_len)
 
 
-def cached_attention(*, num_heads: int, head_dim: int, layer: int) -> Attend:
+def cached_attention(*, num_heads: int, head_dim: int, layer: int) -> AttendFunction:
     """A function of (q, k, v, state): add the rows, attend causally to all of that layer's.
 
     `num_heads` query heads [B, heads, T, D] share the heads of the state, so they are a multiple of
@@ -127,13 +129,13 @@ def cached_attention(*, num_heads: int, head_dim: int, layer: int) -> Attend:
     def attend(q: Tensor, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, State]:
         _check_layer(state, layer)
         _check_queries(q, k, num_heads, head_dim)
-        after = _extended(state, layer, k, v)
-        return _attention(q, after.keys[layer], after.values[layer]), after
+        after = _append_rows(state, layer, k, v)
+        return _compute_attention(q, after.keys[layer], after.values[layer]), after
 
     return attend
 
 
-def _extended(state: State, layer: int, k: Tensor, v: Tensor) -> State:
+def _append_rows(state: State, layer: int, k: Tensor, v: Tensor) -> State:
     _check_layer(state, layer)
     for name, rows, held in (("k", k, state.keys[layer]), ("v", v, state.values[layer])):
         _check_rows(name, rows, held)
@@ -146,16 +148,18 @@ def _extended(state: State, layer: int, k: Tensor, v: Tensor) -> State:
             f"init with max_seq_len={length}"
         )
     return State(
-        _replaced(state.keys, layer, k), _replaced(state.values, layer, v), state.max_seq_len
+        _append_to_layer(state.keys, layer, k),
+        _append_to_layer(state.values, layer, v),
+        state.max_seq_len,
     )
 
 
-def _replaced(side: Rows, layer: int, rows: Tensor) -> Rows:
+def _append_to_layer(side: LayerRows, layer: int, rows: Tensor) -> LayerRows:
     longer = torch.cat([side[layer], rows], dim=2)
     return tuple(longer if index == layer else held for index, held in enumerate(side))
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def _compute_attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention of the newest T tokens; the queries of a key head are one matrix."""
     batch, all_heads, count, dim = q.shape
     heads = keys.shape[1]
@@ -165,11 +169,11 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     grouped = (q.to(wide) * dim**-0.5).reshape(batch, heads, group * count, dim)
     scores = grouped @ keys.transpose(-1, -2)
     alone = count == 1  # the newest token sees everything
-    out = torch.softmax(scores, -1) @ values if alone else _causal(scores, values, group)
+    out = torch.softmax(scores, -1) @ values if alone else _compute_causal(scores, values, group)
     return out.reshape(q.shape).to(q.dtype)
 
 
-def _causal(scores: Tensor, values: Tensor, group: int) -> Tensor:
+def _compute_causal(scores: Tensor, values: Tensor, group: int) -> Tensor:
     """Values weighed by scores [B, H, group * T, n], where a query sees what is not after it.
 
     Zero times NaN is NaN: a hidden row must not spoil the queries before it.
@@ -188,18 +192,21 @@ def _check_layer(state: State, layer: int) -> None:
         raise ValueError(f"layer {layer} of a state of {len(state.keys)}: count from 0")
 
 
-def _check_rows(name: str, rows: Tensor, held: Tensor) -> None:
-    fits = rows.ndim == held.ndim == 4 and rows.shape[:2] == held.shape[:2]
-    if not fits or rows.shape[3] != held.shape[3]:
-        batch, heads, dim = [*held.shape[:-2], held.shape[-1]][-3:]
-        mapped = f", mapped over {list(held.shape[:-4])}: use torch.vmap" if held.ndim > 4 else ""
+def _check_rows(name: str, rows: Tensor, cached: Tensor) -> None:
+    fits = rows.ndim == cached.ndim == 4 and rows.shape[:2] == cached.shape[:2]
+    if not fits or rows.shape[3] != cached.shape[3]:
+        batch, heads, dim = [*cached.shape[:-2], cached.shape[-1]][-3:]
+        mapped = (
+            f", mapped over {list(cached.shape[:-4])}: use torch.vmap" if cached.ndim > 4 else ""
+        )
         raise ValueError(
             f"{name} of shape {list(rows.shape)} for a state of [{batch}, {heads}, T, {dim}]"
             f"{mapped}"
         )
-    if (rows.dtype, rows.device) != (held.dtype, held.device):
+    if (rows.dtype, rows.device) != (cached.dtype, cached.device):
         raise ValueError(
-            f"{name} of {rows.dtype} on {rows.device} for a state of {held.dtype} on {held.device}"
+            f"{name} of {rows.dtype} on {rows.device} for a state of {cached.dtype} on "
+            f"{cached.device}"
         )
 
 

@@ -15,37 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvant.modes import passing
-from kvant.native import DTYPES, NORMED_DIMS, library, normed
+from kvant.native import DTYPE_CODES, NORM_DIMS, get_library, norm_rows
+from kvant.torch_modes import is_tracing
 
-EPS = ("variance_epsilon", "eps")  # what models call it
-WEIGHT, FORWARD = "weight", "forward"
-PLAIN = (bool, int, float, str)
-TRIALS = ((1, 1.0), (1, 1e-3), (64, 30.0), (65, 1.0), (1, 0.0))  # rows, and their size
-Tried = dict[Any, bool]
+EPS_NAMES = ("variance_epsilon", "eps")  # what models call it
+WEIGHT_NAME, FORWARD_NAME = "weight", "forward"
+SCALAR_TYPES = (bool, int, float, str)
+TRIAL_INPUTS = ((1, 1.0), (1, 1e-3), (64, 30.0), (65, 1.0), (1, 0.0))  # rows, and their size
+TrialResults = dict[Any, bool]
 
 
-class Fused:
+class FusedNorm:
     """Stands before the forward of a norm, which computes the rest: under autograd, say."""
 
-    def __init__(self, module: nn.Module, eps: str, weight: Tensor) -> None:
+    def __init__(self, module: nn.Module, eps_name: str, weight: Tensor) -> None:
         self.module = module
-        self.eps = eps
+        self.eps_name = eps_name
         self.shape, self.dtype = weight.shape, weight.dtype  # that were tried
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        weight = self.module._parameters.get(WEIGHT)
-        if len(given) == 1 and not named and type(weight) is nn.Parameter:
-            x = given[0]
-            if type(x) is Tensor and self._fits(x, weight):
-                return normed(x, weight, getattr(self.module, self.eps))
-        return type(self.module).forward(self.module, *given, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weight = self.module._parameters.get(WEIGHT_NAME)
+        if len(args) == 1 and not kwargs and type(weight) is nn.Parameter:
+            x = args[0]
+            if type(x) is Tensor and self._can_fuse(x, weight):
+                return norm_rows(x, weight, getattr(self.module, self.eps_name))
+        return type(self.module).forward(self.module, *args, **kwargs)
 
-    def _fits(self, x: Tensor, weight: Tensor) -> bool:
+    def _can_fuse(self, x: Tensor, weight: Tensor) -> bool:
         """Rows and a weight that lie in memory as the kernel reads them, and no gradient wanted?"""
         wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
         return (
-            not (wanted or passing())
+            not (wanted or is_tracing())
             and x.dtype is self.dtype
             and weight.dtype is self.dtype
             and (x.is_cpu and weight.is_cpu)
@@ -54,8 +54,8 @@ class Fused:
             and not torch.is_autocast_enabled("cpu")
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Fused:
-        other = Fused.__new__(Fused)
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedNorm:
+        other = FusedNorm.__new__(FusedNorm)
         other.__dict__.update(vars(self), module=copy.deepcopy(self.module, memo))
         return other
 
@@ -65,44 +65,44 @@ class Fused:
 
 
 def is_fused(module: nn.Module) -> bool:
-    return isinstance(vars(module).get(FORWARD), Fused)
+    return isinstance(vars(module).get(FORWARD_NAME), FusedNorm)
 
 
-def fuse(module: nn.Module, tried: Tried) -> bool:
+def fuse_norm(module: nn.Module, trials: TrialResults) -> bool:
     """Let a norm compute in one pass where that gives its bits; one of each kind is tried."""
     if is_fused(module):
         return True
-    weight = module._parameters.get(WEIGHT)
-    eps = next((name for name in EPS if isinstance(vars(module).get(name), float)), None)
+    weight = module._parameters.get(WEIGHT_NAME)
+    eps = next((name for name in EPS_NAMES if isinstance(vars(module).get(name), float)), None)
     if weight is None or eps is None or not _is_candidate(module, weight):
         return False
-    told = tuple(item for item in vars(module).items() if isinstance(item[1], PLAIN))
+    told = tuple(item for item in vars(module).items() if isinstance(item[1], SCALAR_TYPES))
     kind = type(module), weight.shape, weight.dtype, told
-    if kind not in tried:
-        tried[kind] = _same(module, eps, weight)
-    if tried[kind]:
-        module.__dict__[FORWARD] = Fused(module, eps, weight)
-    return tried[kind]
+    if kind not in trials:
+        trials[kind] = _gives_same_bits(module, eps, weight)
+    if trials[kind]:
+        module.__dict__[FORWARD_NAME] = FusedNorm(module, eps, weight)
+    return trials[kind]
 
 
-def part(module: nn.Module) -> None:
+def unfuse_norm(module: nn.Module) -> None:
     """Let a norm compute as it did before."""
     if is_fused(module):
-        del module.__dict__[FORWARD]
+        del module.__dict__[FORWARD_NAME]
 
 
 def _is_candidate(module: nn.Module, weight: Tensor) -> bool:
     """Has it a weight of 16 bits on a CPU, and nothing else, and the forward of its class?"""
     return (
-        library().functions is not None
-        and list(module._parameters) == [WEIGHT]
+        get_library().functions is not None
+        and list(module._parameters) == [WEIGHT_NAME]
         and not (module._modules or module._buffers)
         and type(weight) is nn.Parameter
         and weight.ndim == 1
         and weight.is_cpu
         and weight.itemsize == 2
-        and weight.dtype in DTYPES
-        and weight.shape[0] in NORMED_DIMS
+        and weight.dtype in DTYPE_CODES
+        and weight.shape[0] in NORM_DIMS
         and len(inspect.signature(type(module).forward).parameters) == 2
         and _has_own_forward(module)
     )
@@ -110,13 +110,13 @@ def _is_candidate(module: nn.Module, weight: Tensor) -> bool:
 
 def _has_own_forward(module: nn.Module) -> bool:
     """That of its class: one that was fused, and came from a file, is as well."""
-    found, own = vars(module).get(FORWARD), type(module).forward
+    found, own = vars(module).get(FORWARD_NAME), type(module).forward
     if isinstance(found, partial):
         return found.func is own and found.args == (module,) and not found.keywords
     return found is None
 
 
-def _same(module: nn.Module, eps: str, weight: Tensor) -> bool:
+def _gives_same_bits(module: nn.Module, eps_name: str, weight: Tensor) -> bool:
     """Are its outputs the same to the bit?
 
     Tried with a weight that is not all ones, and in float32 as well, which shows the last bit of
@@ -126,8 +126,8 @@ def _same(module: nn.Module, eps: str, weight: Tensor) -> bool:
     other = copy.copy(module)
     for dtype in (weight.dtype, torch.float32):
         own = nn.Parameter(draw(weight.shape).to(dtype), requires_grad=False)
-        other.__dict__["_parameters"] = {WEIGHT: own}
-        for rows, size in TRIALS:
+        other.__dict__["_parameters"] = {WEIGHT_NAME: own}
+        for rows, size in TRIAL_INPUTS:
             x = (size * draw(1, rows, len(own))).to(dtype)
             try:
                 with torch.autocast("cpu", enabled=False):
@@ -136,7 +136,10 @@ def _same(module: nn.Module, eps: str, weight: Tensor) -> bool:
                 return False
             if type(plain) is not Tensor or plain.dtype != dtype:
                 return False
-            both = (one.view(torch.uint8) for one in (plain, normed(x, own, getattr(other, eps))))
+            both = (
+                one.view(torch.uint8)
+                for one in (plain, norm_rows(x, own, getattr(other, eps_name)))
+            )
             if not torch.equal(*both):
                 return False
     return True

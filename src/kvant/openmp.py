@@ -14,27 +14,27 @@ from functools import cache
 
 import torch
 
-PROCESS = os.getpid()
-SOFT = 1  # of OpenMP: what a program set stays as it is
+IMPORT_PID = os.getpid()
+OMP_PAUSE_SOFT = 1  # of OpenMP: what a program set stays as it is
 
 
-def release() -> None:
+def release_threads() -> None:
     """Give back the threads that the calling thread computes with, until it computes again."""
-    runtime = _runtime()
-    if runtime is not None and os.getpid() == PROCESS:  # a fork has none of them to wait for
-        runtime.omp_pause_resource_all(SOFT)
+    runtime = _load_runtime()
+    if runtime is not None and os.getpid() == IMPORT_PID:  # a fork has none of them to wait for
+        runtime.omp_pause_resource_all(OMP_PAUSE_SOFT)
 
 
-def compute_alone() -> None:
+def use_one_thread() -> None:
     """Let the calling thread compute without others from now on; they compute as before."""
-    runtime = _runtime()
+    runtime = _load_runtime()
     if runtime is not None:
         torch.get_num_threads()  # the first time, torch sets what a thread begins with
         runtime.omp_set_num_threads(1)
 
 
 @cache
-def _runtime() -> CDLL | None:
+def _load_runtime() -> CDLL | None:
     """The OpenMP that torch computes with; None where we do not know it."""
     found = CDLL(None) if sys.platform == "linux" else None  # torch loads it for everybody
     return found if hasattr(found, "omp_pause_resource_all") else None

@@ -12,20 +12,20 @@ LINE_SECONDS = 10  # between two lines: short work prints none
 AT_ONCE = 0.5  # seconds: what is shown as done so soon was done before
 
 
-class Bar:
+class ProgressBar:
     """How much is done, and how long the rest takes; a bar is removed at its end."""
 
-    def __init__(self, what: str, *, quiet: bool = False) -> None:
+    def __init__(self, title: str, *, quiet: bool = False) -> None:
         console = Console(stderr=True)
-        columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         hidden = quiet or not console.is_terminal
         self._bar = Progress(*columns, console=console, transient=True, disable=hidden)
-        self._task = self._bar.add_task(what)
-        self._what, self._prints_lines = what, hidden and not quiet
+        self._task = self._bar.add_task(title)
+        self._title, self._prints_lines = title, hidden and not quiet
         self._before = 0  # what was done before the work began
         self._begun = self._last_line = monotonic()
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> ProgressBar:
         self._begun = self._last_line = monotonic()
         self._bar.start()
         return self
@@ -36,14 +36,14 @@ class Bar:
     def stop(self) -> None:
         self._bar.stop()
 
-    def show(self, done: int, total: int) -> None:
+    def update(self, done: int, total: int) -> None:
         now = monotonic()
         if now - self._begun < AT_ONCE:
             self._before = done
         self._bar.update(self._task, completed=done, total=total)
         if self._prints_lines and now - self._last_line >= LINE_SECONDS:
             self._last_line = now
-            line = f"{self._what}: {done} of {total}"
+            line = f"{self._title}: {done} of {total}"
             if done > self._before:
                 left = (now - self._begun) * (total - done) / (done - self._before)
                 line += f", about {duration(left)} left"

@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from kvant.contracts import Codec, Mask, Pruning, Retention, Selection
+from kvant.contracts import Codec, Mask, PageSelection, Pruning, Retention
 from kvant.lazy import LazyModule
 
 if TYPE_CHECKING:
     import torch
 
-    from kvant.extent import Paging
+    from kvant.page_table import Paging
 else:
     torch = LazyModule("torch")  # for typing.get_type_hints
 
@@ -47,7 +47,7 @@ class LayerSpec:
     dtype: torch.dtype | None = None  # of dense rows, one of DTYPE_NAMES; None: as they come
     chunk: int | None = None  # a query sees its own block of so many positions only
     value_dim: int | None = None  # values are the first channels of the keys (MLA)
-    select: Selection | None = None  # None: a token reads all pages that it sees
+    select: PageSelection | None = None  # None: a token reads all pages that it sees
     prune: Pruning | None = None  # None: rows stay while a token may see them
 
     @cached_property
@@ -72,7 +72,7 @@ class LayerSpec:
 
     @cached_property
     def paging(self) -> Paging:
-        from kvant.extent import Paging
+        from kvant.page_table import Paging
 
         deepest = max(codec.tail for codec in self.sides.values())
         tail = deepest if self.tail is None else self.tail
@@ -84,7 +84,7 @@ class LayerSpec:
         return Mask(window=retention.window, sinks=retention.sinks, chunk=self.chunk)
 
     @cached_property
-    def width(self) -> float:
+    def effective_window(self) -> float:
         """How many of the last rows stay: inf where all do."""
         window = self.retention.window
         return float("inf") if window is None else window
@@ -150,7 +150,7 @@ class EmptySpec:
 
 
 Recipe = LayerSpec | RecurrentSpec | GroupSpec | SharedSpec | EmptySpec
-KINDS: dict[str, type[Recipe]] = {  # by the name that a header has for them
+RECIPES_BY_KIND: dict[str, type[Recipe]] = {  # by the name that a header has for them
     "attention": LayerSpec,
     "recurrent": RecurrentSpec,
     "group": GroupSpec,
@@ -171,26 +171,28 @@ class CacheSpec:
 
     layers: tuple[Recipe, ...]
 
-    def widened(self, slack: int) -> CacheSpec:
+    def with_slack(self, slack: int) -> CacheSpec:
         """The same, but rewinds of at least `slack` tokens are exact."""
-        return self.changed(lambda layer: replace(layer, slack=max(layer.slack, slack)))
+        return self.map_layers(lambda layer: replace(layer, slack=max(layer.slack, slack)))
 
-    def changed(self, change: Callable[[LayerSpec], LayerSpec]) -> CacheSpec:
+    def map_layers(self, function: Callable[[LayerSpec], LayerSpec]) -> CacheSpec:
         """The same, with that done to whatever attends, inside of groups too."""
-        return CacheSpec(tuple(_changed(recipe, LayerSpec, change) for recipe in self.layers))
+        return CacheSpec(tuple(_map_recipe(recipe, LayerSpec, function) for recipe in self.layers))
 
     @property
     def prunes(self) -> bool:
         """Does some layer let rows go behind a prompt?"""
-        return any(layer.prune is not None for layer in attention_in(*self.layers))
+        return any(layer.prune is not None for layer in iterate_attention(*self.layers))
 
-    def with_checkpoints(self, most: int) -> CacheSpec:
+    def with_checkpoints(self, max_checkpoints: int) -> CacheSpec:
         """The same, but recurrences keep at most so many checkpoints."""
 
-        def change(recipe: RecurrentSpec) -> RecurrentSpec:
-            return replace(recipe, max_checkpoints=most)
+        def set_limit(recipe: RecurrentSpec) -> RecurrentSpec:
+            return replace(recipe, max_checkpoints=max_checkpoints)
 
-        return CacheSpec(tuple(_changed(recipe, RecurrentSpec, change) for recipe in self.layers))
+        return CacheSpec(
+            tuple(_map_recipe(recipe, RecurrentSpec, set_limit) for recipe in self.layers)
+        )
 
 
 # What a user may give for a spec: a string of the spec language, one recipe for every layer that
@@ -198,18 +200,18 @@ class CacheSpec:
 AnySpec = str | LayerSpec | CacheSpec
 
 
-def attention_in(*recipes: Recipe) -> Iterator[LayerSpec]:
+def iterate_attention(*recipes: Recipe) -> Iterator[LayerSpec]:
     """Those of these recipes that attend, inside of groups too."""
     for recipe in recipes:
         if isinstance(recipe, GroupSpec):
-            yield from attention_in(*(part for _, part in recipe.parts))
+            yield from iterate_attention(*(part for _, part in recipe.parts))
         elif isinstance(recipe, LayerSpec):
             yield recipe
 
 
-def _changed(recipe: Recipe, kind: type[T], change: Callable[[T], T]) -> Any:
+def _map_recipe(recipe: Recipe, recipe_type: type[T], function: Callable[[T], T]) -> Any:
     """The recipe, or its parts, where they are of that kind."""
     if isinstance(recipe, GroupSpec):
-        parts = ((name, _changed(part, kind, change)) for name, part in recipe.parts)
+        parts = ((name, _map_recipe(part, recipe_type, function)) for name, part in recipe.parts)
         return GroupSpec(tuple(parts))
-    return change(recipe) if isinstance(recipe, kind) else recipe
+    return function(recipe) if isinstance(recipe, recipe_type) else recipe

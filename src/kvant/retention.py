@@ -9,11 +9,11 @@ from kvant.contracts import Retention
 
 # Sinks of a window that a spec asks for, unless it gives a number. Many models put most of their
 # attention on the first tokens: a window that drops those spoils every later prediction.
-WINDOW_SINKS = 4
+DEFAULT_WINDOW_SINKS = 4
 
 
 @dataclass(frozen=True)
-class All:
+class KeepAll:
     """No window: a query sees every token before it, the first `sinks` of them dense for ever."""
 
     name: ClassVar[str] = "all"
@@ -24,7 +24,7 @@ class All:
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks}: at least 0 rows can stay, try sinks=0")
 
-    def keep(self, length: int) -> int:
+    def find_first_retained(self, length: int) -> int:
         """Row 0, whatever `length`."""
         return 0
 
@@ -46,9 +46,9 @@ class Window:
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks}: at least 0 rows can stay, try sinks=0")
 
-    def keep(self, length: int) -> int:
+    def find_first_retained(self, length: int) -> int:
         """The first row that the last token seen still sees: the next query needs one fewer."""
         return max(0, length - self.window)
 
 
-RETENTIONS: dict[str, type[Retention]] = {"all": All, "window": Window}
+RETENTIONS: dict[str, type[Retention]] = {"all": KeepAll, "window": Window}

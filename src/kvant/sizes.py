@@ -12,20 +12,20 @@ UNITS: dict[str, int] = {
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)},
 }
-SPELLED = {name.lower(): name for name in UNITS}  # 4gib, and 4G for 4GB
-SPELLED |= {name[:-1].lower(): name for name in UNITS if len(name) > 1}
-SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)")
+UNITS_BY_SPELLING = {name.lower(): name for name in UNITS}  # 4gib, and 4G for 4GB
+UNITS_BY_SPELLING |= {name[:-1].lower(): name for name in UNITS if len(name) > 1}
+SIZE_PATTERN = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
     """Bytes in "1.5GiB", "800 MB", "8G" or "4096": what is left of a byte is dropped."""
-    match = SIZE.fullmatch(text.strip())
+    match = SIZE_PATTERN.fullmatch(text.strip())
     if match is None:
         raise SpecError(
             f"size {short(text)}: a number and a unit are allowed, such as 1.5GiB;"
             f" units are {', '.join(UNITS)}"
         )
-    number, unit = match[1], SPELLED.get(match[2].lower() or "b")
+    number, unit = match[1], UNITS_BY_SPELLING.get(match[2].lower() or "b")
     if unit is None:
         raise SpecError(
             f"size {short(text)}: unit {match[2]!r} is not one of {', '.join(UNITS)};"
@@ -50,6 +50,6 @@ def format_size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
-def counted(count: int, noun: str) -> str:
+def format_count(count: int, noun: str) -> str:
     """1 turn, 2 turns"""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -9,7 +9,7 @@ from rich.table import Table
 PIPE_WIDTH = 160  # columns of a table in a pipe, so that nothing is cut off
 
 
-def blank(*, stderr: bool = False) -> tuple[Console, Table]:
+def make_table(*, stderr: bool = False) -> tuple[Console, Table]:
     """Return a console, which prints text as it is, and an empty table."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:

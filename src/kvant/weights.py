@@ -19,17 +19,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_map_only
 
-from kvant import norms, packed
+from kvant import norms, packed_matrix
 from kvant.errors import CacheError
-from kvant.modes import dual, no_inference_mode, transformed
-from kvant.packed import Order, PackedMatrix
-from kvant.sizes import counted, format_size
+from kvant.packed_matrix import PackedMatrix, SummationOrder
+from kvant.sizes import format_count, format_size
+from kvant.torch_modes import is_dual_level_open, is_transforming, no_inference_mode
 
-DTYPES = (torch.bfloat16, torch.float16)
+PACKABLE_DTYPES = (torch.bfloat16, torch.float16)
 # Layers whose weight other code multiplies with: it would have to be made dense for every token.
-READ_BY_OTHERS = ("dt_proj", "kv_b_proj")  # of Mamba; of latent attention, by kvant.attach
-SMALLEST = 64 * 64 + 1  # values; for fewer torch has a way that is sooner done
-WEIGHT = "weight"
+EXTERNALLY_READ_LAYERS = ("dt_proj", "kv_b_proj")  # of Mamba; of latent attention, by kvant.attach
+MIN_PACKED_VALUES = 64 * 64 + 1  # values; for fewer torch has a way that is sooner done
+WEIGHT_NAME = "weight"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,9 @@ class Packing:
     norms: int = 0  # fused
 
     def __str__(self) -> str:
-        told = f"{counted(len(self.layers), 'linear layer')} packed, {format_size(self.nbytes)}"
+        told = (
+            f"{format_count(len(self.layers), 'linear layer')} packed, {format_size(self.nbytes)}"
+        )
         if self.nbytes_added:
             told += f", {format_size(self.nbytes_added)} of it beside an embedding"
         if self.norms:
@@ -74,26 +76,26 @@ def pack(model: nn.Module, *, tied: bool = False) -> Packing:
     """
     _check_model(model)
     layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
-    tried: dict[Any, str | Order] = {}
+    tried: dict[Any, str | SummationOrder] = {}
     left: dict[str, str] = {}
-    sharing = Counter(_memory(tensor) for tensor in _tensors(model))
+    sharing = Counter(_get_memory_key(tensor) for tensor in _iterate_tensors(model))
     embeddings = [one for one in model.modules() if isinstance(one, nn.Embedding) and tied]
     with no_inference_mode(), torch.no_grad():
         for name, layer in layers.items():
-            weight = layer._parameters.get(WEIGHT)
+            weight = layer._parameters.get(WEIGHT_NAME)
             if isinstance(weight, PackedWeight):
                 continue
-            version = _version(weight) if isinstance(weight, Tensor) else None
+            version = _get_version(weight) if isinstance(weight, Tensor) else None
             others = sum(one.weight is weight for one in embeddings) if version else 0
-            reason = _unfit(name, layer, sharing, 1 + others)
+            reason = _explain_unpackable(name, layer, sharing, 1 + others)
             reason = reason or _pack_layer(layer, tried, version if others else None)
             if reason is not None:
                 left[name] = reason
-        kinds: norms.Tried = {}
-        fused = sum(norms.fuse(module, kinds) for module in model.modules())
+        kinds: norms.TrialResults = {}
+        fused = sum(norms.fuse_norm(module, kinds) for module in model.modules())
     made = {name: layers[name].weight for name in layers if name not in left}
     nbytes = sum(weight.nbytes for weight in made.values())
-    added = sum(w.nbytes for w in made.values() if isinstance(w, PackedWeight) and w.stays)
+    added = sum(w.nbytes for w in made.values() if isinstance(w, PackedWeight) and w.is_tied)
     return Packing(tuple(made), nbytes, left, added, fused)
 
 
@@ -118,10 +120,10 @@ def unpack(model: nn.Module) -> int:
     count = 0
     with no_inference_mode(), torch.no_grad():
         for module in model.modules():
-            norms.part(module)
+            norms.unfuse_norm(module)
             for name, weight in module._parameters.items():
                 if isinstance(weight, PackedWeight):
-                    module._parameters[name] = weight.restored()
+                    module._parameters[name] = weight.restore()
                     count += 1
     return count
 
@@ -130,30 +132,30 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters by name, each once: the same whether a model is packed or not."""
     seen = set[int]()
     for name, weight in model.named_parameters():
-        stays = isinstance(weight, PackedWeight) and weight.stays
+        stays = isinstance(weight, PackedWeight) and weight.is_tied
         one = cast(Any, weight).original if stays else weight
         if id(one) not in seen:
             seen.add(id(one))
             yield name, one
 
 
-def memory(tensor: Tensor) -> Any:
+def get_weight_memory(tensor: Tensor) -> Any:
     """What to hold so that the memory stays which computing with a tensor reads."""
-    return tensor.packed if isinstance(tensor, PackedWeight) else tensor.detach()
+    return tensor.matrix if isinstance(tensor, PackedWeight) else tensor.detach()
 
 
-def place(tensor: Tensor) -> object:
+def get_weight_address(tensor: Tensor) -> object:
     """Where that memory is: another value where it is another."""
     if isinstance(tensor, PackedWeight):
-        return id(tensor.packed), tensor.current
+        return id(tensor.matrix), tensor.is_current
     return tensor.data_ptr()
 
 
-Version = tuple[int, int]
-NEVER: Version = (-1, 0)
+WeightVersion = tuple[int, int]
+NO_VERSION: WeightVersion = (-1, 0)
 
 
-def _version(weight: Tensor) -> Version | None:
+def _get_version(weight: Tensor) -> WeightVersion | None:
     """How often a weight was written to, and where it lies; None where nobody counts."""
     try:
         return weight._version, weight.data_ptr()
@@ -166,42 +168,45 @@ class PackedWeight(torch.Tensor):
 
     _is_param = True  # a parameter to `isinstance`
 
-    packed: PackedMatrix
+    matrix: PackedMatrix
     original: nn.Parameter | None  # empty, unless it `stays`; None of a weight's `data`
-    version: Version | None  # of an original that stays, as it was packed
+    version: WeightVersion | None  # of an original that stays, as it was packed
 
     @classmethod
-    def of(
-        cls, packed: PackedMatrix, original: nn.Parameter | None, version: Version | None = None
+    def from_matrix(
+        cls,
+        matrix: PackedMatrix,
+        original: nn.Parameter | None,
+        version: WeightVersion | None = None,
     ) -> PackedWeight:
         made: PackedWeight = torch.Tensor._make_wrapper_subclass(
             cls,
-            packed.shape,
-            dtype=packed.dtype,
-            device=packed.device,
+            matrix.shape,
+            dtype=matrix.dtype,
+            device=matrix.device,
             requires_grad=original is not None and original.requires_grad,
         )
         made.__dict__.update({} if original is None else original.__dict__)
-        made.packed, made.original, made.version = packed, original, version
+        made.matrix, made.original, made.version = matrix, original, version
         return made
 
     @property
-    def stays(self) -> bool:
+    def is_tied(self) -> bool:
         """Is the original another module's as well?"""
         return self.version is not None
 
     @property
-    def current(self) -> bool:
+    def is_current(self) -> bool:
         """Are the packed bytes those of the original?"""
-        return not self.stays or _version(cast(Tensor, self.original)) == self.version
+        return not self.is_tied or _get_version(cast(Tensor, self.original)) == self.version
 
-    def restored(self) -> nn.Parameter:
+    def restore(self) -> nn.Parameter:
         """The parameter that was there before."""
         assert self.original is not None
         original = self.original
-        if self.stays:
+        if self.is_tied:
             return original
-        original.data = self.packed.dense()
+        original.data = self.matrix.to_dense()
         original.requires_grad_(self.requires_grad)
         original.grad = self.grad
         return original
@@ -214,15 +219,15 @@ class PackedWeight(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in ANSWERS and not kwargs:
-            out = ANSWERS[func](*args)
+        if func in FUNCTION_OVERRIDES and not kwargs:
+            out = FUNCTION_OVERRIDES[func](*args)
             if out is not None:
                 return out
         own, named = tuple(args), dict(kwargs or {})
         if len(own) == 1 and not named and type(own[0]) is PackedWeight:  # of an attribute
-            own = (_original(own[0]),)
+            own = (_get_compute_weight(own[0]),)
         else:
-            own, named = tree_map_only(PackedWeight, _original, (own, named))
+            own, named = tree_map_only(PackedWeight, _get_compute_weight, (own, named))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*own, **named)
 
@@ -235,59 +240,65 @@ class PackedWeight(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
-        if _writes(func, args, named):
+        if _writes_packed_weight(func, args, named):
             target = args[0]
-            if func is not torch.ops.aten.copy_.default or target.original is None or target.stays:
-                raise _refusal(str(func))
-            value = args[1].to(target.packed.device, target.packed.dtype)
-            target.packed = PackedMatrix(value.expand(target.packed.shape), target.packed.order)
+            if (
+                func is not torch.ops.aten.copy_.default
+                or target.original is None
+                or target.is_tied
+            ):
+                raise _make_refusal(str(func))
+            value = args[1].to(target.matrix.device, target.matrix.dtype)
+            target.matrix = PackedMatrix(
+                value.expand(target.matrix.shape), target.matrix.summation_order
+            )
             return target
-        real = tree_map_only(PackedWeight, _dense, (tuple(args), named))
+        real = tree_map_only(PackedWeight, _make_dense, (tuple(args), named))
         return func(*real[0], **real[1])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PackedWeight:
         """Packed as well: the bytes are never written to, so both read the same."""
         original = copy.deepcopy(self.original, memo)
-        if original is None or not self.stays:
-            return PackedWeight.of(self.packed, original)
-        version = _version(original) if self.current else None
-        return PackedWeight.of(self.packed, original, version or NEVER)
+        if original is None or not self.is_tied:
+            return PackedWeight.from_matrix(self.matrix, original)
+        version = _get_version(original) if self.is_current else None
+        return PackedWeight.from_matrix(self.matrix, original, version or NO_VERSION)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """What is written to a file is dense."""
-        if self.stays:
+        if self.is_tied:
             return _same_object, (self.original,)
-        dense: Any = nn.Parameter(_dense(self), self.requires_grad)
+        dense: Any = nn.Parameter(_make_dense(self), self.requires_grad)
         return dense.__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({list(self.shape)}, {self.dtype})"
 
 
-def _same_object(found: Any) -> Any:
-    return found
+def _same_object(original: Any) -> Any:
+    return original
 
 
-def _original(weight: PackedWeight) -> Any:
+def _get_compute_weight(weight: PackedWeight) -> Any:
     """What is computed with in its place: an original that stays, or itself."""
-    if weight.stays:
-        _leave_compilers()
+    if weight.is_tied:
+        _refuse_compilers()
         return weight.original
     return weight
 
 
-def _dense(weight: PackedWeight) -> Tensor:
-    _leave_compilers()
-    return weight.packed.dense()
+def _make_dense(weight: PackedWeight) -> Tensor:
+    _refuse_compilers()
+    return weight.matrix.to_dense()
 
 
-def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
+def _compute_linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
     """`functional.linear` with packed bytes, or None where a dense copy is needed."""
-    if type(weight) is not PackedWeight or type(x) is not Tensor or not weight.current:
+    if type(weight) is not PackedWeight or type(x) is not Tensor or not weight.is_current:
         return None
-    if x.dtype != weight.packed.dtype or not x.is_cpu or transformed() or dual():
+    if x.dtype != weight.matrix.dtype or not x.is_cpu or is_transforming() or is_dual_level_open():
         return None
-    if bias is not None and not packed.reads(weight.packed, bias):
+    if bias is not None and not packed_matrix.is_readable_bias(weight.matrix, bias):
         return None
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != x.dtype:
         return None
@@ -295,77 +306,77 @@ def _linear(x: Any, weight: Any, bias: Any = None) -> Tensor | None:
         one is not None and one.requires_grad for one in (x, weight, bias)
     ):
         return None
-    _leave_compilers()
-    return weight.packed.times(x, bias)
+    _refuse_compilers()
+    return weight.matrix.multiply(x, bias)
 
 
-def _leave_compilers() -> None:
+def _refuse_compilers() -> None:
     """A compiler that came as far as this gives the call up and makes it as it is."""
     if torch.compiler.is_compiling():
         raise CacheError("packed weights are not compiled: kvant.unpack(model) first")
 
 
-def _data(weight: PackedWeight) -> PackedWeight:
+def _get_data(weight: PackedWeight) -> PackedWeight:
     """The same weight beside autograd; not a copy, which would take what is written to it."""
-    return PackedWeight.of(weight.packed if weight.current else _packed_again(weight), None)
+    return PackedWeight.from_matrix(weight.matrix if weight.is_current else _repack(weight), None)
 
 
-def _copied(weight: Any, value: Any, *more: Any) -> Any:
+def _copy_into_original(weight: Any, value: Any, *args: Any) -> Any:
     """Write another state to an original that stays, and pack it again."""
-    if not isinstance(weight, PackedWeight) or not weight.stays:
+    if not isinstance(weight, PackedWeight) or not weight.is_tied:
         return None
     original = cast(Tensor, weight.original)
-    original.copy_(value, *more)
-    weight.packed, weight.version = _packed_again(weight), _version(original)
+    original.copy_(value, *args)
+    weight.matrix, weight.version = _repack(weight), _get_version(original)
     return weight
 
 
-def _packed_again(weight: PackedWeight) -> PackedMatrix:
-    return PackedMatrix(cast(Tensor, weight.original), weight.packed.order)
+def _repack(weight: PackedWeight) -> PackedMatrix:
+    return PackedMatrix(cast(Tensor, weight.original), weight.matrix.summation_order)
 
 
 def _set_data(weight: Any, value: Any) -> bool:
-    if value is not (weight.original if weight.stays else weight):
-        raise _refusal("assigning to the data")
+    if value is not (weight.original if weight.is_tied else weight):
+        raise _make_refusal("assigning to the data")
     return True
 
 
-def _converted(weight: Any, other: Any) -> bool:
+def _check_conversion(weight: Any, other: Any) -> bool:
     """Asked by `nn.Module.to`, which makes a new parameter of what was converted then."""
-    if not weight.stays:
+    if not weight.is_tied:
         return weight is other
-    packed: PackedMatrix = weight.packed
+    packed: PackedMatrix = weight.matrix
     if (other.dtype, other.device) != (packed.dtype, packed.device):
-        raise _refusal("a conversion")  # the new one would no longer be the embedding's
+        raise _make_refusal("a conversion")  # the new one would no longer be the embedding's
     return other is weight.original
 
 
-def _refused(what: str) -> Callable[..., Any]:
+def _make_refuser(operation: str) -> Callable[..., Any]:
     def refuse(*args: Any) -> Any:
-        raise _refusal(what)
+        raise _make_refusal(operation)
 
     return refuse
 
 
-def _refusal(what: str) -> CacheError:
+def _make_refusal(operation: str) -> CacheError:
     return CacheError(
-        f"{what} of a packed weight: kvant.unpack(model) first, for one that can be changed"
+        f"{operation} of a packed weight: kvant.unpack(model) first, for one that can be changed"
     )
 
 
 # What is answered otherwise than by a dense copy; no answer is None.
-ANSWERS: Mapping[Any, Callable[..., Any]] = {
-    functional.linear: _linear,
-    torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
+FUNCTION_OVERRIDES: Mapping[Any, Callable[..., Any]] = {
+    functional.linear: _compute_linear,
+    torch.Tensor.data.__get__: _get_data,  # type: ignore[attr-defined]
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-    torch.Tensor.copy_: _copied,
-    torch.Tensor.__setitem__: _refused("writing to rows"),
-    torch.Tensor.data_ptr: _refused("the address"),
-    torch._has_compatible_shallow_copy_type: _converted,
+    torch.Tensor.copy_: _copy_into_original,
+    torch.Tensor.__setitem__: _make_refuser("writing to rows"),
+    torch.Tensor.data_ptr: _make_refuser("the address"),
+    torch._has_compatible_shallow_copy_type: _check_conversion,
 }
 
 
-def _writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def _writes_packed_weight(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Does an operator write to a packed weight?"""
     if not func._schema.is_mutable:
         return False
@@ -382,83 +393,87 @@ def _check_model(model: Any) -> None:
         raise TypeError(f"{type(model).__name__} is no model: a loaded torch.nn.Module is needed")
 
 
-def _tensors(model: nn.Module) -> Iterator[Tensor]:
+def _iterate_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Every one as often as a module holds it."""
     for module in model.modules():
         for held in (module._parameters, module._buffers):
             yield from (tensor for tensor in held.values() if tensor is not None)
 
 
-def _memory(tensor: Tensor) -> int:
+def _get_memory_key(tensor: Tensor) -> int:
     """The same for tensors that begin at the same byte; some have no address."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     return (tensor.data_ptr() if plain else 0) or id(tensor)
 
 
-def _unfit(name: str, layer: nn.Linear, sharing: Mapping[int, int], holders: int) -> str | None:
+def _explain_unpackable(
+    name: str, layer: nn.Linear, memory_counts: Mapping[int, int], num_holders: int
+) -> str | None:
     """Why a layer is not packed, as far as it shows; so many modules may hold its weight."""
-    weight = layer._parameters.get(WEIGHT)
+    weight = layer._parameters.get(WEIGHT_NAME)
     if type(layer) is not nn.Linear:
         return f"of class {type(layer).__name__}"
     if type(weight) is not nn.Parameter:
         return "without a plain weight"
-    if weight.dtype not in DTYPES:
+    if weight.dtype not in PACKABLE_DTYPES:
         return f"of {str(weight.dtype).removeprefix('torch.')}"
     if weight.device.type != "cpu":
         return f"on {weight.device}"
-    if weight.numel() < SMALLEST:
+    if weight.numel() < MIN_PACKED_VALUES:
         return "too small"
-    if name.rpartition(".")[2] in READ_BY_OTHERS:
+    if name.rpartition(".")[2] in EXTERNALLY_READ_LAYERS:
         return "read by other code"
-    return "tied" if sharing[_memory(weight)] > holders else None
+    return "tied" if memory_counts[_get_memory_key(weight)] > num_holders else None
 
 
 def _pack_layer(
-    layer: nn.Linear, tried: dict[Any, str | Order], version: Version | None
+    layer: nn.Linear, trials: dict[Any, str | SummationOrder], version: WeightVersion | None
 ) -> str | None:
     """Pack a layer, or say why not; layers of one shape are tried once.
 
     An original that has a `version` stays.
     """
-    weight, bias = layer._parameters[WEIGHT], layer.bias
+    weight, bias = layer._parameters[WEIGHT_NAME], layer.bias
     assert weight is not None
-    if not packed.known():
+    if not packed_matrix.has_packing_operators():
         return f"unknown to torch {torch.__version__}"
-    if bias is not None and not packed.reads(weight, bias):
+    if bias is not None and not packed_matrix.is_readable_bias(weight, bias):
         return "with a bias that oneDNN does not read"
     shape = (weight.shape, weight.dtype, bias is None)
     matrix = None
-    if shape not in tried:
-        order = Order()
+    if shape not in trials:
+        order = SummationOrder()
         try:
             matrix = PackedMatrix(weight, order)
-            tried[shape] = order if _same(layer, matrix) else "of other bits when packed"
+            trials[shape] = (
+                order if _gives_same_bits(layer, matrix) else "of other bits when packed"
+            )
         except RuntimeError:  # of this processor, or of this torch
-            tried[shape] = "refused by oneDNN"
-    found = tried[shape]
+            trials[shape] = "refused by oneDNN"
+    found = trials[shape]
     if isinstance(found, str):
         return found
-    made = PackedWeight.of(matrix or PackedMatrix(weight, found), weight, version)
+    made = PackedWeight.from_matrix(matrix or PackedMatrix(weight, found), weight, version)
     if version is None:
         made.grad, weight.grad = weight.grad, None
-    layer._parameters[WEIGHT] = cast(nn.Parameter, made)
+    layer._parameters[WEIGHT_NAME] = cast(nn.Parameter, made)
     if version is None:
         weight.data = weight.new_empty(0)  # last: an interrupt before it loses nothing
     return None
 
 
-ROWS = (2, 16, 64)
-VALUES = 2**16  # of single rows: another order of sums shows in one of some thousand
+TRIAL_ROWS = (2, 16, 64)
+MAX_TRIAL_VALUES = 2**16  # of single rows: another order of sums shows in one of some thousand
 
 
-def _same(layer: nn.Linear, matrix: PackedMatrix) -> bool:
+def _gives_same_bits(layer: nn.Linear, matrix: PackedMatrix) -> bool:
     """Are the outputs those of the layer, to the bit? Of many single rows, and of some together."""
-    singles = min(64, 1 + VALUES // layer.out_features)
+    singles = min(64, 1 + MAX_TRIAL_VALUES // layer.out_features)
     generator = torch.Generator().manual_seed(0)
-    for rows in (*[1] * singles, *ROWS):
+    for rows in (*[1] * singles, *TRIAL_ROWS):
         x = torch.randn(rows, layer.in_features, generator=generator, device="cpu")
         x = x.to(matrix.dtype)
         plain = functional.linear(x, layer.weight, layer.bias)
-        if not torch.equal(plain, matrix.times(x, layer.bias)):
+        if not torch.equal(plain, matrix.multiply(x, layer.bias)):
             return False
     return True

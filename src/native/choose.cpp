@@ -1,5 +1,5 @@
 // Which sealed pages a query reads: those whose keys can score most with the query heads that share
-// them, by two bounds of each channel (attention/selecting.py).
+// them, by two bounds of each channel (attention/page_selection.py).
 //
 // What must move is the bounds of every page, in the order of memory: so page by page, the heads of
 // a page one after another. A sum over query heads of what they can score is one product: that of

@@ -12,15 +12,15 @@ import torch
 from offline import Compiled, Driver, pretend
 
 from kvant import Cache
-from kvant.attention.triton import Triton, launching, sealing
-from kvant.attention.triton.forms import MovingPlace
+from kvant.attention.triton import TritonBackend, kernel_launch, store_pages
+from kvant.attention.triton.arguments import StaticTritonPageTable
+from kvant.attention.triton.decode_step import TritonDecodeStep
+from kvant.attention.triton.kernel_launch import KernelView
 from kvant.attention.triton.kernels import attend, store
-from kvant.attention.triton.launching import Scope
-from kvant.attention.triton.step import Step
-from kvant.cache.changes import advanced
+from kvant.cache.advance import advance
 from kvant.codecs.frames import hadamard
-from kvant.codecs.frames import kernels as turning
-from kvant.contracts import Request
+from kvant.codecs.frames import rotation_kernel as turning
+from kvant.contracts import AttentionRequest
 
 found: dict[str, dict[str, int]] = {}
 
@@ -64,36 +64,40 @@ for text, dim, queries in (
     label = f"{text} {dim} {queries}"
     view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, dim).bfloat16())
     q = torch.randn(1, 8, queries, dim).to(torch.float32 if "turbo" in text else torch.bfloat16)
-    launching.launch(Request(q, 0.1, view.mask, dtype=torch.bfloat16), Scope.of(view))
+    kernel_launch.launch_attention(
+        AttentionRequest(q, 0.1, view.mask, output_dtype=torch.bfloat16), KernelView.from_view(view)
+    )
 label = "chosen"
 state = Cache(1, "affine4,tail=0,select=2:0")[0]
 state.append(*torch.randn(2, 1, 2, 600, 128).bfloat16())
-asked = Request(torch.randn(1, 8, 1, 128).bfloat16(), 0.1, state.view().mask)
-chosen = Triton("interpreted", "cpu").choose(asked, state.view())
+asked = AttentionRequest(torch.randn(1, 8, 1, 128).bfloat16(), 0.1, state.view().mask)
+chosen = TritonBackend("interpreted", "cpu").select_pages(asked, state.view())
 assert chosen is not None
-launching.launch(asked, Scope.of(state.view(), chosen))
+kernel_launch.launch_attention(asked, KernelView.from_view(state.view(), chosen))
 for count in (1000, 1024, 1088):  # tables of 15, 16 and 17 pages: one is a multiple of 16
     label = f"tables {count}"
     state = Cache(1, "affine8,tail=0,prefill=stored,capacity=2048")[0]
     view = state.append(*torch.randn(2, 2, 2, count, 64))
-    launching.launch(Request(torch.randn(2, 2, 1, 64), 0.1, view.mask), Scope.of(view))
-Triton.supports = lambda self, pages, request=None: None  # type: ignore
+    kernel_launch.launch_attention(
+        AttentionRequest(torch.randn(2, 2, 1, 64), 0.1, view.mask), KernelView.from_view(view)
+    )
+TritonBackend.supports = lambda self, pages, request=None: None  # type: ignore
 for text in ("raw,window=99,sinks=0", "affine4/turbo3"):
     label = f"step {text}"
     cache = Cache(1, f"{text},tail=0,capacity=640")
     keys, values = torch.randn(2, 1, 2, 301, 128).bfloat16()
     cache[0].append(keys[:, :, :300], values[:, :, :300])
     (change,) = cache.expect()
-    place = MovingPlace(change, torch.device("cpu"))
-    step = Step.of(cache[0].expected(change), place)
+    place = StaticTritonPageTable(change, torch.device("cpu"))
+    step = TritonDecodeStep.from_view(cache[0].make_view(change), place)
     step(torch.randn(1, 8, 1, 128).bfloat16(), keys[:, :, 300:], values[:, :, 300:])
-active.device, launching.available = 1, lambda device: 99 << 10  # type: ignore
+active.device, kernel_launch.get_available_shared_bytes = 1, lambda device: 99 << 10  # type: ignore
 for text in ("raw", "turbo4"):
     label = f"small {text}"
     view = Cache(1, f"{text},tail=0")[0].append(*torch.randn(2, 1, 2, 300, 256).bfloat16())
-    launching.launch(
-        Request(torch.randn(1, 8, 64, 256), 0.1, view.mask, softcap=9.0),
-        Scope.of(view),
+    kernel_launch.launch_attention(
+        AttentionRequest(torch.randn(1, 8, 64, 256), 0.1, view.mask, softcap=9.0),
+        KernelView.from_view(view),
     )
 active.device = 0
 for text, dim in (
@@ -107,11 +111,11 @@ for text, dim in (
     keys, values = torch.randn(2, 1, 2, 68, dim).bfloat16()
     cache[0].append(keys[:, :, :4], values[:, :, :4])
     layer, rows = cache[0], {"keys": keys[:, :, 4:], "values": values[:, :, 4:]}
-    sealing.stored(
-        advanced(layer.extent, 64, cache._ledger.pools[0].copy()), rows, layer.storage.sides
+    store_pages.launch_store(
+        advance(layer.page_table, 64, cache._tracker.pools[0].copy()), rows, layer.storage.sides
     )
 for last in (False, True):
     label = f"last={last}"
     x = torch.randn(1, 8, 1, 128).bfloat16()
-    hadamard.launched(x, lambda x: torch.ones(128), torch.float32, last=last)
+    hadamard.launch_rotation(x, lambda x: torch.ones(128), torch.float32, signs_last=last)
 print(json.dumps(found))

@@ -10,28 +10,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.native.records import Lanes
-from kvant.cache.changes import Pools, advanced, joined, selected
-from kvant.contracts import Codec, Fields, Mask, Stored, Tally, View
-from kvant.extent import Change, Extent, Kind
+from kvant.attention.native.structs import NativeTiles
+from kvant.cache.advance import Pools, advance, concat_tables, select_sequences
+from kvant.contracts import Codec, Fields, LayerStats, Mask, PagedTensors, View
+from kvant.page_table import AppendPlan, LayerGroup, PageTable
 from laws.oracle import sees
 
 SLOTS = 160  # of each kind
 HEADS, SCALE = 2, 0.3
-Storer = Callable[[Change, Fields, Mapping[str, Stored]], object]
+Storer = Callable[[AppendPlan, Fields, Mapping[str, PagedTensors]], object]
 
 
-def storage(codec: Codec, dim: int, dtype: torch.dtype, page: int) -> Stored:
+def storage(codec: Codec, dim: int, dtype: torch.dtype, page: int) -> PagedTensors:
     """Slots full of what is no number: nobody may read a row before it is written."""
     opened = torch.full((SLOTS, HEADS, page, dim), float("nan"), dtype=dtype)
     sealed = {
         name: torch.zeros((SLOTS, HEADS, one.height(page), one.width), dtype=one.dtype or dtype)
         for name, one in codec.fields(dim).items()
     }
-    return Stored(codec, opened, sealed, Lanes())
+    return PagedTensors(codec, opened, sealed, NativeTiles())
 
 
-def by_torch(change: Change, rows: Fields, sides: Mapping[str, Stored]) -> None:
+def by_torch(change: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> None:
     """What a change says, in its own order, as plainly as possible."""
     for name, stored in sides.items():
         opened, page = stored.open, stored.open.shape[2]
@@ -52,7 +52,7 @@ def by_torch(change: Change, rows: Fields, sides: Mapping[str, Stored]) -> None:
 class Life:
     """B sequences in one extent, all rows that they ever had, and their storage twice."""
 
-    kind: Kind
+    kind: LayerGroup
     codecs: Mapping[str, Codec]
     dims: Mapping[str, int]
     dtype: torch.dtype
@@ -62,13 +62,13 @@ class Life:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.pools = Pools.of(self.kind)
+        self.pools = Pools.make(self.kind)
         self.sides = [
             {name: storage(c, self.dims[name], self.dtype, self.kind.page) for name, c in items}
             for items in [self.codecs.items()] * len(self.storers)
         ]
-        self.extent = Extent.empty(self.kind, [])
-        self.change: Change | None = None
+        self.extent = PageTable.make_empty(self.kind, [])
+        self.change: AppendPlan | None = None
         self.own: Fields = {}
 
     def made(self, count: int) -> dict[str, Tensor]:
@@ -82,15 +82,15 @@ class Life:
         """Sequences that came one by one, side by side; those padded come together."""
         extents, rows = [], []
         for length in lengths:
-            self.extent, self.rows = Extent.empty(self.kind, [0]), [self.nothing()]
+            self.extent, self.rows = PageTable.make_empty(self.kind, [0]), [self.nothing()]
             self.append(length)
             extents.append(self.extent)
             rows += self.rows
         if padding:
-            self.extent = Extent.empty(self.kind, padding)
+            self.extent = PageTable.make_empty(self.kind, padding)
             self.rows = [self.nothing() for _ in padding]
         else:
-            self.extent, self.rows = joined(extents), rows
+            self.extent, self.rows = concat_tables(extents), rows
 
     def nothing(self) -> dict[str, Tensor]:
         return {n: torch.zeros(HEADS, 0, d, dtype=self.dtype) for n, d in self.dims.items()}
@@ -99,33 +99,33 @@ class Life:
         """Sequences twice, so that open pages are shared."""
         self.settle()
         index = [self.random.randrange(self.extent.batch) for _ in range(self.extent.batch)]
-        before, self.extent = self.extent, selected(self.extent, np.array(index))
-        self.pools.hold(self.extent)
-        self.pools.drop(before.open_slots(), before.sealed_slots())
+        before, self.extent = self.extent, select_sequences(self.extent, np.array(index))
+        self.pools.add_references(self.extent)
+        self.pools.drop_references(before.list_open_slots(), before.list_sealed_slots())
         self.rows = [dict(self.rows[i]) for i in index]
 
-    def append(self, count: int, *, dense: bool = False) -> Change:
+    def append(self, count: int, *, dense: bool = False) -> AppendPlan:
         """As a cache does it; what the pages held before is dropped after the next one."""
         self.settle()
-        change = self.change = advanced(self.extent, count, self.pools, dense=dense)
+        change = self.change = advance(self.extent, count, self.pools, new_rows_dense=dense)
         self.own = self.made(count)
         assert max(self.pools.open.size, self.pools.sealed.size) <= SLOTS
         for storer, sides in zip(self.storers, self.sides, strict=True):
             storer(change, self.own, sides)
-        for b, length in enumerate(change.after.rows.tolist()):
+        for b, length in enumerate(change.new_table.seq_lens.tolist()):
             held = self.rows[b]
             new = length - held["keys"].shape[1]
             self.rows[b] = {
                 name: torch.cat([rows, self.own[name][b, :, count - new :]], 1)
                 for name, rows in held.items()
             }
-        self.extent = change.after
+        self.extent = change.new_table
         return change
 
     def settle(self) -> None:
         """Let go what the last change did."""
         if self.change is not None:
-            self.pools.drop(*self.change.dropped)
+            self.pools.drop_references(*self.change.freed_slots)
         self.change = None
 
     def pages(self, mask: Mask, own: bool, which: int = 0) -> View:
@@ -134,12 +134,12 @@ class Life:
         return View(
             keys=sides["keys"],
             values=sides["values"],
-            own=self.own if own else None,
-            extent=change.during,
-            dense=change.dense and own,
+            new_rows=self.own if own else None,
+            page_table=change.read_table,
+            new_rows_dense=change.new_rows_dense and own,
             mask=mask,
             value_dim=self.dims["values"],
-            tally=Tally(),
+            stats=LayerStats(),
         )
 
     def right(
@@ -163,7 +163,7 @@ class Life:
                     if logits is not None:
                         lse[b, :, i] = logits.double()
                     continue
-                seam = self.kind.paging.due(at + 1) * self.kind.page
+                seam = self.kind.paging.count_due_pages(at + 1) * self.kind.page
                 sealed = (position >= self.kind.sinks) & (position < seam)
                 sealed &= position < length - came
                 visible = sees(mask, torch.tensor(at), position)
@@ -191,7 +191,7 @@ class Life:
         return found
 
 
-def same_bytes(one: Stored, other: Stored) -> None:
+def same_bytes(one: PagedTensors, other: PagedTensors) -> None:
     for name, x in {"open": one.open, **one.sealed}.items():
         y = other.open if name == "open" else other.sealed[name]
         assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), name

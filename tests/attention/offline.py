@@ -8,7 +8,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from kvant.attention.triton import forms
+from kvant.attention.triton import arguments
 from kvant.cache import storage
 
 
@@ -44,6 +44,6 @@ class Compiled:
 def pretend(capable: Driver) -> None:
     """Pages on the CPU are what they would be on a GPU."""
     driver.set_active(capable)
-    storage.arrangement = lambda device: None  # type: ignore[attr-defined, assignment]
-    on_a_gpu = forms.dot_type  # in the interpreter a bfloat16 is another thing
-    forms.dot_type = lambda dtype, interpreted: on_a_gpu(dtype, False)
+    storage.select_tiles = lambda device: None  # type: ignore[attr-defined, assignment]
+    on_a_gpu = arguments.get_dot_dtype  # in the interpreter a bfloat16 is another thing
+    arguments.get_dot_dtype = lambda dtype, interpreted: on_a_gpu(dtype, False)

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.contracts import Backend, Codec, Stored, Tiles
-from kvant.extent import Change, Extent, Kind, Paging
+from kvant.contracts import Backend, Codec, PagedTensors, Tiles
+from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
 
 
 def odd_rows(dtype: torch.dtype, dim: int) -> Tensor:
@@ -48,9 +48,9 @@ def sealed_by(
         name: torch.zeros(count, heads, field.height(page), field.width, dtype=field.dtype)
         for name, field in codec.fields(dim).items()
     }
-    stored = Stored(codec, rows.new_zeros(1, heads, page, dim), fields, tiles)
-    nowhere = Extent.empty(Kind(Paging(page, 0)), [0] * count)
+    stored = PagedTensors(codec, rows.new_zeros(1, heads, page, dim), fields, tiles)
+    nowhere = PageTable.make_empty(LayerGroup(Paging(page, 0)), [0] * count)
     which = np.arange(count)
     seals = np.stack([which, which, np.full(count, -1), which * 0], 1)
-    change = Change(nowhere, nowhere, nowhere, page, seals=seals)
+    change = AppendPlan(nowhere, nowhere, nowhere, page, seals=seals)
     return fields if backend.store(change, {side: rows}, {side: stored}) else None

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.store import leaves, tree_sum
+from kvant.attention.triton.kernels.store import compute_leaf_channels, tree_sum
 
 
 @triton.jit
@@ -15,7 +15,7 @@ def sums(
     GROUPS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    channel, there = leaves(GROUP, COUNT, GROUPS, DIM)
+    channel, there = compute_leaf_channels(GROUP, COUNT, GROUPS, DIM)
     total = tree_sum(tl.load(x + channel, mask=there, other=0.0))
     group = tl.arange(0, COUNT)[:, None]
     tl.store(out + group, total, mask=group < GROUPS)

@@ -12,14 +12,14 @@ from torch import Tensor
 import kvant
 from cache.tagged import One, layer, put, rows
 from kvant import Cache, LayerSpec, Mask, UnsupportedView, attend, explain
-from kvant.attention import attending, reference, storing
-from kvant.attention.mask import visible
-from kvant.attention.reference import Reference
+from kvant.attention import dispatch, reference, store_rows
+from kvant.attention.mask import evaluate_mask
+from kvant.attention.reference import ReferenceBackend
 from kvant.cli.options import BACKENDS
 from kvant.codecs import Affine, Codebook, Raw
 from kvant.codecs.frames import Diagonal
-from kvant.contracts import Request, View
-from kvant.retention import All
+from kvant.contracts import AttentionRequest, View
+from kvant.retention import KeepAll
 from laws import oracle
 from laws.cases import near
 
@@ -99,8 +99,10 @@ def test_scratch_of_any_size_gives_the_same(text: str, monkeypatch: pytest.Monke
     q = torch.randn(2, 4, 300, 16)
     whole, lse = attend(q, view, return_lse=True, backend="reference")
     for rows_, scores in ((1, 1), (2 * 2 * 16 * 64, 5000), (1 << 20, 1)):
-        monkeypatch.setattr(kvant.attention, "BACKENDS", [Reference(at_once=rows_)])
-        monkeypatch.setattr(reference, "SCORES", scores)
+        monkeypatch.setattr(
+            kvant.attention, "BACKENDS", [ReferenceBackend(max_opened_values=rows_)]
+        )
+        monkeypatch.setattr(reference, "MAX_SCORES", scores)
         small, other = attend(q, view, return_lse=True, backend="reference")
         assert (small - whole).abs().max() < 2e-6
         assert (other - lse).abs().max() < 2e-6
@@ -109,7 +111,7 @@ def test_scratch_of_any_size_gives_the_same(text: str, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("codec", [Raw(), Affine(8), Codebook(4)], ids=str)
 @pytest.mark.parametrize("dims", [(16, 40), (40, 16), (8, 128)], ids=str)
 def test_keys_and_values_may_differ_in_width(codec, dims: tuple[int, int]) -> None:
-    state = One(LayerSpec(codec, codec, All()))
+    state = One(LayerSpec(codec, codec, KeepAll()))
     state.append(torch.randn(1, 2, 300, dims[0]), torch.randn(1, 2, 300, dims[1]))
     q = torch.randn(1, 4, 1, dims[0])
     out = attend(q, state.view())
@@ -120,7 +122,7 @@ def test_keys_and_values_may_differ_in_width(codec, dims: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("codec", [Raw(), Affine(8), Codebook(4)], ids=str)
 def test_values_inside_the_keys_are_their_first_channels(codec) -> None:
-    inside = One(LayerSpec(codec, codec, All(), value_dim=24))
+    inside = One(LayerSpec(codec, codec, KeepAll(), value_dim=24))
     keys, q = torch.randn(1, 1, 300, 32), torch.randn(1, 8, 1, 32)
     inside.append(keys)
     out = attend(q, inside.view())
@@ -319,8 +321,8 @@ def test_the_backend_that_ran_is_counted() -> None:
     q = torch.zeros(2, 2, 1, 16)
     attend(q, view, backend="reference")
     attend(q, view, backend="reference")
-    assert state.tally.attended == {"reference": 2}
-    assert state.tally.sealed.total() == 2 * 2 * (200 // 64)  # pages of keys and of values
+    assert state.stats.attend_calls == {"reference": 2}
+    assert state.stats.sealed_pages.total() == 2 * 2 * (200 // 64)  # pages of keys and of values
 
 
 def test_a_backend_that_is_none_is_refused() -> None:
@@ -344,25 +346,25 @@ class Choosy:
 def test_explain_says_who_reads_a_view_and_why_others_do_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attending, "BACKENDS", [Choosy(), Reference()])
-    monkeypatch.setattr(storing, "STORES", [Choosy(), Reference()])
+    monkeypatch.setattr(dispatch, "BACKENDS", [Choosy(), ReferenceBackend()])
+    monkeypatch.setattr(store_rows, "STORE_BACKENDS", [Choosy(), ReferenceBackend()])
     state, view = filled("affine8")
     told = explain(view)
-    assert (told.backend, told.refused) == ("reference", (("choosy", "it is Tuesday"),))
+    assert (told.backend, told.refusals) == ("reference", (("choosy", "it is Tuesday"),))
     assert "reference: reads this view" in str(told) and "choosy: it is Tuesday" in str(told)
     attend(torch.zeros(2, 2, 1, 16), view)
-    assert state.tally.attended == {"reference": 1}
-    assert set(state.tally.sealed) == {"reference"}
+    assert state.stats.attend_calls == {"reference": 1}
+    assert set(state.stats.sealed_pages) == {"reference"}
 
 
 def test_a_backend_named_that_does_not_read_the_view_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(attending, "BACKENDS", [Choosy(), *attending.BACKENDS])
+    monkeypatch.setattr(dispatch, "BACKENDS", [Choosy(), *dispatch.BACKENDS])
     state, view = filled("raw")
     with pytest.raises(UnsupportedView, match=r"'choosy'.*it is Tuesday"):
         attend(torch.zeros(2, 2, 1, 16), view, backend="choosy")
-    assert not state.tally.attended
+    assert not state.stats.attend_calls
 
 
 @pytest.mark.parametrize("text", ["affine8", "turbo4"])
@@ -379,12 +381,12 @@ def test_the_customary_way_opens_all_and_only_where_it_is_asked_for(
     )
     q, view = torch.randn(1, 4, 1, 32), state.view()
     fused = attend(q, view)
-    pages = int(view.extent.stop_sealed[0])
+    pages = int(view.page_table.stop_sealed[0])
     assert not any(pages in shape[:2] for shape in opened)
     whole = attend(q, view, backend="dequantize")
     assert pages in opened[-1][:2]
     assert (fused - whole).abs().max() < near(view)
-    assert state.tally.attended["dequantize"] == 1
+    assert state.stats.attend_calls["dequantize"] == 1
 
 
 BAD_QUERIES = {
@@ -466,7 +468,7 @@ def test_a_mask_of_doubles_serves_queries_of_singles() -> None:
 
 def test_half_precision_queries_do_not_overflow_in_a_frame() -> None:
     codec = Affine(8, 16, Diagonal(((1e-3,) * 16,)))
-    state = One(LayerSpec(codec, codec, All()))
+    state = One(LayerSpec(codec, codec, KeepAll()))
     view = state.append(*torch.randn(2, 1, 1, 9, 16).half())
     out = attend(torch.full((1, 1, 1, 16), 100.0).half(), view)
     assert out.isfinite().all()
@@ -496,7 +498,7 @@ def test_queries_that_need_a_page_before_the_view_are_refused() -> None:
     state = One(layer("affine8,window=100,sinks=0"))
     put(state, 611)
     view = put(state, 1)
-    assert view.extent.first_sealed.tolist() == [7]
+    assert view.page_table.first_sealed.tolist() == [7]
     attend(torch.zeros(1, 1, 1, 8), view)
     with pytest.raises(ValueError, match="rows that the oldest of them sees"):
         attend(torch.zeros(1, 1, 70, 8), view)
@@ -532,7 +534,7 @@ def test_sinks_of_a_mask_are_seen_or_refused(
             attend(q, view, mask=mask, backend=backend)
         return
     place = torch.arange(length) - torch.tensor(start or [0, 0])[:, None]
-    seen = visible(mask, place[:, -1:], place)[:, None, None]
+    seen = evaluate_mask(mask, place[:, -1:], place)[:, None, None]
     scores = (q @ keys.transpose(-1, -2) / 4).masked_fill(~seen, -torch.inf)
     out = attend(q, view, mask=mask, backend=backend)
     assert torch.allclose(out, scores.softmax(-1) @ values, atol=1e-5)
@@ -547,22 +549,22 @@ def test_who_reads_tokens_is_not_told_by_a_chunk() -> None:
         attend(torch.randn(1, 2, 1, 32), state.append(*torch.randn(2, 1, 2, 1, 32)))
 
     token()
-    before = dict(state.tally.attended)
+    before = dict(state.stats.attend_calls)
     odd = torch.randn(2, 1, 2, 32, 40).transpose(-1, -2)  # channels lie apart
     attend(torch.randn(1, 2, 40, 32), state.append(*odd))
     token()
     [name] = before
-    assert state.tally.attended[name] == 2
+    assert state.stats.attend_calls[name] == 2
 
 
 def test_commands_know_the_backends() -> None:
-    assert [one.name for one in attending.BACKENDS] == BACKENDS
+    assert [one.name for one in dispatch.BACKENDS] == BACKENDS
 
 
 def test_a_request_keeps_the_order_of_its_arguments() -> None:
     """Code beside kvant makes requests by position, as a backend of its own does."""
     q, mask = torch.randn(1, 2, 1, 8), Mask()
-    request = Request(q, 0.5, mask, 30.0)
-    assert (request.softcap, request.lse, request.out_dtype) == (30.0, True, torch.float32)
-    narrow = Request(q, 0.5, mask, None, None, False, torch.bfloat16)
-    assert (narrow.lse, narrow.out_dtype) == (False, torch.bfloat16)
+    request = AttentionRequest(q, 0.5, mask, 30.0)
+    assert (request.softcap, request.return_lse, request.out_dtype) == (30.0, True, torch.float32)
+    narrow = AttentionRequest(q, 0.5, mask, None, None, False, torch.bfloat16)
+    assert (narrow.return_lse, narrow.out_dtype) == (False, torch.bfloat16)

@@ -9,8 +9,8 @@ import torch
 
 from cache.tagged import One, layer, rows
 from kvant import Mask
-from kvant.attention.mask import visible
-from kvant.attention.reference import Alike, Block, alike
+from kvant.attention.mask import evaluate_mask
+from kvant.attention.reference import KeyBlock, LengthGroup, group_by_length
 
 MASKS = [
     Mask(causal, window, sinks, chunk)
@@ -32,7 +32,7 @@ def seen_by(mask: Mask, q: int, keys: range) -> list[int]:
 def test_visible_rows_are_those_of_the_rule(mask: Mask) -> None:
     keys = range(-3, 20)
     for q in range(-2, 20):
-        mask_row = visible(mask, torch.tensor(q), torch.tensor(keys))
+        mask_row = evaluate_mask(mask, torch.tensor(q), torch.tensor(keys))
         assert [k for k, v in zip(keys, mask_row.tolist(), strict=True) if v] == seen_by(
             mask, q, keys
         )
@@ -40,7 +40,7 @@ def test_visible_rows_are_those_of_the_rule(mask: Mask) -> None:
 
 def test_fewer_queries_than_keys_stand_at_the_end() -> None:
     """Top-left aligned causal masks show a late query the first keys only."""
-    seen = visible(Mask(), torch.tensor([[5], [6]]), torch.arange(7))
+    seen = evaluate_mask(Mask(), torch.tensor([[5], [6]]), torch.arange(7))
     assert [torch.nonzero(row).flatten().tolist() for row in seen] == [
         [0, 1, 2, 3, 4, 5],
         [0, 1, 2, 3, 4, 5, 6],
@@ -50,29 +50,33 @@ def test_fewer_queries_than_keys_stand_at_the_end() -> None:
 @pytest.mark.parametrize("window", [1, 2, 7])
 def test_a_window_is_that_many_keys_with_oneself(window: int) -> None:
     """Not one more: the comparison is strict."""
-    row = visible(Mask(window=window), torch.tensor(11), torch.arange(20))
+    row = evaluate_mask(Mask(window=window), torch.tensor(11), torch.arange(20))
     assert torch.nonzero(row).flatten().tolist() == list(range(12 - window, 12))
 
 
 def test_sinks_are_seen_from_everywhere_behind_them() -> None:
-    row = visible(Mask(window=2, sinks=3), torch.tensor(11), torch.arange(20))
+    row = evaluate_mask(Mask(window=2, sinks=3), torch.tensor(11), torch.arange(20))
     assert torch.nonzero(row).flatten().tolist() == [0, 1, 2, 10, 11]
 
 
 def test_a_chunk_is_the_own_block_of_positions() -> None:
-    row = visible(Mask(chunk=4), torch.tensor(6), torch.arange(12))
+    row = evaluate_mask(Mask(chunk=4), torch.tensor(6), torch.arange(12))
     assert torch.nonzero(row).flatten().tolist() == [4, 5, 6]
 
 
-def places_of(group: Alike) -> list[Block]:
+def places_of(group: LengthGroup) -> list[KeyBlock]:
     """Blocks of every part of a view, of different sizes and places."""
-    extent, length = group.pages.extent, group.length
-    sealed = 64 * int(extent.stop_sealed[group.first])
-    dense = 64 * int(extent.first_open[group.first])
-    found = [Block("sealed", a, a + 64) for a in range(0, sealed, 64)]
-    found += [Block("open", a, min(a + 40, group.came)) for a in range(dense, group.came, 40)]
-    found += [Block("own", a, min(a + 40, length)) for a in range(group.came, length, 40)]
-    found += [Block("own", a, a + 3) for a in range(max(group.came, 60), min(110, length - 3))]
+    extent, length = group.view.page_table, group.length
+    sealed = 64 * int(extent.stop_sealed[group.first_sequence])
+    dense = 64 * int(extent.first_open[group.first_sequence])
+    found = [KeyBlock("sealed", a, a + 64) for a in range(0, sealed, 64)]
+    found += [
+        KeyBlock("open", a, min(a + 40, group.new_from)) for a in range(dense, group.new_from, 40)
+    ]
+    found += [KeyBlock("own", a, min(a + 40, length)) for a in range(group.new_from, length, 40)]
+    found += [
+        KeyBlock("own", a, a + 3) for a in range(max(group.new_from, 60), min(110, length - 3))
+    ]
     return found
 
 
@@ -91,12 +95,12 @@ def test_relation_never_contradicts_what_is_allowed(
     view = state.append(new[:, :, 90:], new[:, :, 90:], prefill="stored")
     found = set()
     masks = [*MASKS[::every], Mask(chunk=16), Mask(causal=False, chunk=16)]
-    for group in alike(view):
+    for group in group_by_length(view):
         queries = [*range(90, group.length, 23), 100, 127, 128]
         for mask, block, q0 in itertools.product(masks, places_of(group), queries):
             for q1 in (q0 + 1, min(q0 + 8, group.length), min(q0 + 30, group.length)):
-                how = group.relation(mask, q0, q1, block)
-                exact = group.allowed(mask, q0, q1, block)
+                how = group.classify_block(mask, q0, q1, block)
+                exact = group.make_block_mask(mask, q0, q1, block)
                 assert how != "none" or not exact.any(), (mask, q0, q1, block)
                 assert how != "all" or exact.all(), (mask, q0, q1, block)
                 found.add(how)
@@ -110,11 +114,11 @@ def test_every_key_is_read_from_exactly_one_place(text: str) -> None:
     new = rows(0, 200, batch=2)
     state.append(new[:, :, :100], new[:, :, :100], start=[0, 30], prefill="stored")
     view = state.append(new[:, :, 100:], new[:, :, 100:], prefill="stored")
-    for group in alike(view):
+    for group in group_by_length(view):
         first, length = group.length - 100, group.length
         count = torch.zeros(100, length, dtype=torch.int64)
-        for block in group.blocks(100, 1 << 20):
-            seen = group.allowed(Mask(), first, length, block)[0, 0]
+        for block in group.iterate_blocks(100, 1 << 20):
+            seen = group.make_block_mask(Mask(), first, length, block)[0, 0]
             count[:, block.start : min(block.stop, length)] += seen[:, : length - block.start]
         positions = torch.arange(length)
         assert torch.equal(count, (positions[first:, None] >= positions).long())

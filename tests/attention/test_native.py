@@ -16,16 +16,16 @@ from torch import Tensor
 
 from attention.rows import odd_rows, sealed_by
 from kvant import Cache, attend, explain
-from kvant.attention.native import Native
-from kvant.attention.native.records import Lanes
-from kvant.attention.reference import Reference
+from kvant.attention.native import NativeBackend
+from kvant.attention.native.structs import NativeTiles
+from kvant.attention.reference import ReferenceBackend
 from kvant.codecs import Affine, Codebook, Fp8
 from kvant.contracts import Codec, Mask
-from kvant.native import library
+from kvant.native import get_library
 from thin import once
 
 pytestmark = pytest.mark.skipif(
-    library().functions is None, reason="the native library is not here"
+    get_library().functions is None, reason="the native library is not here"
 )
 CODECS: list[Codec] = [
     *(Affine(bits, group) for bits in (8, 6, 5, 4, 3, 2) for group in (16, 32, 64, 128)),
@@ -44,9 +44,9 @@ def test_sealed_bytes_are_those_of_the_codec(codec: Codec, dtype: torch.dtype) -
     for dim in (32, 80, 128):
         rows = odd_rows(dtype, dim)
         for side in ("keys", "values"):
-            for tiles in (None, Lanes()):
-                ours = sealed_by(Native(), codec, rows, side, tiles)
-                theirs = sealed_by(Reference(), codec, rows, side, tiles)
+            for tiles in (None, NativeTiles()):
+                ours = sealed_by(NativeBackend(), codec, rows, side, tiles)
+                theirs = sealed_by(ReferenceBackend(), codec, rows, side, tiles)
                 assert theirs is not None
                 if ours is None:
                     assert dim % 32 and getattr(codec, "bits", 0) in (3, 5)

@@ -14,11 +14,11 @@ from isas import ISAS, loaded_for
 from kvant import Cache, attend, explain
 from kvant.attention import native
 from kvant.contracts import View
-from kvant.native import Library, library
+from kvant.native import NativeLibrary, get_library
 from thin import once
 
 pytestmark = [
-    pytest.mark.skipif(library().functions is None, reason="the native library is not here"),
+    pytest.mark.skipif(get_library().functions is None, reason="the native library is not here"),
     pytest.mark.usefixtures("every_isa"),
 ]
 FORMATS = ("raw", "affine8", "affine6", "affine4", "fp8", "turbo4", "affine8v4", "raw/affine3")
@@ -29,13 +29,15 @@ UNEVEN = ((2, 2, 80, 48), (1, 5, 16, 112))  # no multiples of 32, nor for all fo
 
 
 @pytest.fixture(scope="module", params=ISAS)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Library:
+def loaded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> NativeLibrary:
     return loaded_for(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture
-def every_isa(loaded: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: loaded)
+def every_isa(loaded: NativeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "get_library", lambda: loaded)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:

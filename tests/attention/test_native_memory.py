@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvant.native import library
+from kvant.native import get_library
 from thin import once
 
 pytestmark = [
-    pytest.mark.skipif(library().functions is None, reason="the native library is not here"),
+    pytest.mark.skipif(get_library().functions is None, reason="the native library is not here"),
     pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no mark to set back"),
 ]
 
@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 import torch
 from kvant import Cache, attend
-from kvant.bench.clock import mark, resident
+from kvant.bench.clock import read_resident_nbytes, reset_resident_peak
 
 text, queries = sys.argv[1], int(sys.argv[2])
 torch.set_num_threads(2)
@@ -34,9 +34,9 @@ rows = torch.randn(2, 1, {HEADS}, queries, {DIM}).bfloat16()
 view = cache[0].append(*rows, prefill="dense")
 q = torch.randn(1, {HEADS * GROUP}, queries, {DIM}).bfloat16()
 attend(q[:, :, -1:], cache[0].view())  # what the first call takes for good
-before = mark()
+before = reset_resident_peak()
 attend(q, view, backend="native")
-print(max(0, resident("VmHWM") - before))
+print(max(0, read_resident_nbytes("VmHWM") - before))
 """
 
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from attention.lives import HEADS, SCALE, SLOTS, Life, by_torch, same_bytes, storage
-from kvant.attention.native import Native
+from kvant.attention.native import NativeBackend
 from kvant.codecs import Affine, Codebook, Fp8, Raw
-from kvant.contracts import Codec, Mask, Request, Tally, View
-from kvant.extent import Change, Extent, Kind, Paging
-from kvant.native import library
+from kvant.contracts import AttentionRequest, Codec, LayerStats, Mask, View
+from kvant.native import get_library
+from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
 from thin import once
 
 pytestmark = pytest.mark.skipif(
-    library().functions is None, reason="the native library is not here"
+    get_library().functions is None, reason="the native library is not here"
 )
-NATIVE = Native()
+NATIVE = NativeBackend()
 CODECS: dict[str, tuple[Codec, Codec]] = {
     "raw": (Raw(), Raw()),
     "affine8": (Affine(8), Affine(8)),
@@ -34,13 +34,13 @@ CODECS: dict[str, tuple[Codec, Codec]] = {
     "fp8/raw": (Fp8(), Raw()),
 }
 KINDS = {
-    "tail=0": Kind(Paging(64, 0)),
-    "tail=100": Kind(Paging(64, 100)),
-    "never": Kind(Paging(64, None)),
-    "never,window": Kind(Paging(64, None), window=90, slack=5),
-    "window,sinks": Kind(Paging(64, 0), window=150, sinks=3),
-    "sinks,late": Kind(Paging(64, 9, 200), sinks=70),
-    "large pages": Kind(Paging(128, 0), window=100, sinks=130, slack=40),
+    "tail=0": LayerGroup(Paging(64, 0)),
+    "tail=100": LayerGroup(Paging(64, 100)),
+    "never": LayerGroup(Paging(64, None)),
+    "never,window": LayerGroup(Paging(64, None), window=90, slack=5),
+    "window,sinks": LayerGroup(Paging(64, 0), window=150, sinks=3),
+    "sinks,late": LayerGroup(Paging(64, 9, 200), sinks=70),
+    "large pages": LayerGroup(Paging(128, 0), window=100, sinks=130, slack=40),
 }
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Every format is there where pages are sealed, too.
@@ -50,11 +50,11 @@ CELLS = once(
 )
 
 
-def native(change: Change, rows: Any, sides: Any) -> None:
+def native(change: AppendPlan, rows: Any, sides: Any) -> None:
     assert NATIVE.store(change, rows, sides)
 
 
-def life(text: str, kind: Kind, seed: int, dtype: torch.dtype, *storers: Any) -> Life:
+def life(text: str, kind: LayerGroup, seed: int, dtype: torch.dtype, *storers: Any) -> Life:
     keys, values = CODECS[text]
     return Life(
         kind, {"keys": keys, "values": values}, {"keys": 32, "values": 64}, dtype, storers, seed
@@ -90,7 +90,7 @@ def test_stored_bytes_are_those_of_the_codec(
             found.twins()
 
 
-def masks(kind: Kind, rng: random.Random) -> list[Mask]:
+def masks(kind: LayerGroup, rng: random.Random) -> list[Mask]:
     """That see no row which a kind lets go."""
     if kind.window is not None:
         return [Mask(window=kind.window, sinks=kind.sinks), Mask(window=20, sinks=kind.sinks)]
@@ -131,10 +131,10 @@ def ask(found: Life, mask: Mask, count: int, own: bool, text: str) -> None:
     pages = found.pages(mask, own)
     q = torch.randn(found.extent.batch, HEADS * rng.choice([1, 3, 4]), count, 32)
     logits = torch.randn(q.shape[1]) if rng.random() < 0.3 else None
-    request = Request(q.to(found.dtype), SCALE, mask, sink_logits=logits)
+    request = AttentionRequest(q.to(found.dtype), SCALE, mask, sink_logits=logits)
     assert NATIVE.supports(pages, request) is None
     out, lse = NATIVE.attend(request, pages)
-    came = count if own and change.dense else 0
+    came = count if own and change.new_rows_dense else 0
     asked = sorted({0, count - 1, *rng.sample(range(count), min(count, 20))})
     right, right_lse = found.right(request.q, mask, came, logits, asked)
     assert lse is not None
@@ -164,7 +164,9 @@ def test_keys_of_zero_count_the_rows_that_are_seen(text: str, rule: str) -> None
         found.append(count)
         mask = Mask(window=kind.window, sinks=kind.sinks)
         pages = found.pages(mask, own=count > 1)
-        out, lse = NATIVE.attend(Request(torch.randn(4, HEADS, count, 32), 1.0, mask), pages)
+        out, lse = NATIVE.attend(
+            AttentionRequest(torch.randn(4, HEADS, count, 32), 1.0, mask), pages
+        )
         assert lse is not None
         for b, length in enumerate(found.extent.lengths.tolist()):
             for t in range(count):
@@ -205,14 +207,14 @@ def test_few_columns_at_once_are_as_one_by_one(text: str, threads: int) -> None:
         q = torch.randn(3, 8, 9, 32).bfloat16()
         at_once.append(9)
         pages = at_once.pages(Mask(), own=False)
-        together, _ = NATIVE.attend(Request(q, 0.2, Mask()), pages)
+        together, _ = NATIVE.attend(AttentionRequest(q, 0.2, Mask()), pages)
         rows = at_once.own
         for t in range(9):
             one = {name: x[:, :, t : t + 1] for name, x in rows.items()}
             by_one.made = lambda count, one=one: one  # type: ignore[method-assign, misc]
             by_one.append(1)
             pages = by_one.pages(Mask(), own=False)
-            alone, _ = NATIVE.attend(Request(q[:, :, t : t + 1], 0.2, Mask()), pages)
+            alone, _ = NATIVE.attend(AttentionRequest(q[:, :, t : t + 1], 0.2, Mask()), pages)
             assert torch.equal(alone, together[:, :, t : t + 1]), t
     finally:
         torch.set_num_threads(before)
@@ -220,8 +222,8 @@ def test_few_columns_at_once_are_as_one_by_one(text: str, threads: int) -> None:
 
 def nothing(codec: Codec, dim: int, dtype: torch.dtype, page: int) -> View:
     keys, values = (storage(codec, dim, dtype, page) for _ in range(2))
-    extent = Extent.empty(Kind(Paging(page, None)), [0])
-    return View(keys, values, None, extent, False, Mask(), dim, Tally())
+    extent = PageTable.make_empty(LayerGroup(Paging(page, None)), [0])
+    return View(keys, values, None, extent, False, Mask(), dim, LayerStats())
 
 
 @pytest.mark.parametrize(
@@ -242,7 +244,7 @@ def test_what_is_not_read_is_said(
 
 def test_values_inside_the_keys_are_not_read() -> None:
     pages = nothing(Raw(), 32, torch.float32, 64)
-    both = View(pages.keys, pages.keys, None, pages.extent, False, Mask(), 32, Tally())
+    both = View(pages.keys, pages.keys, None, pages.page_table, False, Mask(), 32, LayerStats())
     assert NATIVE.supports(both) == "values that lie inside the keys"
 
 
@@ -272,12 +274,12 @@ def test_slots_that_are_not_there_are_refused() -> None:
     found = life("affine8", KINDS["tail=0"], 1, torch.float32, native)
     found.begin([130, 70], [])
     change = found.append(1)
-    change.memo.clear()
+    change.derived.clear()
     change.writes[0, 1] = SLOTS
     with pytest.raises(RuntimeError, match="writes: slots that the open pages do not have"):
         NATIVE.store(change, found.own, found.sides[0])
     pages = found.pages(Mask(), own=False)
-    pages.extent.sealed[0, 1] = SLOTS
+    pages.page_table.sealed_table[0, 1] = SLOTS
     q = torch.randn(2, HEADS, 1, 32)
     with pytest.raises(RuntimeError, match="sealed: slots that the codes, scales"):
-        NATIVE.attend(Request(q, 1.0, Mask()), pages)
+        NATIVE.attend(AttentionRequest(q, 1.0, Mask()), pages)

@@ -11,12 +11,12 @@ from torch import Tensor
 
 from cache.tagged import same
 from kvant import Cache, UnsupportedView, attend
-from kvant.attention.native.step import Place, Step
+from kvant.attention.native.decode_step import NativeDecodeStep, StaticNativePageTable
 from kvant.cache import merge
-from kvant.native import heard, library
+from kvant.native import capture_requests, get_library
 
 pytestmark = pytest.mark.skipif(
-    library().functions is None, reason="the native library is not here"
+    get_library().functions is None, reason="the native library is not here"
 )
 SPECS = (
     "raw",
@@ -50,22 +50,24 @@ class Stepping:
 
     def __init__(self, cache: Cache, other: Cache) -> None:
         self.cache, self.other = cache, other
-        self.step: Step | None = None
+        self.step: NativeDecodeStep | None = None
 
     def token(self) -> None:
         batch = self.cache.batch
         new, q = rows(1, batch), queries(batch)
         expected = attend(q, self.other[0].append(*new), backend="native")
         (change,) = self.cache.expect(seals=True)
-        pages = self.cache[0].expected(change)
+        pages = self.cache[0].make_view(change)
         if self.step is None:
-            self.step = Step.of(pages, Place(change, torch.device("cpu")))
-        elif change.calm:
-            self.step.place.advance()
+            self.step = NativeDecodeStep.from_view(
+                pages, StaticNativePageTable(change, torch.device("cpu"))
+            )
+        elif change.is_steady:
+            self.step.page_table.advance()
         else:
-            assert self.step.follow(pages) and self.step.place.follow(change)
+            assert self.step.rebind(pages) and self.step.page_table.update(change)
         assert torch.equal(self.step(q, *new), expected)
-        self.cache[0].sealed(change, self.step.backend)
+        self.cache[0].record_sealed_pages(change, self.step.backend)
         self.cache.arrive(self.step.backend)
 
     def check(self) -> None:
@@ -81,7 +83,7 @@ def test_steps_are_appends_and_attention(text: str) -> None:
     asked: list[list[tuple[str, bytes]]] = []
     for _ in range(200):
         asked.append([])
-        with heard(lambda one: asked[-1].append(one[:2])):
+        with capture_requests(lambda one: asked[-1].append(one[:2])):
             both.token()
     stored = [[r for name, r in one if name == "store"][-1] for one in asked]
     assert len(set(stored)) > 1, "rows that came lie elsewhere each time"
@@ -114,17 +116,19 @@ def test_other_sequences_or_rows_are_not_followed() -> None:
     assert both.step is not None
     alone = filled("affine8", 30).extract(0)
     (change,) = alone.expect()
-    assert not both.step.place.follow(change)
+    assert not both.step.page_table.update(change)
     other = filled("affine4,tail=0", 30)
     (change,) = other.expect()
-    assert not both.step.follow(other[0].expected(change))
+    assert not both.step.rebind(other[0].make_view(change))
 
 
 def test_what_cannot_be_read_so_says_why() -> None:
     cache = filled("affine8,select=1:0,tail=1", 200)
     (change,) = cache.expect(seals=True)
     with pytest.raises(UnsupportedView, match="selects pages"):
-        Step.of(cache[0].expected(change), Place(change, torch.device("cpu")))
+        NativeDecodeStep.from_view(
+            cache[0].make_view(change), StaticNativePageTable(change, torch.device("cpu"))
+        )
 
 
 def test_values_beyond_a_format_are_counted_where_a_step_seals_them() -> None:
@@ -141,11 +145,14 @@ def test_values_beyond_a_format_are_counted_where_a_step_seals_them() -> None:
 def test_a_step_is_the_same_where_python_leaves_assertions_out() -> None:
     """Keys are alike, so a query finds the mean of all values."""
     code = (
-        "import torch; from kvant import Cache; from kvant.attention.native import step as steps;"
+        "import torch; from kvant import Cache;"
+        "from kvant.attention.native import decode_step as steps;"
         "keys, values = torch.ones(1, 1, 71, 32), torch.arange(71.0)[:, None].expand(1, 1, 71, 32);"
         "cache = Cache(1, 'raw'); cache[0].append(keys[:, :, :70], values[:, :, :70]);"
-        "(change,) = cache.expect(seals=True); place = steps.Place(change, torch.device('cpu'));"
-        "step = steps.Step.of(cache[0].expected(change), place); last = keys[:, :, 70:];"
+        "(change,) = cache.expect(seals=True); place = steps.StaticNativePageTable(change, "
+        "torch.device('cpu'));"
+        "step = steps.NativeDecodeStep.from_view(cache[0].make_view(change), place); last = "
+        "keys[:, :, 70:];"
         "print(float(step(last, last, values[:, :, 70:].contiguous()).mean()))"
     )
     run = [sys.executable, "-O", "-c", code]

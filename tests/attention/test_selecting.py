@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from kvant import Cache, attend, merge
-from kvant.attention.attending import BACKENDS
-from kvant.contracts import Mask, Request, Selection, View
-from kvant.native import library
+from kvant.attention.dispatch import BACKENDS
+from kvant.contracts import AttentionRequest, Mask, PageSelection, View
+from kvant.native import get_library
 from kvant.spec import parse
 
 HEADS, GROUP, DIM, PAGE = 2, 2, 32, 64
@@ -23,7 +23,9 @@ KEPT = (
 )
 NATIVE = pytest.param(
     "native",
-    marks=pytest.mark.skipif(library().functions is None, reason="the native library is not here"),
+    marks=pytest.mark.skipif(
+        get_library().functions is None, reason="the native library is not here"
+    ),
 )
 by_backend = pytest.mark.parametrize("backend", ["reference", NATIVE])
 
@@ -45,12 +47,14 @@ def more(cache: Cache, count: int = 1) -> tuple[View, Tensor]:
 
 def chosen(q: Tensor, view: View, backend: str) -> Tensor | None:
     one = next(one for one in BACKENDS if one.name == backend)
-    return one.choose(Request(view.keys.codec.frame.queries(q), 1.0, view.mask), view)
+    return one.select_pages(
+        AttentionRequest(view.keys.codec.frame.transform_queries(q), 1.0, view.mask), view
+    )
 
 
 def keys_of(cache: Cache, view: View, sequence: int) -> Tensor:
     """The framed keys of the sealed pages of a sequence, opened anew: [pages, H, P, D]."""
-    stored, slots = view.keys, torch.from_numpy(view.extent.sealed[sequence].copy())
+    stored, slots = view.keys, torch.from_numpy(view.page_table.sealed_table[sequence].copy())
     fields = {name: field[slots] for name, field in stored.sealed.items()}
     if stored.tiles is not None:
         fields = {n: stored.tiles.unpack(f"keys.{n}", field) for n, field in fields.items()}
@@ -59,21 +63,30 @@ def keys_of(cache: Cache, view: View, sequence: int) -> Tensor:
 
 def best(cache: Cache, view: View, q: Tensor, found: Tensor) -> None:
     """What is chosen scores more by the bound than what is not, and some is read always."""
-    page, mask = view.extent.kind.page, view.mask
-    framed = view.keys.codec.frame.queries(q).double()
+    page, mask = view.page_table.layer_group.page, view.mask
+    framed = view.keys.codec.frame.transform_queries(q).double()
     for b in range(view.batch):
         keys = keys_of(cache, view, b).double()
         largest, least = keys.amax(2), keys.amin(2)  # [pages, H, D]
         wider = (largest - least) / 2
         largest, least = largest + wider, least - wider
-        length = int(view.extent.lengths[b])
+        length = int(view.page_table.lengths[b])
         for t in range(q.shape[2]):
             at = length - q.shape[2] + t
-            due = min(view.extent.kind.paging.due(at + 1), int(view.extent.stop_sealed[b]))
+            due = min(
+                view.page_table.layer_group.paging.count_due_pages(at + 1),
+                int(view.page_table.stop_sealed[b]),
+            )
             begin = 0 if mask.window is None else max(0, at - mask.window + 1)
-            begin = max(begin, view.extent.kind.sinks, page * int(view.extent.first_sealed[b]))
+            begin = max(
+                begin,
+                view.page_table.layer_group.sinks,
+                page * int(view.page_table.first_sealed[b]),
+            )
             seen = [n for n in range(due) if (n + 1) * page > begin]
-            first = int(view.extent.begins[b]) // page  # of the sequence: its sinks lie there
+            first = (
+                int(view.page_table.first_visible[b]) // page
+            )  # of the sequence: its sinks lie there
             whole = [n for n in seen[: -256 // page] if n * page >= begin and n != first]
             selection = cache.spec.layers[0].select  # type: ignore[union-attr]
             assert selection is not None
@@ -158,10 +171,10 @@ def test_all_pages_by_their_numbers_are_all_pages(spec: str, backend: str) -> No
     """The kernels that read some give the bits of those that read all."""
     view, q = more(grown(f"{spec},select=1000:0", 500), 3)
     one = next(one for one in BACKENDS if one.name == backend)
-    request = Request(view.keys.codec.frame.queries(q), DIM**-0.5, view.mask)
-    pages = int(view.extent.stop_sealed[0])
+    request = AttentionRequest(view.keys.codec.frame.transform_queries(q), DIM**-0.5, view.mask)
+    pages = int(view.page_table.stop_sealed[0])
     every = torch.arange(pages).expand(1, HEADS, 3, pages).contiguous()
-    some = one.attend(request._replace(chosen=every), view)
+    some = one.attend(request._replace(selected_pages=every), view)
     assert torch.equal(some[0], one.attend(request, view)[0])
 
 
@@ -175,7 +188,7 @@ def test_attention_is_over_the_rows_of_these_pages_alone(spec: str, backend: str
         if found is None:
             continue
         out = attend(q, view, backend=backend)
-        columns = view.extent.columns
+        columns = view.page_table.num_columns
         seen = torch.ones(2, HEADS, count, columns, dtype=torch.bool)
         for b in range(2):
             for t in range(count):
@@ -184,13 +197,20 @@ def test_attention_is_over_the_rows_of_these_pages_alone(spec: str, backend: str
                 if view.mask.window is not None:
                     first = max(0, at - view.mask.window + 1)
                     seen[b, :, t, view.mask.sinks : max(first, view.mask.sinks)] = False
-                due = min(view.extent.kind.paging.due(at + 1), int(view.extent.stop_sealed[b]))
+                due = min(
+                    view.page_table.layer_group.paging.count_due_pages(at + 1),
+                    int(view.page_table.stop_sealed[b]),
+                )
                 for h in range(HEADS):
                     for n in set(range(due)) - set(found[b, h, t].tolist()):
-                        begin = max(n * view.extent.kind.page, view.extent.kind.sinks)
-                        seen[b, h, t, begin : max(begin, (n + 1) * view.extent.kind.page)] = False
+                        begin = max(
+                            n * view.page_table.layer_group.page, view.page_table.layer_group.sinks
+                        )
+                        seen[
+                            b, h, t, begin : max(begin, (n + 1) * view.page_table.layer_group.page)
+                        ] = False
         mask = seen.repeat_interleave(GROUP, 1)
-        plain = attend(q, view._replace(selecting=None), mask=mask, backend="reference")
+        plain = attend(q, view._replace(selection=None), mask=mask, backend="reference")
         coarse = 2e-2 if "affine2" in spec or "v2" in spec else 4e-3
         torch.testing.assert_close(out, plain, rtol=coarse, atol=coarse)
 
@@ -266,22 +286,22 @@ def test_tokens_of_a_draft_choose_as_they_would_one_by_one(backend: str) -> None
 
 def test_a_prompt_reads_all_unless_it_is_stored() -> None:
     cache, rows = grown("affine8,select=1:0", 500), torch.randn(2, 1, HEADS, 100, DIM)
-    assert cache.fork()[0].append(*rows).selecting is None
-    assert cache.fork()[0].append(*rows, prefill="stored").selecting is not None
+    assert cache.fork()[0].append(*rows).selection is None
+    assert cache.fork()[0].append(*rows, prefill="stored").selection is not None
 
 
 def test_a_mask_that_is_a_tensor_reads_all_that_it_shows() -> None:
     """It may hide the pages that would be chosen."""
     view, q = more(grown("affine8,select=2:0", 700))
-    mask = torch.rand(1, 1, 1, view.extent.columns) < 0.5
-    every = view._replace(selecting=None)
+    mask = torch.rand(1, 1, 1, view.page_table.num_columns) < 0.5
+    every = view._replace(selection=None)
     assert torch.equal(attend(q, view, mask=mask), attend(q, every, mask=mask))
 
 
 def test_sinks_of_somebody_elses_mask_read_all() -> None:
     view, q = more(grown("affine8,select=2:0", 900))
     mask = Mask(window=500, sinks=4)
-    every = view._replace(selecting=None)
+    every = view._replace(selection=None)
     assert torch.equal(attend(q, view, mask=mask), attend(q, every, mask=mask))
     narrow = Mask(window=700)  # 10 pages: 5 of them to choose among
     assert not torch.equal(attend(q, view, mask=narrow), attend(q, every, mask=narrow))
@@ -303,16 +323,16 @@ def test_a_summary_that_grows_knows_no_more_than_its_bounds() -> None:
     """Bug: what was known was copied behind the bounds, which others may fill meanwhile."""
     storage: Any = grown("affine8,select=1:0", 300)[0].storage
     old = storage.sides["keys"].summary
-    grown_ = storage._grown
+    grown_ = storage._grow_tensor
 
     def filled(*given: Any) -> Tensor:
         found: Tensor = grown_(*given)
         if found.shape[2] == 2:  # bounds: another thread, whose view is an older one, fills them
-            old.of[:] = 7
+            old.slot_versions[:] = 7
         return found
 
-    storage._grown = filled
-    storage.fit(1, 10_000)
+    storage._grow_tensor = filled
+    storage.ensure_slots(1, 10_000)
     assert not (storage.sides["keys"].summary.of == 7).any()
 
 
@@ -322,16 +342,18 @@ def test_values_that_are_no_number_are_read() -> None:
     cache = Cache(1, "raw,select=1:0")
     cache[0].append(*rows)
     view, q = more(cache)
-    for backend in ("reference", "native") if library().functions is not None else ("reference",):
+    for backend in (
+        ("reference", "native") if get_library().functions is not None else ("reference",)
+    ):
         found = chosen(q, view, backend)
         assert found is not None and 2 in found[0, 0, 0].tolist()
 
 
 def test_the_first_layers_read_all() -> None:
     layers: Any = parse("affine8,select=12%", 5).layers
-    assert [layer.select for layer in layers] == [None] * 2 + [Selection(percent=12)] * 3
+    assert [layer.select for layer in layers] == [None] * 2 + [PageSelection(percent=12)] * 3
     layers = parse("affine8,select=7:1", 3).layers
-    assert [layer.select for layer in layers] == [None] + [Selection(pages=7)] * 2
+    assert [layer.select for layer in layers] == [None] + [PageSelection(pages=7)] * 2
 
 
 def test_a_window_of_fewer_pages_than_are_chosen_is_read_whole() -> None:

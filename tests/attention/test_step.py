@@ -13,9 +13,9 @@ from torch import Tensor
 from attention.kernels import DEVICE, GPU, needed
 from cache.tagged import same
 from kvant import Cache, UnsupportedView, attend
-from kvant.attention.triton import step as operators
-from kvant.attention.triton.forms import MovingPlace
-from kvant.attention.triton.step import Step
+from kvant.attention.triton import decode_step as operators
+from kvant.attention.triton.arguments import StaticTritonPageTable
+from kvant.attention.triton.decode_step import TritonDecodeStep
 from kvant.cache import merge
 
 pytestmark = [
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("pages_as_on_a_gpu"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # the interpreter's, of NaN and infinity
 ]
-OPERATORS = operators._put, operators._decode
+OPERATORS = operators._write_token_op, operators._attend_token_op
 SPECS = ("raw", "affine8,tail=3", "affine4/turbo3,tail=3", "raw,window=70,sinks=3")
 
 # What else a test is about is the same for each of them.
@@ -43,30 +43,30 @@ def rows(count: int, batch: int = 2) -> tuple[Tensor, Tensor]:
     return keys.to(DEVICE), values.to(DEVICE)
 
 
-def begun(cache: Cache) -> Step:
+def begun(cache: Cache) -> TritonDecodeStep:
     """One that expects a token; what lies behind could be no number, which equals none."""
     (change,) = cache.expect()
-    pages = cache[0].expected(change)
+    pages = cache[0].make_view(change)
     for side in (pages.keys, pages.values):
         side.open.nan_to_num_()
-    return Step.of(pages, MovingPlace(change, DEVICE))
+    return TritonDecodeStep.from_view(pages, StaticTritonPageTable(change, DEVICE))
 
 
-def written(step: Step) -> Step:
+def written(step: TritonDecodeStep) -> TritonDecodeStep:
     """With rows in all of the memory: what is in it otherwise may be no numbers."""
-    for side in (step.pages.keys, step.pages.values):
+    for side in (step.view.keys, step.view.values):
         side.open.normal_()
     return step
 
 
-def on(step: Step, cache: Cache) -> Step:
+def on(step: TritonDecodeStep, cache: Cache) -> TritonDecodeStep:
     """To the next token."""
     (change,) = cache.expect()
-    if change.calm:
-        step.place.advance()
+    if change.is_steady:
+        step.page_table.advance()
     else:
-        assert step.follow(cache[0].expected(change))
-        assert step.place.follow(change)
+        assert step.rebind(cache[0].make_view(change))
+        assert step.page_table.update(change)
     return step
 
 
@@ -132,7 +132,7 @@ def test_rows_and_queries_lie_anyhow(text: str) -> None:
 def test_a_step_is_one_graph(text: str) -> None:
     cache, other = (filled(text) for _ in range(2))
     step = begun(cache)
-    lengths = step.place.lengths
+    lengths = step.page_table.lengths
     lengths.sub_(1)
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -159,8 +159,8 @@ def test_its_operators_are_what_they_say(text: str) -> None:
             raise Taken
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operators, "_put", take)
-        patch.setattr(operators, "_decode", take)
+        patch.setattr(operators, "_write_token_op", take)
+        patch.setattr(operators, "_attend_token_op", take)
         with pytest.raises(Taken):
             step(queries(), *rows(1))
     for operator, args in zip(OPERATORS, given, strict=True):
@@ -172,13 +172,13 @@ def test_a_step_too_far_writes_nothing(text: str) -> None:
     """Behind the page of one head lies that of the next one."""
     step = written(begun(filled(text)))
     q, new = queries(), rows(1)
-    most = 151 + step.pages.extent.calm
-    step.place.lengths.fill_(most)
+    most = 151 + step.view.page_table.steady_tokens
+    step.page_table.lengths.fill_(most)
     last = step(q, *new)
-    sides = step.pages.keys, step.pages.values
+    sides = step.view.keys, step.view.values
     before = [side.open.clone() for side in sides]
     for beyond in (1, 2, 50, 1 << 40):
-        step.place.lengths.fill_(most + beyond)
+        step.page_table.lengths.fill_(most + beyond)
         assert torch.equal(step(q, *rows(1)), last)
         for side, held in zip(sides, before, strict=True):
             assert torch.equal(side.open, held)
@@ -187,21 +187,21 @@ def test_a_step_too_far_writes_nothing(text: str) -> None:
 def test_padding_that_is_still_to_come_writes_nothing() -> None:
     cache = filled("raw", 20, start=[0, 30])
     step = begun(cache)
-    before = step.pages.keys.open.clone()
+    before = step.view.keys.open.clone()
     out = step(queries(), *rows(1))
     assert out[0].any() and not out[1].any()
-    written = (step.pages.keys.open != before).any(-1).any(1)  # by slot and row
-    assert written.nonzero().tolist() == [[int(step.pages.extent.open[0, 0]), 20]]
+    written = (step.view.keys.open != before).any(-1).any(1)  # by slot and row
+    assert written.nonzero().tolist() == [[int(step.view.page_table.open_table[0, 0]), 20]]
 
 
 def test_a_step_does_not_follow_where_memory_moved() -> None:
     cache = filled("affine8,tail=3")
     step = begun(cache)
     other = filled("affine8,tail=3")
-    assert not step.follow(other[0].expected(*other.expect()))
+    assert not step.rebind(other[0].make_view(*other.expect()))
     cache.clear()
     cache[0].append(*rows(150))
-    assert not step.follow(cache[0].expected(*cache.expect()))
+    assert not step.rebind(cache[0].make_view(*cache.expect()))
 
 
 def test_a_place_does_not_follow_where_it_has_no_room() -> None:
@@ -209,14 +209,14 @@ def test_a_place_does_not_follow_where_it_has_no_room() -> None:
     cache = Cache(1, "raw")
     cache[0].append(*rows(20))
     (change,) = cache.expect()
-    place = MovingPlace(change, DEVICE)
-    before = place.rows.clone()
+    place = StaticTritonPageTable(change, DEVICE)
+    before = place.integers.clone()
     for text, batch, count in (("raw", 3, 20), ("affine8", 2, 20), ("raw", 2, 500)):
         other = Cache(1, text)
         other[0].append(*rows(count, batch))
-        assert not place.follow(other.expect()[0])
-        assert torch.equal(place.rows, before)
-    assert place.follow(change)
+        assert not place.update(other.expect()[0])
+        assert torch.equal(place.integers, before)
+    assert place.update(change)
 
 
 def test_what_steps_cannot_follow_is_said() -> None:
@@ -227,7 +227,7 @@ def test_what_steps_cannot_follow_is_said() -> None:
 def test_what_is_not_one_token_as_the_layer_holds_them_is_refused() -> None:
     step = begun(filled("affine8,tail=3"))
     q, (keys, values) = queries(), rows(1)
-    before = step.pages.keys.open.clone()
+    before = step.view.keys.open.clone()
     for name, given in {
         r"keys \[2, 2, 2, 32\]": (q, *rows(2)),
         r"keys \[2, 2, 1, 32\] of torch.float16": (q, keys.half(), values),
@@ -242,14 +242,14 @@ def test_what_is_not_one_token_as_the_layer_holds_them_is_refused() -> None:
             step(*given)
     with pytest.raises(ValueError, match=r"sink_logits \[3\] for 4 heads"):
         step(q, keys, values, sink_logits=torch.zeros(3))
-    assert torch.equal(step.pages.keys.open, before)
+    assert torch.equal(step.view.keys.open, before)
 
 
 def test_a_place_is_where_sequences_are_where_python_leaves_assertions_out() -> None:
     code = (
-        "import torch; from kvant import Cache; from kvant.attention.triton import forms;"
+        "import torch; from kvant import Cache; from kvant.attention.triton import arguments;"
         "cache = Cache(1, 'raw'); cache[0].append(*[torch.ones(1, 1, 70, 32)] * 2);"
-        "place = forms.MovingPlace(*cache.expect(), torch.device('cpu'));"
+        "place = arguments.StaticTritonPageTable(*cache.expect(), torch.device('cpu'));"
         "print(place.lengths.tolist())"
     )
     ran = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True)

@@ -21,14 +21,14 @@ from torch._subclasses import FakeTensorMode
 
 from attention.kernels import DEVICE, GPU, NAME, needed
 from kvant import Cache, CacheSpec, Mask, UnsupportedView, attend, parse
-from kvant.attention import storing, triton
-from kvant.attention.triton import Triton, launching, sealing
-from kvant.attention.triton import step as operators
-from kvant.attention.triton.forms import MovingPlace, Place
-from kvant.attention.triton.launching import Plan, Scope
-from kvant.attention.triton.step import Step
+from kvant.attention import store_rows, triton
+from kvant.attention.triton import TritonBackend, kernel_launch, store_pages
+from kvant.attention.triton import decode_step as operators
+from kvant.attention.triton.arguments import StaticTritonPageTable, TritonPageTable
+from kvant.attention.triton.decode_step import TritonDecodeStep
+from kvant.attention.triton.kernel_launch import KernelView, LaunchPlan
 from kvant.cache import merge
-from kvant.contracts import Request, View
+from kvant.contracts import AttentionRequest, View
 from thin import once
 
 pytestmark = [
@@ -180,8 +180,10 @@ def test_a_rule_may_reach_further_than_32_bits(far: int) -> None:
     view = seen("affine4", 5, start=[0, 30])
     q = asking(view, 2, 5)
     for mask in (Mask(window=far, sinks=far), Mask(chunk=far), Mask(window=far, chunk=far)):
-        rule = launching._rule(Request(q, 1.0, mask), Scope.of(view))
-        assert max(rule.window, rule.sinks, rule.chunk) < 2**31
+        rule = kernel_launch._make_visibility_args(
+            AttentionRequest(q, 1.0, mask), KernelView.from_view(view)
+        )
+        assert max(rule.window, rule.mask_sinks, rule.chunk) < 2**31
         check(q, view, mask=mask)
 
 
@@ -224,7 +226,7 @@ def test_a_sequence_gets_the_same_whatever_stands_beside_it() -> None:
 def test_nobody_sees_what_is_hidden() -> None:
     for text in ("raw", "affine4,sinks=3"):
         view = seen(text, 5, dims=(32, 32), start=[0, 30])
-        view = view._replace(extent=view.extent.hiding([70, 2]))
+        view = view._replace(page_table=view.page_table.mask_leading_rows([70, 2]))
         check(asking(view, 2, 5), view)
 
 
@@ -311,10 +313,10 @@ def test_fields_are_known_by_their_names() -> None:
         for side in (view.keys, view.values)
     )
     other = view._replace(keys=keys, values=values)
-    q, place = asking(view, 2, 1), Place.of(view.extent, DEVICE)
+    q, place = asking(view, 2, 1), TritonPageTable.from_page_table(view.page_table, DEVICE)
     assert torch.equal(attend(q, view, backend=NAME), attend(q, other, backend=NAME))
     rest = view.mask, place, q, 1.0, None, None
-    ours, theirs = (operators.decode(v, *rest) for v in (view, other))
+    ours, theirs = (operators.attend_token(v, *rest) for v in (view, other))
     assert torch.equal(ours, theirs)
 
 
@@ -322,7 +324,7 @@ def test_many_queries_take_no_more_scratch(monkeypatch: pytest.MonkeyPatch) -> N
     view = seen("turbo2", 20, dims=(32, 32))
     q = asking(view, 2, 20)
     whole = attend(q, view, backend=NAME)
-    monkeypatch.setattr(launching, "SCRATCH", 7 * 2 * 4 * 32)
+    monkeypatch.setattr(kernel_launch, "MAX_PARTIAL_VALUES", 7 * 2 * 4 * 32)
     assert (attend(q, view, backend=NAME) - whole).abs().max() < 1e-6
 
 
@@ -355,11 +357,11 @@ def test_launches_are_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> 
         asked.append(device)
         return nullcontext()
 
-    guard = launching.on(torch.device("cuda:1"))
+    guard = kernel_launch.use_device(torch.device("cuda:1"))
     assert isinstance(guard, torch.cuda.device) and guard.idx == 1
-    assert isinstance(launching.on(torch.device("cpu")), nullcontext)
-    for module in (launching, operators, sealing):
-        monkeypatch.setattr(module, "on", on)
+    assert isinstance(kernel_launch.use_device(torch.device("cpu")), nullcontext)
+    for module in (kernel_launch, operators, store_pages):
+        monkeypatch.setattr(module, "use_device", on)
     cache = Cache(1, "affine4,tail=0,prefill=stored")
     view = cache[0].append(*torch.randn(2, 1, 2, 69, 32, device=DEVICE))
     attend(asking(view, 2, 1), view, backend=NAME)
@@ -368,9 +370,11 @@ def test_launches_are_where_the_tensors_are(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [DEVICE] * (4 if GPU else 3)
 
 
-def begun(cache: Cache) -> Step:
+def begun(cache: Cache) -> TritonDecodeStep:
     changes = cache.expect()
-    return Step.of(cache[0].expected(changes[0]), MovingPlace(changes[0], DEVICE))
+    return TritonDecodeStep.from_view(
+        cache[0].make_view(changes[0]), StaticTritonPageTable(changes[0], DEVICE)
+    )
 
 
 def test_grids_are_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -393,9 +397,13 @@ def test_grids_are_what_a_gpu_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(spy, kernel, Spied(kernel))
     for kernel in ("put", "put_token"):
         monkeypatch.setattr("kvant.attention.triton.kernels.store." + kernel, Spied(kernel))
-    launching.launch(Request(torch.cat([rows, rows], 1), 1.0, view.mask), Scope.of(view))
-    operators.put(view, Place.of(view.extent, DEVICE), rows, rows)
-    monkeypatch.setattr(storing, "STORES", [Triton(NAME, DEVICE.type)])
+    kernel_launch.launch_attention(
+        AttentionRequest(torch.cat([rows, rows], 1), 1.0, view.mask), KernelView.from_view(view)
+    )
+    operators.write_token(
+        view, TritonPageTable.from_page_table(view.page_table, DEVICE), rows, rows
+    )
+    monkeypatch.setattr(store_rows, "STORE_BACKENDS", [TritonBackend(NAME, DEVICE.type)])
     cache[0].append(*rows.expand(2, -1, -1, 64, -1))
     assert asked.keys() == {"attend", "merge", "put", "put_token", "seal"}
     for first, *others in asked.values():
@@ -449,12 +457,12 @@ def test_what_it_does_not_read_is_said() -> None:
 def test_rows_on_a_cpu_are_read_only_where_it_is_asked_for() -> None:
     view = seen("raw", 1)
     attend(asking(view, 1, 1), view)
-    assert not view.tally.attended.keys() & {"triton", NAME}
-    view.tally.attended.clear()
+    assert not view.stats.attend_calls.keys() & {"triton", NAME}
+    view.stats.attend_calls.clear()
     with pytest.raises(UnsupportedView, match="'triton' does not read this view: rows on cpu"):
         attend(asking(view, 1, 1), view, backend="triton")
     attend(asking(view, 1, 1), view, backend=NAME)
-    assert view.tally.attended == {NAME: 1}
+    assert view.stats.attend_calls == {NAME: 1}
 
 
 @pytest.mark.skipif(GPU, reason="the interpreter is for where there is no GPU")
@@ -471,7 +479,7 @@ os.environ["TRITON_INTERPRET"] = "{after}"
 import torch
 from kvant import Cache, attend
 from kvant.cache import storage
-storage.arrangement = lambda device: None
+storage.select_tiles = lambda device: None
 view = Cache(1, "affine8,tail=0,prefill=stored")[0].append(*torch.randn(2, 1, 2, 99, 32))
 attend(torch.randn(1, 2, 1, 32), view, backend="interpreted")
 """
@@ -486,18 +494,22 @@ attend(torch.randn(1, 2, 1, 32), view, backend="interpreted")
 
 def test_tiles_and_stages_are_what_shared_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     view = seen("raw", 64, dims=(256, 256))
-    assert Triton(NAME, DEVICE.type).supports(view) is None
+    assert TritonBackend(NAME, DEVICE.type).supports(view) is None
     for room, tile, stages in ((227, 32, 1), (100, 16, 1), (84, 16, 1)):
-        monkeypatch.setattr(launching, "available", lambda device, room=room: room << 10)
-        assert Plan.of(Scope.of(view), 2, 128).tile == tile
-        assert launching._stages(Scope.of(view), tile) == stages
+        monkeypatch.setattr(
+            kernel_launch, "get_available_shared_bytes", lambda device, room=room: room << 10
+        )
+        assert LaunchPlan.make(KernelView.from_view(view), 2, 128).tile_queries == tile
+        assert kernel_launch._choose_num_stages(KernelView.from_view(view), tile) == stages
     narrow = seen("raw", 1, dims=(64, 64), dtype=torch.bfloat16)
     for room, stages in ((227, 3), (55, 3), (48, 2), (20, 1)):
-        monkeypatch.setattr(launching, "available", lambda device, room=room: room << 10)
-        assert launching._stages(Scope.of(narrow), 16) == stages
-    monkeypatch.setattr(triton, "available", lambda device: 64 << 10)
+        monkeypatch.setattr(
+            kernel_launch, "get_available_shared_bytes", lambda device, room=room: room << 10
+        )
+        assert kernel_launch._choose_num_stages(KernelView.from_view(narrow), 16) == stages
+    monkeypatch.setattr(triton, "get_available_shared_bytes", lambda device: 64 << 10)
     reason = "rows that take 86016 bytes of shared memory: 65536 are there"
-    assert Triton(NAME, DEVICE.type).supports(view) == reason
+    assert TritonBackend(NAME, DEVICE.type).supports(view) == reason
 
 
 SELECTED = (
@@ -517,8 +529,11 @@ SELECTED = (
 def test_pages_that_are_chosen_are_read_alone(text: str, queries: int) -> None:
     view = seen(f"{text},select=2:0", queries, heads=2, count=800, start=[0, 190])
     q = torch.randn(2, 4, queries, 32, device=DEVICE)
-    assert Triton(NAME, DEVICE.type).choose(Request(q, 1.0, view.mask), view) is not None
+    assert (
+        TritonBackend(NAME, DEVICE.type).select_pages(AttentionRequest(q, 1.0, view.mask), view)
+        is not None
+    )
     out = attend(q, view, backend=NAME)
     torch.testing.assert_close(out, attend(q, view, backend="reference"), rtol=1e-5, atol=1e-5)
-    every = attend(q, view._replace(selecting=None), backend=NAME)
+    every = attend(q, view._replace(selection=None), backend=NAME)
     assert (out - every).abs().max() > 1e-2

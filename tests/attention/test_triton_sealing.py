@@ -13,16 +13,16 @@ from attention.kernels import DEVICE, GPU, NAME, needed
 from attention.rows import odd_rows
 from cache.tagged import same
 from kvant import Cache
-from kvant.attention import storing
-from kvant.attention.reference import Reference
-from kvant.attention.triton import Triton, sealing
-from kvant.attention.triton.forms import power
+from kvant.attention import store_rows
+from kvant.attention.reference import ReferenceBackend
+from kvant.attention.triton import TritonBackend, store_pages
+from kvant.attention.triton.arguments import next_power_of_2
 from kvant.cache import merge
-from kvant.cache.changes import advanced
+from kvant.cache.advance import advance
 from kvant.codecs import Affine, Codebook
 from kvant.codecs.packing import tree_sum
-from kvant.contracts import Codec, Stored
-from kvant.extent import Change, Extent, Kind, Paging
+from kvant.contracts import Codec, PagedTensors
+from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
 from thin import once
 
 pytestmark = [
@@ -46,7 +46,7 @@ CODECS: list[Codec] = [
 def many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program of the interpreter takes as long for any number of rows."""
     if not GPU:
-        monkeypatch.setattr(sealing, "ROWS", 32)
+        monkeypatch.setattr(store_pages, "ROWS_PER_PROGRAM", 32)
 
 
 def same_bytes(codec: Codec, rows: Tensor) -> bool:
@@ -61,15 +61,15 @@ def same_bytes(codec: Codec, rows: Tensor) -> bool:
         )
         for name, field in codec.fields(dim).items()
     }
-    side = Stored(codec, rows.flatten(0, 1).contiguous(), fields, None)
+    side = PagedTensors(codec, rows.flatten(0, 1).contiguous(), fields, None)
     slots = 5 + torch.randperm(batch * count).numpy()
     which = np.arange(batch * count)
     paged = which % 2 == 0
     seals = np.stack([which // count, slots, which, which % count * page], 1)
     seals[~paged, 2] = -1
-    nowhere = Extent.empty(Kind(Paging(page, 0)), [0] * batch)
-    change = Change(nowhere, nowhere, nowhere, count * page, seals=seals)
-    if not Triton(NAME, DEVICE.type).store(change, {"keys": came}, {"keys": side}):
+    nowhere = PageTable.make_empty(LayerGroup(Paging(page, 0)), [0] * batch)
+    change = AppendPlan(nowhere, nowhere, nowhere, count * page, seals=seals)
+    if not TritonBackend(NAME, DEVICE.type).store(change, {"keys": came}, {"keys": side}):
         return False
     for name, field in codec.seal(rows.cpu()).items():
         ours = side.sealed[name].cpu()[slots].view(torch.uint8)
@@ -105,10 +105,10 @@ def test_so_are_those_of_groups_of_any_width(dim: int) -> None:
 )
 def test_rows_go_where_the_reference_puts_them(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of chunks of all sizes, of sequences of two lengths, and of pages that others hold."""
-    stores = Triton(NAME, DEVICE.type), Reference()
+    stores = TritonBackend(NAME, DEVICE.type), ReferenceBackend()
     found = []
     for backend in stores:
-        monkeypatch.setattr(storing, "STORES", [backend])
+        monkeypatch.setattr(store_rows, "STORE_BACKENDS", [backend])
         torch.manual_seed(1)
         cache = Cache(2, f"{text},prefill=stored")
         append(cache, 70, start=[0, 9])
@@ -134,18 +134,20 @@ def append(cache: Cache, count: int, start: list[int] | None = None) -> None:
 
 def test_what_it_does_not_store_is_left_to_others() -> None:
     """Codecs that it does not know, where pages fall due; rows are written whatever seals them."""
-    backend = Triton(NAME, DEVICE.type)
+    backend = TritonBackend(NAME, DEVICE.type)
     cache = Cache(1, "fp8,tail=0")
     append(cache, 20)
     storage = cache[0].storage
     rows = {name: torch.randn(2, 2, 64, 32, device=DEVICE) for name in storage.sides}
     few = {name: tensor[:, :, :44] for name, tensor in rows.items()}
     for count, given, written in ((44, few, False), (43, few, True)):
-        change = advanced(cache[0].extent, count, cache._ledger.pools[0].copy())
+        change = advance(cache[0].page_table, count, cache._tracker.pools[0].copy())
         assert backend.store(change, given, storage.sides) == written
     wide = {name: tensor.double() for name, tensor in few.items()}
     assert not backend.store(change, wide, storage.sides)
-    assert not Triton("triton", "cuda" if not GPU else "cpu").store(change, few, storage.sides)
+    assert not TritonBackend("triton", "cuda" if not GPU else "cpu").store(
+        change, few, storage.sides
+    )
 
 
 @pytest.mark.parametrize("group", [16, 32, 64, 128, 256])
@@ -157,5 +159,5 @@ def test_sums_are_in_the_order_of_the_codecs(group: int) -> None:
         rows = torch.randn(dim, dtype=torch.float64) * 2.0 ** torch.randint(-40, 40, (dim,))
         count = -(-dim // group)
         out = torch.empty(count, dtype=torch.float64, device=DEVICE)
-        sums[(1,)](rows.to(DEVICE), out, group, power(count), count, dim)
+        sums[(1,)](rows.to(DEVICE), out, group, next_power_of_2(count), count, dim)
         assert torch.equal(out.cpu(), torch.cat([tree_sum(part) for part in rows.split(group)]))

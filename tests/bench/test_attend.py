@@ -12,39 +12,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvant.bench import attend
-from kvant.bench.attend import Task, copies, in_turn, rotating
-from kvant.bench.clock import Lap, Wall
-from kvant.bench.device import CPU, Cpu
+from kvant.bench.attend import AttendTask, count_copies, rotate_calls, time_calls_in_turn
+from kvant.bench.clock import Lap, WallClock
+from kvant.bench.device import CPU, CpuDevice
 
-TASK = Task(batch=2, heads=2, group=2, dim=32, queries=1, repeats=5, backend=None)
+TASK = AttendTask(batch=2, heads=2, group=2, dim=32, queries=1, repeats=5, backend=None)
 DENSE = 2 * 2 * 640 * 32 * 2 * 2  # bytes of 640 rows of it: sequences, heads, width, sides, bf16
 WAYS = ["torch gqa", "torch folded", "torch by hand"]
 
 
-class Events(Wall):
+class Events(WallClock):
     """A clock that tells something beside."""
 
-    def beside(self, laps: Any) -> dict[str, float]:
+    def describe_laps(self, laps: Any) -> dict[str, float]:
         return {"host_ms": 1.0}
 
 
-class Caching(Cpu):
+class Caching(CpuDevice):
     """A CPU that is treated as one that would find inputs again."""
 
     clock = Events()
-    cached = 2 * DENSE
+    cache_nbytes = 2 * DENSE
 
 
 @given(nbytes=st.integers(1, 2**20), cached=st.integers(0, 2**22))
 def test_between_two_uses_of_an_input_the_others_fill_a_cache(nbytes: int, cached: int) -> None:
-    count = copies(nbytes, cached)
+    count = count_copies(nbytes, cached)
     assert (count - 1) * nbytes >= cached
     assert count == 1 or (count - 2) * nbytes < cached  # and no input more than that takes
 
 
 def test_inputs_are_used_one_after_the_other() -> None:
     used: list[int] = []
-    call = rotating([lambda n=n: used.append(n) for n in range(3)])
+    call = rotate_calls([lambda n=n: used.append(n) for n in range(3)])
     for _ in range(7):
         call()
     assert used == [0, 1, 2, 0, 1, 2, 0]
@@ -53,12 +53,12 @@ def test_inputs_are_used_one_after_the_other() -> None:
 def test_all_run_in_turn_and_the_first_turn_does_not_count() -> None:
     done: list[str] = []
 
-    class Noting(Wall):
-        def turn(self) -> None:
+    class Noting(WallClock):
+        def start_turn(self) -> None:
             done.append("turn")
 
     calls = {(name, ""): lambda name=name: done.append(name) for name in "ab"}
-    laps = in_turn(calls, 2, Noting())
+    laps = time_calls_in_turn(calls, 2, Noting())
     assert done == ["turn", "a", "b"] * 3
     assert [len(found) for found in laps.values()] == [2, 2]
 
@@ -67,7 +67,7 @@ def test_a_share_is_of_a_plain_pass_over_the_same_bytes() -> None:
     took = {("torch gqa", ""): 8.0, ("stream", ""): 2.0, ("raw", "x"): 4.0, ("small", "x"): 1.0}
     nbytes = dict.fromkeys(took, 100) | {("small", "x"): 25}
     laps = {name: [Lap(seconds)] for name, seconds in took.items()}
-    rows = attend.figures(laps, nbytes, Wall())
+    rows = attend.summarize_laps(laps, nbytes, WallClock())
     assert [row["share"] for row in rows] == [0.25, 1.0, 0.5, 0.5]
     assert [row["against_raw"] for row in rows] == [0.5, 2.0, 1.0, 4.0]
     assert [row["against_torch"] for row in rows] == [1.0, 4.0, 2.0, 8.0]
@@ -85,9 +85,9 @@ def test_no_input_is_read_again_before_the_others_of_its_kind(
     def read(q: Any, view: Any, backend: Any) -> None:
         views_read.setdefault(len(view.keys.sealed), []).append(id(view))
 
-    monkeypatch.setattr(Caching, "ways", ways)
+    monkeypatch.setattr(Caching, "list_torch_attention", ways)
     monkeypatch.setattr(attend, "attend", read)
-    rows, _ = attend.measure(640, ["affine8"], TASK, Caching())
+    rows, _ = attend.measure_attention(640, ["affine8"], TASK, Caching())
     assert [row["way"] for row in rows] == [*WAYS, "stream", "raw", "affine8"]
     assert all(row["host_ms"] == 1.0 for row in rows)
     kinds = [keys_read, *views_read.values()]
@@ -99,9 +99,9 @@ def test_no_input_is_read_again_before_the_others_of_its_kind(
 
 def test_every_sequence_of_a_batch_is_read() -> None:
     q, (keys, values) = torch.randn(2, 4, 1, 32), torch.randn(2, 2, 2, 70, 32)
-    view, _ = attend.stored("raw", keys.bfloat16(), values.bfloat16(), 1)
-    ours = attend.our_calls(q.bfloat16(), {"raw": [view]}, TASK)
-    plain, skipped = attend.torch_calls(q.bfloat16(), keys.bfloat16(), values.bfloat16(), CPU)
+    view, _ = attend.store_rows("raw", keys.bfloat16(), values.bfloat16(), 1)
+    ours = attend.make_kvant_calls(q.bfloat16(), {"raw": [view]}, TASK)
+    plain, skipped = attend.make_torch_calls(q.bfloat16(), keys.bfloat16(), values.bfloat16(), CPU)
     assert skipped == [] and [name for name, _ in plain] == WAYS
     said = [call().reshape(2, 4, 1, 32).float() for call in (*ours.values(), *plain.values())]
     for one in said[1:]:
@@ -126,7 +126,7 @@ def test_a_way_that_does_not_run_is_said(
     def ways(self: Any, q: Any, keys: Any, values: Any) -> Any:
         return {"torch gqa": torch.add}, ["torch flex: RuntimeError, no"]
 
-    monkeypatch.setattr(Cpu, "ways", ways)
+    monkeypatch.setattr(CpuDevice, "list_torch_attention", ways)
     attend.main(lengths="70,80", formats="raw", heads=2, dim=32, repeats=1, json=True)
     said = capsys.readouterr()
     lines = [f"{n} rows, torch flex: RuntimeError, no" for n in (70, 80)]

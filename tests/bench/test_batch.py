@@ -14,7 +14,7 @@ from kvant.bench import batch, cache_race
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cache_race.SHAPES, "0.6b", cache_race.SHAPES["0.6b"] | TINY)
+    monkeypatch.setitem(cache_race.MODEL_SHAPES, "0.6b", cache_race.MODEL_SHAPES["0.6b"] | TINY)
 
 
 def told(capsys: pytest.CaptureFixture[str], **given: Any) -> dict[str, Any]:
@@ -38,21 +38,21 @@ def test_every_number_of_sequences_is_beside_the_host(capsys: pytest.CaptureFixt
 
 
 def test_lengths_differ_and_are_on_average_the_context() -> None:
-    assert batch.lengths_around(40, 1) == [40]
-    found = batch.lengths_around(512, 16)
+    assert batch.spread_lengths(40, 1) == [40]
+    found = batch.spread_lengths(512, 16)
     assert len(set(found)) == 16 and abs(sum(found) / 16 - 512) < 1
 
 
 def test_sequences_together_are_what_they_are_alone() -> None:
-    task = cache_race.Task(layers=2)
-    model = cache_race.build(task.sizes)
+    task = cache_race.RaceTask(layers=2)
+    model = cache_race.build_model(task.model_sizes)
     rows, lengths = cache_race.random_rows(model, 50), [30, 50, 41]
-    both = batch.together(model, "raw", rows, lengths)
+    both = batch.make_merged_batch(model, "raw", rows, lengths)
     with torch.no_grad():
         both.decode()
         assert both.cache.lengths == [31, 51, 42]
         for i, length in enumerate(lengths):
-            one = batch.together(model, "raw", rows, [length])
+            one = batch.make_merged_batch(model, "raw", rows, [length])
             one.decode()
             here, there = (c.states[1].read()[0] for c in (both.cache.extract(i), one.cache))
             assert (here - there).abs().max() < 0.05

@@ -26,7 +26,7 @@ TINY = {
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cache_race.SHAPES, "0.6b", cache_race.SHAPES["0.6b"] | TINY)
+    monkeypatch.setitem(cache_race.MODEL_SHAPES, "0.6b", cache_race.MODEL_SHAPES["0.6b"] | TINY)
 
 
 def test_the_last_line_tells_every_figure(capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,22 +69,24 @@ def test_packed_weights_are_measured_beside_those_of_the_model(
 
 
 def test_both_caches_hold_the_same_rows_and_are_read_as_a_user_reads_them() -> None:
-    task = cache_race.Task(layers=2, repeats=3)
-    theirs, ours = cache_race.measure(cache_race.build(task.sizes), "raw", 40, task)
-    length = 40 + task.first + 3
+    task = cache_race.RaceTask(layers=2, repeats=3)
+    theirs, ours = cache_race.measure_pair(
+        cache_race.build_model(task.model_sizes), "raw", 40, task
+    )
+    length = 40 + task.warmup_tokens + 3
     assert theirs.cache.get_seq_length() == ours.cache.get_seq_length() == length
     for layer, state in zip(theirs.cache.layers, ours.cache.states, strict=True):
         torch.testing.assert_close(state.read()[0][:, :, :40], layer.keys[:, :, :40])
         torch.testing.assert_close(state.read()[1], layer.values, atol=2e-2, rtol=2e-2)
     stats = ours.cache.stats()
-    assert (stats["fused"], stats["materialized"]) == (2 * (task.first + 3), 0)
+    assert (stats["fused"], stats["materialized"]) == (2 * (task.warmup_tokens + 3), 0)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "affine8"])
 def test_a_peak_is_a_number_where_the_system_keeps_one(name: str) -> None:
-    task = cache_race.Task(layers=1, repeats=2)
-    found = cache_race.peak(task, name, 40, torch.get_num_threads())
-    assert (found is None) == (clock.mark() is None)
+    task = cache_race.RaceTask(layers=1, repeats=2)
+    found = cache_race.measure_peak(task, name, 40, torch.get_num_threads())
+    assert (found is None) == (clock.reset_resident_peak() is None)
     assert found is None or found >= 0
 
 
@@ -106,7 +108,7 @@ def test_what_cannot_be_measured_is_refused(contexts: str, given: dict[str, Any]
 
 def test_packed_weights_are_for_a_cpu() -> None:
     with pytest.raises(ValueError, match="--pack: weights are packed for a CPU, not for cuda"):
-        cache_race.Task(device=DEVICES["cuda"], packed=True)
+        cache_race.RaceTask(device=DEVICES["cuda"], packed=True)
 
 
 def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_length(
@@ -120,11 +122,11 @@ def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_len
 
     monkeypatch.setattr(torch, "compile", compiled)
     monkeypatch.setattr(torch.compiler, "reset", lambda: done.append("reset"))
-    task = cache_race.Task(layers=2, repeats=3, baseline="static")
-    model = cache_race.build(task.sizes)
+    task = cache_race.RaceTask(layers=2, repeats=3, baseline="static")
+    model = cache_race.build_model(task.model_sizes)
     for context in (40, 60):
-        theirs, ours = cache_race.measure(model, "raw", context, task)
-        length = context + task.first + 3
+        theirs, ours = cache_race.measure_pair(model, "raw", context, task)
+        length = context + task.warmup_tokens + 3
         assert (theirs.name, len(theirs.laps), len(ours.laps)) == ("static", 3, 3)
         assert ours.cache.get_seq_length() == int(theirs.cache.get_seq_length()) == length
         for layer, state in zip(theirs.cache.layers, ours.cache.states, strict=True):
@@ -137,13 +139,13 @@ def test_a_static_baseline_holds_the_same_rows_and_is_compiled_anew_for_each_len
 
 def test_another_process_can_be_given_a_task() -> None:
     for device in DEVICES.values():
-        task = pickle.loads(pickle.dumps(cache_race.Task(shape="8b", device=device)))
+        task = pickle.loads(pickle.dumps(cache_race.RaceTask(shape="8b", device=device)))
         assert (task.shape, task.device.name) == ("8b", device.name)
 
 
 def test_the_larger_shape_has_eight_billion_weights() -> None:
-    sizes = cache_race.Task(shape="8b").sizes
+    sizes = cache_race.RaceTask(shape="8b").model_sizes
     with torch.device("meta"):
         model = Qwen3ForCausalLM(Qwen3Config(**sizes))
     assert round(model.num_parameters() / 1e9, 2) == 8.03
-    assert cache_race.Task(shape="8b", layers=3).sizes == sizes | {"num_hidden_layers": 3}
+    assert cache_race.RaceTask(shape="8b", layers=3).model_sizes == sizes | {"num_hidden_layers": 3}

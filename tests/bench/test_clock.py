@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 
 from kvant.bench import clock
-from kvant.bench.clock import Events, Lap, Wall
+from kvant.bench.clock import CudaClock, Lap, WallClock
 
 
 @pytest.fixture(autouse=True)
@@ -20,17 +20,17 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_the_machine_tells_what_a_call_took_until_it_returned() -> None:
-    wall, called = Wall(), []
-    wall.turn()
-    wall.settle()
-    lap = wall.lap(lambda: called.append(1))
-    assert (called, lap.seconds, wall.beside([lap])) == ([1], 1.0, {})
+    wall, called = WallClock(), []
+    wall.start_turn()
+    wall.synchronize()
+    lap = wall.time_call(lambda: called.append(1))
+    assert (called, lap.seconds, wall.describe_laps([lap])) == ([1], 1.0, {})
 
 
 def test_events_stand_around_each_call_and_are_read_when_all_are_done(done: list[str]) -> None:
-    events = Events()
-    events.turn()
-    laps = [events.lap(lambda name=name: done.append(name)) for name in ("first", "second")]
+    events = CudaClock()
+    events.start_turn()
+    laps = [events.time_call(lambda name=name: done.append(name)) for name in ("first", "second")]
     queued = ["event 0", "first", "event 1", "event 2", "second", "event 3"]
     assert done == ["settle", "hold", *queued]  # nothing is waited for in between
     assert [lap.seconds for lap in laps] == [0.25, 0.25]
@@ -39,9 +39,9 @@ def test_events_stand_around_each_call_and_are_read_when_all_are_done(done: list
 
 def test_what_python_took_is_told_beside(done: list[str]) -> None:
     laps = [Lap(host, (None, None)) for host in (1.0, 2.0, 9.0)]
-    assert Events().beside(laps) == {"host_ms": 2e3}
+    assert CudaClock().describe_laps(laps) == {"host_ms": 2e3}
 
 
 def test_a_call_that_needs_the_one_before_waits_for_it(done: list[str]) -> None:
-    Events().settle()
+    CudaClock().synchronize()
     assert done == ["settle"]

@@ -9,28 +9,28 @@ import pytest
 import torch
 
 from kvant.bench import device, report
-from kvant.bench.device import CPU, Cuda, chosen_device
+from kvant.bench.device import CPU, CudaDevice, choose_device
 
 THERE = SimpleNamespace(
     name="NVIDIA Something", total_memory=2**37, L2_cache_size=2**25, multi_processor_count=132
 )
 
 
-class OnCpu(Cuda):
+class OnCpu(CudaDevice):
     """A GPU's ways, in the memory of this machine."""
 
     name = "cpu"
 
 
 def test_a_device_is_named_as_torch_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen_device("cpu") is CPU
+    assert choose_device("cpu") is CPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert chosen_device("cuda").name == "cuda"
+    assert choose_device("cuda").name == "cuda"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match=r"--device cuda: torch .* finds no GPU here; .* leave"):
-        chosen_device("cuda")
+        choose_device("cuda")
     with pytest.raises(ValueError, match="--device gpu: known are cpu, cuda"):
-        chosen_device("gpu")
+        choose_device("gpu")
 
 
 def test_one_of_several_gpus_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,16 +38,16 @@ def test_one_of_several_gpus_becomes_the_current_one(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    assert chosen_device("cuda:1").name == "cuda"
+    assert choose_device("cuda:1").name == "cuda"
     assert current == [torch.device("cuda:1")]
     with pytest.raises(ValueError, match="--device cuda:2: here there is cpu, cuda:0, cuda:1"):
-        chosen_device("cuda:2")
+        choose_device("cuda:2")
 
 
 def test_a_plain_pass_moves_so_many_bytes() -> None:
-    read = CPU.stream(4096)
+    read = CPU.make_stream(4096)
     assert float(read()) == 4096 // 4  # float32 ones, added up
-    copy = OnCpu().stream(4096)
+    copy = OnCpu().make_stream(4096)
     (source,) = copy.args
     target = copy.func.__self__
     source.fill_(7)
@@ -58,11 +58,13 @@ def test_a_plain_pass_moves_so_many_bytes() -> None:
 
 def test_a_gpu_has_more_ways_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     q, (keys, values) = torch.randn(1, 4, 1, 16), torch.randn(2, 1, 2, 8, 16)
-    monkeypatch.setattr(device, "gpu_ways", lambda *a: {"torch flash": min, "torch flex": flex})
+    monkeypatch.setattr(
+        device, "make_gpu_attention", lambda *a: {"torch flash": min, "torch flex": flex}
+    )
     everywhere = ["torch gqa", "torch folded", "torch by hand"]
-    found, skipped = CPU.ways(q, keys, values)
+    found, skipped = CPU.list_torch_attention(q, keys, values)
     assert (list(found), skipped) == (everywhere, [])
-    found, skipped = OnCpu().ways(q, keys, values)
+    found, skipped = OnCpu().list_torch_attention(q, keys, values)
     assert list(found) == []
     assert [line.split(":")[0] for line in skipped] == ["torch flash", "torch flex"]
 
@@ -75,14 +77,14 @@ def test_the_machine_tells_its_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda name: THERE)
-    monkeypatch.setattr(device, "_driver", lambda: "570.1")
-    report.show("attend", [{"rows": 1}], {"batch": 8}, quiet=True, device=Cuda())
+    monkeypatch.setattr(device, "_read_driver_version", lambda: "570.1")
+    report.print_report("attend", [{"rows": 1}], {"batch": 8}, quiet=True, device=CudaDevice())
     told = json.loads(capsys.readouterr().out)["machine"]
     assert told["gpu"] == "NVIDIA Something" and told["gpu_memory"] == 2**37
     assert (told["gpu_l2"], told["multiprocessors"]) == (2**25, 132)
     assert (told["cuda"], told["driver"]) == (torch.version.cuda, "570.1")
-    assert Cuda().cached == 2**25
-    assert "gpu" not in report.machine()
+    assert CudaDevice().cache_nbytes == 2**25
+    assert "gpu" not in report.describe_machine()
 
 
 @pytest.mark.parametrize(("said", "version"), [("570.1\n", "570.1"), ("", None)])
@@ -92,9 +94,9 @@ def test_the_driver_is_asked_for_its_version(
     monkeypatch.setattr(device.shutil, "which", lambda tool: tool)
     done = SimpleNamespace(stdout=said)
     monkeypatch.setattr(device.subprocess, "run", lambda words, **how: done)
-    assert device._driver() == version
+    assert device._read_driver_version() == version
     monkeypatch.setattr(device.shutil, "which", lambda tool: None)
-    assert device._driver() is None
+    assert device._read_driver_version() is None
 
 
 def test_a_peak_of_a_gpu_is_what_work_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,4 +114,4 @@ def test_a_peak_of_a_gpu_is_what_work_adds(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: Memory.now)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: Memory.most)
-    assert Cuda().peak(work) == 250
+    assert CudaDevice().measure_peak(work) == 250

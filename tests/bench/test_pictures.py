@@ -30,7 +30,7 @@ def test_a_series_has_a_figure_for_each_number_of_clients() -> None:
         for clients in (1, 4)
         for way, each in (("engine", 10.0), ("server", 9.0))
     ]
-    assert TOOL["by_clients"](rows, "way") == {
+    assert TOOL["group_by_clients"](rows, "way") == {
         "engine": {"1 client": 10.0, "4 clients": 40.0},
         "server": {"1 client": 9.0, "4 clients": 36.0},
     }

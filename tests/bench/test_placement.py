@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from kvant.bench import attend, cache_race, device
-from kvant.bench.device import Cuda, gpu_ways
+from kvant.bench.device import CudaDevice, make_gpu_attention
 
 SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 64, "head_dim": 32}
-TASK = attend.Task(batch=2, heads=2, group=2, dim=32, queries=1, repeats=3, backend=None)
+TASK = attend.AttendTask(batch=2, heads=2, group=2, dim=32, queries=1, repeats=3, backend=None)
 
 
-class Elsewhere(Cuda):
+class Elsewhere(CudaDevice):
     """A GPU without memory: tensors there do not meet those of the CPU."""
 
     name = "meta"
-    cached = 200_000
+    cache_nbytes = 200_000
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +42,11 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, done: list[str], queries: in
 
     monkeypatch.setattr(attend, "attend", read)
     monkeypatch.setattr(attend, "explain", lambda view: SimpleNamespace(backend="triton"))
-    monkeypatch.setattr(device, "gpu_ways", lambda *a: gpu_ways(*a, lambda flex, **how: flex))
-    task = attend.Task(**vars(TASK) | {"queries": queries})
-    rows, skipped = attend.measure(640, ["affine8"], task, Elsewhere())
+    monkeypatch.setattr(
+        device, "make_gpu_attention", lambda *a: make_gpu_attention(*a, lambda flex, **how: flex)
+    )
+    task = attend.AttendTask(**vars(TASK) | {"queries": queries})
+    rows, skipped = attend.measure_attention(640, ["affine8"], task, Elsewhere())
     ways = ["torch gqa", "torch folded", "torch by hand", "torch flash"]
     assert [row["way"] for row in rows] == [*ways, "stream", "raw", "affine8"]
     assert [line.split(",")[0] for line in skipped] == ["torch flex: ValueError"]  # of the device
@@ -54,18 +56,18 @@ def test_attention(monkeypatch: pytest.MonkeyPatch, done: list[str], queries: in
 
 @pytest.mark.parametrize("baseline", ["dynamic", "static"])
 def test_a_decoded_token(done: list[str], baseline: str) -> None:
-    sizes = cache_race.SHAPES["0.6b"] | SIZES
-    model = cache_race.build(sizes, Elsewhere())
+    sizes = cache_race.MODEL_SHAPES["0.6b"] | SIZES
+    model = cache_race.build_model(sizes, Elsewhere())
     held = [*model.parameters(), *model.buffers(), *cache_race.random_rows(model, 40)]
     assert {one.device.type for one in held} == {"meta"}
     seen: list[str] = []
     model.model.embed_tokens.register_forward_pre_hook(
         lambda _, given: seen.append(given[0].device.type)
     )
-    task = cache_race.Task(repeats=2, device=Elsewhere(), baseline=baseline)
-    pair = cache_race.measure(model, "affine8", 40, task)
-    assert seen == ["meta"] * len(seen) and len(seen) == 2 * (task.first + 2)
+    task = cache_race.RaceTask(repeats=2, device=Elsewhere(), baseline=baseline)
+    pair = cache_race.measure_pair(model, "affine8", 40, task)
+    assert seen == ["meta"] * len(seen) and len(seen) == 2 * (task.warmup_tokens + 2)
     assert [one.seconds for one in pair] == [[0.25, 0.25]] * 2
-    assert [lap for lap in done if lap == "settle"] == ["settle"] * 2 * (task.first + 2)
-    figures = pair[1].figures(pair[0], None)
+    assert [lap for lap in done if lap == "settle"] == ["settle"] * 2 * (task.warmup_tokens + 2)
+    figures = pair[1].summarize(pair[0], None)
     assert figures["median_ms"] == 250.0 and figures["host_ms"] > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvant.bench.prefill import BASELINE, measure
+from kvant.bench.prefill import BASELINE, measure_prefill
 
 
 class Noted:
@@ -21,7 +21,7 @@ class Noted:
 def test_all_read_the_same_text_in_the_same_chunks() -> None:
     fed: dict[str, list[list[int]]] = {BASELINE: [], "affine8,prefill=dense": []}
     makes = {name: lambda name=name: Noted(fed[name]) for name in fed}
-    rows = measure(makes, list(range(10)), chunk=4, repeats=2)
+    rows = measure_prefill(makes, list(range(10)), chunk=4, repeats=2)
     for pieces in fed.values():
         assert pieces == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 3
     assert [row["cache"] for row in rows] == list(fed)

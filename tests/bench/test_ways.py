@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvant.bench.device import gpu_ways, running
+from kvant.bench.device import filter_runnable, make_gpu_attention
 
 NAMES = ["torch gqa", "torch folded", "torch by hand", "torch flash", "torch flex"]
 
@@ -35,7 +35,7 @@ def test_all_say_the_same(batch: int, group: int, queries: int) -> None:
     heads, length, dim = 2, 64, 16
     q = torch.randn(batch, heads * group, queries, dim)
     keys, values = torch.randn(2, batch, heads, length, dim)
-    ways, skipped = running(gpu_ways(q, heads, length, uncompiled), keys, values)
+    ways, skipped = filter_runnable(make_gpu_attention(q, heads, length, uncompiled), keys, values)
     assert (list(ways), skipped) == (NAMES, [])
     right = exact(q, keys, values)
     for name, way in ways.items():
@@ -54,6 +54,6 @@ def test_what_does_not_run_is_left_out_and_said() -> None:
         raise Strange
 
     ways = {"a": fails, "b": torch.add, "c": silent}
-    found, skipped = running(ways, torch.ones(1), torch.ones(1))
+    found, skipped = filter_runnable(ways, torch.ones(1), torch.ones(1))
     assert list(found) == ["b"]
     assert skipped == ["a: Strange, no kernel", "c: Strange, no reason is given"]

@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvant.cache.changes import Pools, exact, joined, reachable, rewound, selected
-from kvant.cache.ledger import Ledger
-from kvant.extent import Change, Extent, Kind, Paging
+from kvant.cache.advance import (
+    Pools,
+    concat_tables,
+    is_exact_rewind,
+    mask_reachable,
+    rewind_table,
+    select_sequences,
+)
+from kvant.cache.tracker import StateTracker
+from kvant.page_table import AppendPlan, LayerGroup, PageTable, Paging
 
 Row = tuple[int, bool]  # the token, and was it decoded?
 
@@ -26,11 +33,11 @@ class Rows:
     open: dict[int, list[Row | None]] = field(default_factory=dict)
     sealed: dict[int, list[Row | None]] = field(default_factory=dict)
 
-    def do(self, change: Change, came: list[list[Row]]) -> None:
+    def do(self, change: AppendPlan, came: list[list[Row]]) -> None:
         """What a layer does in a forward whose rows, padding included, are `came`."""
         for source, to in change.copies.tolist():
             self.open[to] = list(self.open[source])
-        for source, to in change.opens.tolist():
+        for source, to in change.reopens.tolist():
             self.open[to] = [row and (row[0], True) for row in self.sealed[source]]
         for which, slot, first, count, column in change.writes.tolist():
             assert first + count <= self.page
@@ -50,7 +57,7 @@ class Sequence:
     to_come: int = 0  # columns of padding that are still to come
 
 
-class Told(Ledger):
+class Told(StateTracker):
     """A ledger, and how far it is from the furthest that it ever was."""
 
     back = 0
@@ -62,17 +69,17 @@ class Life:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.kind = self.any_kind()
-        self.pools = Pools.of(self.kind)
+        self.pools = Pools.make(self.kind)
         self.rows = Rows(self.kind.page)
         self.idle = self.ledger()  # who shares pools moves no pages
         self.caches: list[tuple[Told, list[Sequence]]] = [(self.ledger(), [])]
         self.token = 0
         self.story = [str(self.kind)]
 
-    def any_kind(self) -> Kind:
+    def any_kind(self) -> LayerGroup:
         pick = self.random.choice
         tail = pick([None, 0, 1, 3, 9])
-        return Kind(
+        return LayerGroup(
             Paging(pick([1, 2, 4, 8]), tail, pick([0, 0, 0, 13]) if tail is not None else 0),
             window=pick([None, None, 1, 5, 12]),
             sinks=pick([0, 0, 1, 3, 9]),
@@ -110,8 +117,8 @@ class Life:
         ledger, sequences = self.any()
         change, came = self.begin(ledger, sequences)
         look(self.kind, self.rows, change, came, sequences)
-        ledger.arrive(0)
-        ledger.back = max(0, ledger.back - change.count)
+        ledger.commit_layer(0)
+        ledger.back = max(0, ledger.back - change.num_new)
 
     def die(self) -> None:
         """A forward that writes, or not, and never comes to its end."""
@@ -121,14 +128,14 @@ class Life:
         sequences[:] = before
         ledger.rollback()
 
-    def begin(self, ledger: Told, sequences: list[Sequence]) -> tuple[Change, list[list[Row]]]:
+    def begin(self, ledger: Told, sequences: list[Sequence]) -> tuple[AppendPlan, list[list[Row]]]:
         count = self.random.choice([1, 1, 1, 2, 3, 7, 20])
         if not sequences:
             batch = self.random.randint(1, 3)
             sequences += [Sequence([], self.random.choice([0, 0, 2, 9])) for _ in range(batch)]
         dense = count > 1 and self.random.random() < 0.5
-        start = [s.to_come for s in sequences] if ledger.blank else None
-        change = ledger.begin(0, len(sequences), count, start, dense=dense)
+        start = [s.to_come for s in sequences] if ledger.is_empty else None
+        change = ledger.plan_append(0, len(sequences), count, start, new_rows_dense=dense)
         self.story[-1] += f"({count}, {dense})"
         came: list[list[Row]] = []
         for sequence in sequences:
@@ -145,21 +152,21 @@ class Life:
         ledger, sequences = self.any()
         if not ledger.batch:
             return
-        extent = ledger.book.extents[0]
+        extent = ledger.state.page_tables[0]
         back = self.random.choice([0, 1, 2, 5, 11])
         to = np.maximum(extent.lengths - back, -extent.padding)
-        if not reachable(extent, to).all():
+        if not mask_reachable(extent, to).all():
             assert back > self.kind.slack or ledger.back, f"{back} tokens back"
             return
         self.story[-1] += f"({back})"
-        change = rewound(extent, to, self.pools)
-        assert exact(extent, to) == (len(change.opens) == 0)
+        change = rewind_table(extent, to, self.pools)
+        assert is_exact_rewind(extent, to) == (len(change.reopens) == 0)
         if ledger.back + back <= self.kind.slack:
-            assert exact(extent, to), f"{back} tokens back"
+            assert is_exact_rewind(extent, to), f"{back} tokens back"
         ledger.back += back
         self.rows.do(change, [])
-        with ledger.counting():
-            ledger.swap([change.after], (), [(0, change.taken)])
+        with ledger.guard_counts():
+            ledger.replace_tables([change.new_table], (), [(0, change.allocated_slots)])
         for sequence, length in zip(sequences, to.tolist(), strict=True):
             sequence.tokens = sequence.tokens[: max(length, 0)]
             sequence.to_come = max(-length, 0)
@@ -169,8 +176,10 @@ class Life:
         if not sequences:
             return
         index = [self.random.randrange(len(sequences)) for _ in range(self.random.randint(1, 3))]
-        with ledger.counting():
-            ledger.swap([selected(ledger.book.extents[0], np.array(index))], ())
+        with ledger.guard_counts():
+            ledger.replace_tables(
+                [select_sequences(ledger.state.page_tables[0], np.array(index))], ()
+            )
         sequences[:] = [Sequence(list(sequences[i].tokens), sequences[i].to_come) for i in index]
 
     def fork(self) -> None:
@@ -179,9 +188,9 @@ class Life:
         twin = self.ledger()
         twin.back = ledger.back
         if ledger.batch:
-            extent = ledger.book.extents[0]
-            with twin.counting():
-                twin.swap([selected(extent, np.arange(extent.batch))], ())
+            extent = ledger.state.page_tables[0]
+            with twin.guard_counts():
+                twin.replace_tables([select_sequences(extent, np.arange(extent.batch))], ())
         self.caches.append((twin, [Sequence(list(s.tokens), s.to_come) for s in sequences]))
         if len(self.caches) > 3:
             del self.caches[self.random.randrange(3)]
@@ -193,8 +202,10 @@ class Life:
             return
         merged = self.ledger()
         merged.back = max(one.back for one, _ in filled)
-        with merged.counting():
-            merged.swap([joined([one.book.extents[0] for one, _ in filled])], ())
+        with merged.guard_counts():
+            merged.replace_tables(
+                [concat_tables([one.state.page_tables[0] for one, _ in filled])], ()
+            )
         copies = [Sequence(list(x.tokens)) for _, s in filled for x in s]
         self.caches.append((merged, copies))
         if len(self.caches) > 3:
@@ -202,18 +213,18 @@ class Life:
 
     def forget(self) -> None:
         ledger, sequences = self.any()
-        with ledger.counting():
-            ledger.swap([], ())
+        with ledger.guard_counts():
+            ledger.replace_tables([], ())
         ledger.back = 0
         sequences.clear()
 
 
-def check(kind: Kind, rows: Rows, ledger: Told, sequences: list[Sequence]) -> None:
+def check(kind: LayerGroup, rows: Rows, ledger: Told, sequences: list[Sequence]) -> None:
     """What the newest token of each sequence sees, in whatever state it sees it."""
-    if not ledger.book.extents:
+    if not ledger.state.page_tables:
         assert not sequences
         return
-    extent = ledger.book.extents[0]
+    extent = ledger.state.page_tables[0]
     assert extent.lengths.tolist() == [len(s.tokens) - s.to_come for s in sequences]
     for which, sequence in enumerate(sequences):
         if sequence.tokens:
@@ -222,21 +233,25 @@ def check(kind: Kind, rows: Rows, ledger: Told, sequences: list[Sequence]) -> No
 
 
 def look(
-    kind: Kind, rows: Rows, change: Change, came: list[list[Row]], sequences: list[Sequence]
+    kind: LayerGroup,
+    rows: Rows,
+    change: AppendPlan,
+    came: list[list[Row]],
+    sequences: list[Sequence],
 ) -> None:
     """What every query of a forward sees."""
     for which, sequence in enumerate(sequences):
         length = len(sequence.tokens)
-        for query in range(max(0, length - change.count), length):
-            own = came[which] if change.own else None
-            dense = change.own and change.dense
-            reads(kind, rows, change.during, which, sequence.tokens, query, own, dense)
+        for query in range(max(0, length - change.num_new), length):
+            own = came[which] if change.reads_new_rows else None
+            dense = change.reads_new_rows and change.new_rows_dense
+            reads(kind, rows, change.read_table, which, sequence.tokens, query, own, dense)
 
 
 def reads(
-    kind: Kind,
+    kind: LayerGroup,
     rows: Rows,
-    extent: Extent,
+    extent: PageTable,
     which: int,
     tokens: list[int],
     query: int,
@@ -246,7 +261,7 @@ def reads(
     """Does the query at this position find every row that it sees, in the state it sees it in?"""
     page, length = kind.page, len(tokens)
     came = length if own is None else length - len(own)
-    due = kind.paging.due(query + 1) * page
+    due = kind.paging.count_due_pages(query + 1) * page
     for key in range(query + 1):
         seen = kind.window is None or query - key < kind.window or key < kind.sinks
         if not seen:
@@ -255,13 +270,13 @@ def reads(
         as_it_came = dense and key >= came
         if key >= kind.sinks and key < due and not as_it_came:
             assert extent.first_sealed[which] <= at < extent.stop_sealed[which], f"page {at}"
-            found = rows.sealed[int(extent.sealed[which, at])][row]
+            found = rows.sealed[int(extent.sealed_table[which, at])][row]
         elif own is not None and key >= max(came, 0):
             found = own[key - came]
         else:
             opened = extent.first_open[which] <= at < extent.stop_open[which]
-            assert opened or at < kind.sink_pages, f"page {at} is not open"
-            found = rows.open[int(extent.open[which, at])][row]
+            assert opened or at < kind.num_sink_pages, f"page {at} is not open"
+            found = rows.open[int(extent.open_table[which, at])][row]
         assert found is not None and found[0] == tokens[key], (
             f"sequence {which}, query {query}, position {key}: {found}, not {tokens[key]}"
         )

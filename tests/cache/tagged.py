@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvant import Cache, CacheSpec, LayerSpec, parse
-from kvant.cache import Attention
+from kvant.cache import PagedLayer
 from kvant.contracts import Codec, Retention, Snapshot, Tiles, View
 from kvant.recipes import Recipe
 
@@ -63,7 +63,7 @@ def rows(
     return (owner + torch.arange(start, stop).view(1, 1, -1, 1)).to(dtype).repeat(1, 1, 1, dim)
 
 
-def put(state: Attention | One, count: int, **shape: int) -> View:
+def put(state: PagedLayer | One, count: int, **shape: int) -> View:
     """Append the next `count` rows."""
     new = rows(state.length, state.length + count, **shape)
     view: View = state.append(new, new)
@@ -77,7 +77,7 @@ def forward(cache: Cache, count: int, upto: int | None = None, **shape: int) -> 
     return [cache[i].append(new, new) for i in range(len(cache) if upto is None else upto)]
 
 
-def told(state: Attention | One, sequence: int = 0, head: int = 0) -> list[int]:
+def told(state: PagedLayer | One, sequence: int = 0, head: int = 0) -> list[int]:
     """The tags that one head reads, if all channels and both sides say the same."""
     keys, values = state.read()
     assert torch.equal(keys, values)

@@ -11,7 +11,7 @@ from cache.tagged import One, layer, put, recipe, rows, same, told
 from kvant import CapacityError, LayerSpec, RewindError, SnapshotMismatch, attend
 from kvant.codecs import Raw
 from kvant.contracts import Snapshot
-from kvant.retention import All, Window
+from kvant.retention import KeepAll, Window
 
 SPECS = ("raw", "raw,step=1", "raw,capacity=640", "affine8", "affine4", "affine8,start=150")
 
@@ -46,11 +46,11 @@ def test_all_is_dense_before_start_and_then_sealed_at_once(format_: str) -> None
     state.append(keys[:, :, :150], values[:, :, :150])
     for t in range(150, 199):
         state.append(keys[:, :, t : t + 1], values[:, :, t : t + 1])
-    assert not state.tally.sealed
+    assert not state.stats.sealed_pages
     assert (state.read()[0] - keys[:, :, :199]).abs().max() < 1e-5
     state.append(keys[:, :, 199:], values[:, :, 199:])
-    due = state.spec.paging.due(200)
-    assert due >= 2 and sum(state.tally.sealed.values()) == 2 * due
+    due = state.spec.paging.count_due_pages(200)
+    assert due >= 2 and sum(state.stats.sealed_pages.values()) == 2 * due
     moved = (state.read()[0] - keys).abs().amax(-1)
     assert moved[:, :, 64 * due :].max() < 1e-5 < moved[:, :, : 64 * due].min()
 
@@ -367,7 +367,7 @@ def test_a_start_that_is_none_is_refused(start: list[int]) -> None:
 
 
 def test_values_inside_the_keys_are_stored_once() -> None:
-    state = One(LayerSpec(Raw(), Raw(), All(), value_dim=6))
+    state = One(LayerSpec(Raw(), Raw(), KeepAll(), value_dim=6))
     keys = torch.randn(1, 1, 5, 8)
     state.append(keys)
     assert torch.equal(state.read()[1], keys[..., :6])
@@ -378,7 +378,7 @@ def test_values_inside_the_keys_are_stored_once() -> None:
 
 def test_values_that_the_keys_are_too_narrow_for_are_refused() -> None:
     """A value_dim beyond the keys once gave outputs narrower than the view said."""
-    state = One(LayerSpec(Raw(), Raw(), All(), value_dim=9))
+    state = One(LayerSpec(Raw(), Raw(), KeepAll(), value_dim=9))
     with pytest.raises(ValueError, match=r"9 channels inside keys of 8"):
         state.append(torch.zeros(1, 1, 1, 8))
 

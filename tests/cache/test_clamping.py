@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from kvant import Cache, LayerSpec, Sequences
-from kvant.attention import attending
-from kvant.attention.reference import Reference
-from kvant.attention.storing import count_clamped
+from kvant.attention import dispatch
+from kvant.attention.reference import ReferenceBackend
+from kvant.attention.store_rows import count_clamped_values
 from kvant.codecs import Affine, Raw
 from kvant.codecs.frames import Diagonal
-from kvant.contracts import Tally
-from kvant.retention import All
+from kvant.contracts import LayerStats
+from kvant.retention import KeepAll
 
 FORMATS = ("affine8,tail=0", "affine4,tail=0", "fp8", "turbo4,tail=0", "affine8,rotate")
 HUGE = 250000.0
@@ -35,17 +35,17 @@ def clamped(cache: Cache) -> int:
 def test_values_beyond_the_limit_are_counted(text: str, dtype: torch.dtype) -> None:
     cache, keys = Cache(1, text), rows(64, dtype=dtype)
     keys[0, 1, 7] = torch.where(keys[0, 1, 7] > 0, 1.0, -1.0) * HUGE  # every channel of a row
-    framed = cache.spec.layers[0].keys.frame.rows(keys)  # type: ignore[union-attr]
+    framed = cache.spec.layers[0].keys.frame.transform_rows(keys)  # type: ignore[union-attr]
     cache[0].append(keys, rows(64, dtype=dtype))
     assert clamped(cache) == int((framed.float().abs() > 65504).sum()) > 0
 
 
-@pytest.mark.parametrize("backends", [None, [Reference()]], ids=["preferred", "reference"])
+@pytest.mark.parametrize("backends", [None, [ReferenceBackend()]], ids=["preferred", "reference"])
 def test_whoever_seals_the_count_is_the_same(
-    monkeypatch: pytest.MonkeyPatch, backends: list[Reference] | None
+    monkeypatch: pytest.MonkeyPatch, backends: list[ReferenceBackend] | None
 ) -> None:
     if backends is not None:
-        monkeypatch.setattr(attending, "BACKENDS", backends)
+        monkeypatch.setattr(dispatch, "BACKENDS", backends)
     whole, single = Cache(1, "affine4,tail=0"), Cache(1, "affine4,tail=0")
     keys, values = rows(200), rows(200)
     keys[0, :, ::3, 5], values[0, 1, 100] = HUGE, -HUGE
@@ -111,7 +111,7 @@ def test_a_frame_may_bring_a_value_within_reach() -> None:
     keys = rows(64)
     keys[0, 0, 7, 3] = HUGE
     channels = Diagonal(((*[1.0] * 3, 0.01, *[1.0] * 28),))
-    smooth = LayerSpec(Affine(8, frame=channels), Raw(), All())
+    smooth = LayerSpec(Affine(8, frame=channels), Raw(), KeepAll())
     for spec in ("affine8,rotate", smooth):
         cache = Cache(1, spec)
         cache[0].append(keys, rows(64))
@@ -167,13 +167,13 @@ def test_many_sequences_tell_of_those_that_are_gone_too() -> None:
 
 def test_nobody_waits_for_a_device() -> None:
     """A GPU counts by itself; a tensor without values fails whoever asks for one."""
-    tally = Tally()
+    tally = LayerStats()
     for _ in range(2):
-        count_clamped(Affine(8), torch.empty(1, 2, 64, 32, device="meta"), "keys", tally)
-    assert isinstance(tally.clamped, Tensor) and tally.clamped.device.type == "meta"
+        count_clamped_values(Affine(8), torch.empty(1, 2, 64, 32, device="meta"), "keys", tally)
+    assert isinstance(tally.clamped_values, Tensor) and tally.clamped_values.device.type == "meta"
 
 
 def test_what_a_device_counted_is_added_up() -> None:
-    total = Tally(clamped=3)
-    total.add(Tally(clamped=torch.tensor(4)))
-    assert total.clamped == 7 and isinstance(total.clamped, int)
+    total = LayerStats(clamped_values=3)
+    total.add(LayerStats(clamped_values=torch.tensor(4)))
+    assert total.clamped_values == 7 and isinstance(total.clamped_values, int)

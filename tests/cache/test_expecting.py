@@ -44,11 +44,11 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
 
 def write(pages: View, keys: Tensor, values: Tensor) -> None:
     """What a kernel does: rows go to where the newest position of each sequence lies."""
-    extent, page = pages.extent, pages.extent.kind.page
+    extent, page = pages.page_table, pages.page_table.layer_group.page
     last = extent.lengths - 1
-    slots = extent.open[np.arange(extent.batch), last // page]
+    slots = extent.open_table[np.arange(extent.batch), last // page]
     for side, row in ((pages.keys, keys), (pages.values, values)):
-        side.open[slots, :, last % page] = side.codec.frame.rows(row)[:, :, 0]
+        side.open[slots, :, last % page] = side.codec.frame.transform_rows(row)[:, :, 0]
 
 
 def step(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
@@ -61,7 +61,7 @@ def step(cache: Cache, new: list[tuple[Tensor, Tensor]]) -> None:
             layer.append(*rows)
         return
     for layer, rows in zip(cache, new, strict=True):
-        write(layer.expected(changes[layer.kind]), *rows)
+        write(layer.make_view(changes[layer.group]), *rows)
     cache.arrive("elsewhere")
 
 
@@ -120,7 +120,7 @@ def test_pages_that_are_shared_are_copied_before_rows_come() -> None:
     for memory in (one, cache):
         changes = memory.expect()
         for layer in memory:
-            pages = layer.expected(changes[layer.kind])
+            pages = layer.make_view(changes[layer.group])
             new = [torch.ones(memory.batch, 2, 1, dim) for dim in (32, 48)]
             write(pages, *new)
         memory.arrive("elsewhere")

@@ -46,22 +46,25 @@ def test_it_is_the_other_cache_and_whole_pages_are_shared(
     if held < length:
         append(other, held, length)
     before = base.snapshot()
-    extended = base.extended(other)
+    extended = base.import_sequence(other)
     same(extended, other)
     base.check()
-    for kind, one in enumerate(extended._ledger.book.extents):
-        had = base._ledger.book.extents[kind]
-        if one.kind.seals:
-            there, pages = range(had.first_sealed[0], had.stop_sealed[0]), one.sealed_pages()[1]
-            tables = one.sealed[0], had.sealed[0]
+    for kind, one in enumerate(extended._tracker.state.page_tables):
+        had = base._tracker.state.page_tables[kind]
+        if one.layer_group.seals:
+            there, pages = (
+                range(had.first_sealed[0], had.stop_sealed[0]),
+                one.list_sealed_pages()[1],
+            )
+            tables = one.sealed_table[0], had.sealed_table[0]
         else:
-            whole = min(held, length) // one.kind.page
-            there, pages = range(had.first_open[0], whole), one.open_pages()[1]
-            tables = one.open[0], had.open[0]
+            whole = min(held, length) // one.layer_group.page
+            there, pages = range(had.first_open[0], whole), one.list_open_pages()[1]
+            tables = one.open_table[0], had.open_table[0]
         shared = [number for number in pages.tolist() if number in there]
         assert tables[0][shared].tolist() == tables[1][shared].tolist()
-        mine = {*one.open_slots().tolist()}, {*one.sealed_slots().tolist()}
-        theirs = {*had.open_slots().tolist()}, {*had.sealed_slots().tolist()}
+        mine = {*one.list_open_slots().tolist()}, {*one.list_sealed_slots().tolist()}
+        theirs = {*had.list_open_slots().tolist()}, {*had.list_sealed_slots().tolist()}
         assert sum(len(a & b) for a, b in zip(mine, theirs, strict=True)) == len(shared)
     append(extended, length, length + 70)  # in pages of its own
     append(other, length, length + 70)
@@ -80,7 +83,7 @@ def test_what_is_shared_is_never_written(spec: str) -> None:
     for layer in range(3):
         other[layer].append(rows, rows)
     before = base.snapshot()
-    extended = base.extended(other)
+    extended = base.import_sequence(other)
     now = base.snapshot()
     assert all(torch.equal(now.tensors[name], tensor) for name, tensor in before.tensors.items())
     for mine, old, new in zip(extended[0].read(), base[0].read(), other[0].read(), strict=True):
@@ -93,6 +96,6 @@ def test_a_batch_is_refused() -> None:
     two = kvant.merge([grown("raw", 10), grown("raw", 12)])
     for base, other in ((one, two), (two, one)):
         with pytest.raises(ValueError, match=r"sequences by .: both have to be of one"):
-            base.extended(other)
+            base.import_sequence(other)
     with pytest.raises(ValueError, match="recode it"):
-        one.extended(grown("affine8", 20))
+        one.import_sequence(grown("affine8", 20))

@@ -82,7 +82,7 @@ def test_a_loaded_cache_is_the_saved_one_and_goes_on_like_it(
     cache = filled(text, padded=padded)
     loaded = round_trip(cache, tmp_path)
     assert loaded.spec == cache.spec
-    assert (loaded.length, loaded.held) == (cache.length, cache.held)
+    assert (loaded.length, loaded.num_rows) == (cache.length, cache.num_rows)
     # A header says how memory grows, not how much: whole pages of the rows that there are.
     assert loaded.nbytes_used == cache.nbytes_used <= loaded.nbytes <= cache.nbytes
     same(cache.snapshot(), loaded.snapshot())
@@ -254,11 +254,11 @@ def forged(
     source.write_bytes(good)
     with kvant.cache.files.safe_open(source, framework="pt") as file:
         parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        header = json.loads(file.metadata()[kvant.cache.files.ENTRY])
+        header = json.loads(file.metadata()[kvant.cache.files.METADATA_KEY])
     entry(header)
     tensors(parts)
-    header["checksum"] = kvant.cache.files.BLANK
-    kvant.cache.files._write(parts, path, header)
+    header["checksum"] = kvant.cache.files.BLANK_CHECKSUM
+    kvant.cache.files._write_file(parts, path, header)
 
 
 def test_a_forged_file_is_loaded_where_nothing_was_edited(good: bytes, tmp_path: Path) -> None:

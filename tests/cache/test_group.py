@@ -128,7 +128,7 @@ def test_a_group_counts_the_bytes_of_its_parts_and_bounds_what_it_holds() -> Non
     made = grown("raw,window=7,sinks=0", 30)
     attention, memory = made[0]["attention"], made[0]["memory"]
     assert made.nbytes == attention.nbytes + memory.nbytes
-    assert (made.held, made.max_held) == (7, 7)
+    assert (made.num_rows, made.max_held) == (7, 7)
     assert made.stats()["appends"] == 2
 
 

@@ -112,7 +112,7 @@ def test_within_a_forward_every_layer_has_its_own_length() -> None:
 def test_a_view_shows_rows_of_the_forward_under_way() -> None:
     cache = Cache(2, "raw")
     forward(cache, 4)
-    assert forward(cache, 2, upto=1)[0].extent.columns == 6
+    assert forward(cache, 2, upto=1)[0].page_table.num_columns == 6
 
 
 BAD = {
@@ -260,9 +260,9 @@ def test_what_is_committed_can_be_read_beside_a_forward(text: str, count: int) -
     cache, twin = Cache(2, text), Cache(2, text)
     for both in (cache, twin):
         forward(both, 150)
-    assert cache.whole and not cache.reached(0)
+    assert cache.is_complete and not cache.has_appended(0)
     forward(cache, count, upto=1)
-    assert (cache.whole, cache.reached(0), cache.reached(1)) == (False, True, False)
+    assert (cache.is_complete, cache.has_appended(0), cache.has_appended(1)) == (False, True, False)
     for index in range(2):
         for read, plain in zip(cache[index].read(committed=True), twin[index].read(), strict=True):
             assert torch.equal(read, plain)
@@ -272,7 +272,7 @@ def test_what_is_committed_can_be_read_beside_a_forward(text: str, count: int) -
     with pytest.raises(ValueError, match=r"rows \[150, 151\) of 150"):
         cache[0].read(150, 151, committed=True)
     cache.rollback()
-    assert cache.whole and told(cache[0]) == told(twin[0])
+    assert cache.is_complete and told(cache[0]) == told(twin[0])
 
 
 def test_changes_tell_of_all_that_may_change_the_bytes() -> None:
@@ -285,17 +285,17 @@ def test_changes_tell_of_all_that_may_change_the_bytes() -> None:
         lambda: cache.trim(10),
         lambda: cache.restore(cache.snapshot()),
         lambda: cache.select([0, 0]),
-        lambda: cache.widen(64),
+        lambda: cache.ensure_slack(64),
         lambda: cache.reset(),
         lambda: cache.clear(),
     )
     for verb in verbs:
-        before = cache.changes
+        before = cache.num_changes
         verb()
-        assert cache.changes > before
-    before = cache.changes
+        assert cache.num_changes > before
+    before = cache.num_changes
     assert (cache.nbytes, cache.length, cache.stats()["abandoned"]) == (0, 0, 1)
-    assert cache.changes == before
+    assert cache.num_changes == before
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
@@ -311,7 +311,7 @@ def test_where_no_memory_is_left_to_give_some_back_the_tokens_stay(
     forward(twin, 600)
     del twin  # which leaves many slots
     with monkeypatch.context() as patch:
-        patch.setattr(Storage, "moved_to", none)
+        patch.setattr(Storage, "relocate_pages", none)
         forward(cache, 140)
     large = cache.nbytes
     assert [told(state) for state in cache] == [list(range(330))] * 2

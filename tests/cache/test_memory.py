@@ -57,7 +57,7 @@ def test_pages_that_several_caches_hold_are_there_once() -> None:
     twins = [cache.fork() for _ in range(3)]
     forward(twins[0], 1)
     assert [one.nbytes // PAGE for one in (cache, *twins)] == [10, 11, 10, 10]
-    assert cache._ledger.pools[0].open.size == 11
+    assert cache._tracker.pools[0].open.size == 11
 
 
 def test_chunks_of_a_prompt_move_no_sealed_page() -> None:

@@ -12,10 +12,10 @@ from attention.kernels import needed
 from cache.tagged import forward, layer, rows, same
 from cache.tiled import Tiled
 from kvant import Cache, CacheSpec, RecurrentSpec, attend, explain
-from kvant.attention.native import LANES
+from kvant.attention.native import NATIVE_TILES
 from kvant.cache import storage
 from kvant.contracts import Tiles
-from kvant.native import library
+from kvant.native import get_library
 
 TEXTS = (
     "raw",
@@ -32,7 +32,7 @@ TEXTS = (
 def devices_like(tiles: Tiles | None) -> Iterator[None]:
     """Every device wants pages to lie so: `None` is how a GPU does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "arrangement", lambda device: tiles)
+        patch.setattr(storage, "select_tiles", lambda device: tiles)
         yield
 
 
@@ -60,7 +60,7 @@ def alike(cache: Cache, twin: Cache) -> None:
     assert (ours.keys.tiles, cache.nbytes) == (theirs.keys.tiles, twin.nbytes)
     for side, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
         for name, field in side.sealed.items():
-            slots = (torch.from_numpy(v.extent.sealed_slots()) for v in (ours, theirs))
+            slots = (torch.from_numpy(v.page_table.list_sealed_slots()) for v in (ours, theirs))
             pages = field[next(slots)], other.sealed[name][next(slots)]
             assert torch.equal(*pages), name
 
@@ -71,12 +71,14 @@ def move(cache: Cache, tiles: Tiles | None) -> None:
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 32])
-@pytest.mark.parametrize("way", [(LANES, None), (None, LANES)], ids=["from a CPU", "to a CPU"])
+@pytest.mark.parametrize(
+    "way", [(NATIVE_TILES, None), (None, NATIVE_TILES)], ids=["from a CPU", "to a CPU"]
+)
 @pytest.mark.parametrize("text", TEXTS)
 def test_pages_lie_as_if_they_had_been_made_there(
     text: str, way: tuple[Tiles | None, Tiles | None], at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "MOVED_AT_ONCE", at_once)
+    monkeypatch.setattr(storage, "MAX_PAGES_PER_MOVE", at_once)
     cache, there = (grown(text, tiles) for tiles in way)
     before = cache.snapshot()
     move(cache, way[1])
@@ -85,14 +87,14 @@ def test_pages_lie_as_if_they_had_been_made_there(
 
 
 def test_the_ways_of_the_test_above_differ() -> None:
-    ours, theirs = (grown("affine8", tiles)[0].view().keys.sealed for tiles in (LANES, None))
+    ours, theirs = (grown("affine8", tiles)[0].view().keys.sealed for tiles in (NATIVE_TILES, None))
     assert not torch.equal(ours["codes"][0], theirs["codes"][0])
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_everything_goes_on_after_a_move(text: str) -> None:
     """Appends that seal more, rewinds, forks, selections, another recipe, restores."""
-    cache, twin = grown(text, LANES), grown(text, None)
+    cache, twin = grown(text, NATIVE_TILES), grown(text, None)
     move(cache, None)
     with devices_like(None):
         for one in (cache, twin):
@@ -118,15 +120,15 @@ def test_everything_goes_on_after_a_move(text: str) -> None:
 
 
 def test_a_round_trip_leaves_everything_as_it_was() -> None:
-    cache, twin = grown("affine4/turbo3", LANES), grown("affine4/turbo3", LANES)
-    for tiles in (None, LANES):
+    cache, twin = grown("affine4/turbo3", NATIVE_TILES), grown("affine4/turbo3", NATIVE_TILES)
+    for tiles in (None, NATIVE_TILES):
         move(cache, tiles)
     alike(cache, twin)
 
 
 def test_a_forward_that_was_moved_can_be_undone() -> None:
     cache, rows = Cache(2, "affine8,prefill=stored"), torch.randn(2, 1, 2, 100, 32)
-    with devices_like(LANES):
+    with devices_like(NATIVE_TILES):
         for state in cache:
             state.append(*rows)
         before = cache.snapshot()
@@ -140,7 +142,7 @@ def test_a_forward_that_was_moved_can_be_undone() -> None:
 
 
 def test_tiles_that_were_asked_for_stay() -> None:
-    cache = grown("affine8", LANES, given=Tiled())
+    cache = grown("affine8", NATIVE_TILES, given=Tiled())
     before = cache[0].view().keys.sealed["codes"]
     move(cache, None)
     assert cache[0].view().keys.tiles == Tiled()
@@ -149,30 +151,34 @@ def test_tiles_that_were_asked_for_stay() -> None:
 
 def test_pages_are_moved_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise all of them would be held three times."""
-    cache, asked = grown("affine8", LANES, 64 * 40), []
-    swap = storage.retiled
+    cache, asked = grown("affine8", NATIVE_TILES, 64 * 40), []
+    swap = storage.retile
 
     def spied(name, pages, old, new):
         asked.append(len(pages))
         return swap(name, pages, old, new)
 
-    monkeypatch.setattr(storage, "retiled", spied)
+    monkeypatch.setattr(storage, "retile", spied)
     move(cache, None)
-    assert max(asked) == storage.MOVED_AT_ONCE < len(cache[0].view().extent.sealed_slots())
+    assert (
+        max(asked)
+        == storage.MAX_PAGES_PER_MOVE
+        < len(cache[0].view().page_table.list_sealed_slots())
+    )
 
 
 def test_a_device_may_be_named_by_its_kind() -> None:
     """Rows that come later say which one it is."""
-    cache = grown("affine8", LANES)
+    cache = grown("affine8", NATIVE_TILES)
     cache.move("cpu:0")  # on which tensors say "cpu"
     append(cache, 3)
     assert cache.length == 303
 
 
 def test_other_devices_take_pages_as_they_like_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    like = {"cpu": LANES, "meta": None}
-    monkeypatch.setattr(storage, "arrangement", lambda device: like[device.type])
-    cache = grown("affine8", LANES)
+    like = {"cpu": NATIVE_TILES, "meta": None}
+    monkeypatch.setattr(storage, "select_tiles", lambda device: like[device.type])
+    cache = grown("affine8", NATIVE_TILES)
     nbytes = cache.nbytes
     cache.move("meta")
     view = cache[0].view()
@@ -180,7 +186,7 @@ def test_other_devices_take_pages_as_they_like_them(monkeypatch: pytest.MonkeyPa
     assert cache.nbytes == nbytes
 
 
-@pytest.mark.skipif(library().functions is None, reason="no native library")
+@pytest.mark.skipif(get_library().functions is None, reason="no native library")
 def test_what_comes_from_a_gpu_is_read_natively() -> None:
     cache = grown("affine8", None)
     assert "sealed pages that lie otherwise" in str(explain(cache[0].view()))
@@ -191,7 +197,7 @@ def test_what_comes_from_a_gpu_is_read_natively() -> None:
 @needed
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off")
 def test_what_comes_from_a_cpu_is_read_by_kernels_for_gpus() -> None:
-    cache, q = grown("affine8", LANES), torch.randn(2, 4, 1, 32)
+    cache, q = grown("affine8", NATIVE_TILES), torch.randn(2, 4, 1, 32)
     expected = attend(q, cache[0].view(), backend="reference")
     move(cache, None)
     assert torch.allclose(attend(q, cache[0].view(), backend="interpreted"), expected, atol=1e-5)
@@ -205,8 +211,8 @@ def test_a_move_goes_on_counting() -> None:
     new = rows(0, 3)
     cache[0].append(new, new)
     cache[1].append(3, {"x": torch.zeros(1, 2)})
-    changes, stats = cache.changes, cache.stats()
+    changes, stats = cache.num_changes, cache.stats()
     assert stats["abandoned"] == 1 and stats["appends"] == 3
     cache.move("cpu")
     assert cache.stats() == stats
-    assert cache.changes >= changes
+    assert cache.num_changes >= changes

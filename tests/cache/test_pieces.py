@@ -10,11 +10,17 @@ from torch import Tensor
 
 import kvant
 from kvant.cache import storage
-from kvant.cache.arrival import Arrival
-from kvant.cache.pieces import Pieces, bare, check_alike, pages_of, shapes_of
+from kvant.cache.page_set import (
+    PageSet,
+    check_tail_shapes,
+    get_page_shapes,
+    list_required_pages,
+    make_empty_tail_state,
+)
+from kvant.cache.restore_buffer import RestoreBuffer
 from kvant.contracts import Fields, Snapshot
 from kvant.errors import SnapshotMismatch
-from kvant.extent import PADDING
+from kvant.page_table import PADDING
 from kvant.recipes import CacheSpec, RecurrentSpec
 
 SPECS = (
@@ -43,24 +49,26 @@ def filled(spec: str, length: int) -> kvant.Cache:
     return cache
 
 
-def pages_in(pieces: Pieces, kind: int, numbers: Sequence[int]) -> Fields:
+def pages_in(pieces: PageSet, kind: int, numbers: Sequence[int]) -> Fields:
     found = {
         name: torch.empty(len(numbers), *shape, dtype=dtype)
-        for name, (dtype, shape) in shapes_of(pieces.cache, kind).items()
+        for name, (dtype, shape) in get_page_shapes(pieces.cache, kind).items()
     }
     if numbers:
-        pieces.copy(kind, numbers, found)
+        pieces.copy_pages(kind, numbers, found)
     return found
 
 
-def put(arrival: Arrival, pieces: Pieces, run: int = 3) -> None:
+def put(arrival: RestoreBuffer, pieces: PageSet, run: int = 3) -> None:
     """All pages that are missing, the last ones first."""
-    for kind, missing in arrival.missing.items():
+    for kind, missing in arrival.missing_slots.items():
         numbers = sorted(missing)
         for first in reversed(range(0, len(numbers), run)):
             some = numbers[first : first + run]
             for part in (some,) if some[-1] - some[0] < run else ([n] for n in some):
-                arrival.put(kind, range(part[0], part[-1] + 1), pages_in(pieces, kind, part))
+                arrival.write_pages(
+                    kind, range(part[0], part[-1] + 1), pages_in(pieces, kind, part)
+                )
 
 
 def same(one: kvant.Cache, other: kvant.Cache) -> None:
@@ -74,12 +82,12 @@ def same(one: kvant.Cache, other: kvant.Cache) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_what_arrives_is_the_cache(spec: str, length: int) -> None:
     cache = filled(spec, length)
-    pieces, empty = Pieces(cache), kvant.Cache(3, spec)
-    rest = pieces.rest()
-    assert dict(enumerate(pieces.ranges)) == pages_of(empty, length, rest)
-    arrival = Arrival(empty, length, rest)
+    pieces, empty = PageSet(cache), kvant.Cache(3, spec)
+    rest = pieces.snapshot_tail_state()
+    assert dict(enumerate(pieces.page_ranges)) == list_required_pages(empty, length, rest)
+    arrival = RestoreBuffer(empty, length, rest)
     put(arrival, pieces)
-    again = arrival.settled(length)
+    again = arrival.finish(length)
     same(again, cache)
     for layer in range(3):
         for one, other in zip(again[layer].read(), cache[layer].read(), strict=True):
@@ -92,16 +100,16 @@ def test_what_arrives_is_the_cache(spec: str, length: int) -> None:
 @pytest.mark.parametrize("spec", SPECS)
 def test_it_lies_in_the_pools_of_another_and_shares_what_that_one_has(spec: str, held: int) -> None:
     cache, other = filled(spec, 300), filled(spec, held)
-    before, pieces = other.snapshot(), Pieces(cache)
-    arrival = Arrival(other.fork(), 300, pieces.rest())
+    before, pieces = other.snapshot(), PageSet(cache)
+    arrival = RestoreBuffer(other.fork(), 300, pieces.snapshot_tail_state())
     put(arrival, pieces)
-    again = arrival.settled(300)
+    again = arrival.finish(300)
     same(again, cache)
-    for kind, missing in arrival.missing.items():
-        had, now = other._ledger.book.extents[kind], again._ledger.book.extents[kind]
-        sealed = now.kind.seals
-        there = set((had.sealed_slots() if sealed else had.open_slots()).tolist())
-        new = set((now.sealed_slots() if sealed else now.open_slots()).tolist()) - there
+    for kind, missing in arrival.missing_slots.items():
+        had, now = other._tracker.state.page_tables[kind], again._tracker.state.page_tables[kind]
+        sealed = now.layer_group.seals
+        there = set((had.list_sealed_slots() if sealed else had.list_open_slots()).tolist())
+        new = set((now.list_sealed_slots() if sealed else now.list_open_slots()).tolist()) - there
         assert set(missing.values()) <= new
     again.check()
     del arrival, again
@@ -113,19 +121,19 @@ def test_it_lies_in_the_pools_of_another_and_shares_what_that_one_has(spec: str,
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4,tail=70"])
 def test_the_other_cache_moves_while_pages_come(spec: str) -> None:
     cache, other = filled(spec, 300), filled(spec, 100)
-    empty, pieces = other.fork(), Pieces(cache)
+    empty, pieces = other.fork(), PageSet(cache)
     empty.reset()
-    arrival = Arrival(empty, 300, pieces.rest())
-    there = [storage.sides for storage in other._ledger.book.storages.values()]
+    arrival = RestoreBuffer(empty, 300, pieces.snapshot_tail_state())
+    there = [storage.sides for storage in other._tracker.state.storages.values()]
     copies = [other.fork() for _ in range(30)]
     put(arrival, pieces, 1)
     for copy in copies:  # each takes pages of its own: memory grows, and moves
         chunk = torch.ones(1, 2, 300, 64)
         for layer in range(3):
             copy[layer].append(chunk, chunk)
-    now = [storage.sides for storage in other._ledger.book.storages.values()]
+    now = [storage.sides for storage in other._tracker.state.storages.values()]
     assert all(one is not two for one, two in zip(there, now, strict=True))
-    same(arrival.settled(300), cache)
+    same(arrival.finish(300), cache)
     other.check()
 
 
@@ -133,11 +141,13 @@ def test_the_other_cache_moves_while_pages_come(spec: str) -> None:
 @pytest.mark.parametrize("came", [256, 128])
 def test_whole_pages_need_no_rest(spec: str, came: int) -> None:
     cache = filled(spec, 300)
-    pieces, empty = Pieces(cache), kvant.Cache(3, spec)
-    arrival = Arrival(empty, 256, bare(empty, 256, {0: shapes_of(cache, 0)}))
+    pieces, empty = PageSet(cache), kvant.Cache(3, spec)
+    arrival = RestoreBuffer(
+        empty, 256, make_empty_tail_state(empty, 256, {0: get_page_shapes(cache, 0)})
+    )
     count = came // cache.spec.layers[0].page
-    arrival.put(0, range(count), pages_in(pieces, 0, range(count)))
-    again = arrival.settled(came)
+    arrival.write_pages(0, range(count), pages_in(pieces, 0, range(count)))
+    again = arrival.finish(came)
     assert again.length == came
     cache.rewind(came)
     for layer in range(3):
@@ -147,38 +157,38 @@ def test_whole_pages_need_no_rest(spec: str, came: int) -> None:
 
 def test_what_is_dropped_leaves_its_slots() -> None:
     cache, empty = filled("affine8", 300), kvant.Cache(3, "affine8")
-    pieces = Pieces(cache)
-    arrival = Arrival(empty, 300, pieces.rest())
-    arrival.put(0, range(2), pages_in(pieces, 0, range(2)))
-    assert sum(pool.size - pool.free for pool in empty._ledger.pools[0]) > 4
+    pieces = PageSet(cache)
+    arrival = RestoreBuffer(empty, 300, pieces.snapshot_tail_state())
+    arrival.write_pages(0, range(2), pages_in(pieces, 0, range(2)))
+    assert sum(pool.size - pool.num_free for pool in empty._tracker.pools[0]) > 4
     del arrival
     empty.check()
-    for pool in empty._ledger.pools[0]:
-        pool.collect()
-        assert pool.free == pool.size
+    for pool in empty._tracker.pools[0]:
+        pool.collect_orphans()
+        assert pool.num_free == pool.size
 
 
 def test_what_does_not_fit_together_is_refused() -> None:
     cache, empty = filled("affine8", 200), kvant.Cache(3, "affine8")
-    pieces = Pieces(cache)
-    rest = pieces.rest()
-    pages = dict(pages_in(pieces, 0, pieces.ranges[0]))
-    another = Pieces(filled("affine8", 201)).rest()
+    pieces = PageSet(cache)
+    rest = pieces.snapshot_tail_state()
+    pages = dict(pages_in(pieces, 0, pieces.page_ranges[0]))
+    another = PageSet(filled("affine8", 201)).snapshot_tail_state()
     with pytest.raises(SnapshotMismatch, match="200 tokens"):
-        Arrival(empty, 200, another)
+        RestoreBuffer(empty, 200, another)
     without = Snapshot({k: v for k, v in rest.tensors.items() if not k.endswith("numbers")}, {})
     with pytest.raises(SnapshotMismatch, match="numbers"):
-        Arrival(empty, 200, without)
+        RestoreBuffer(empty, 200, without)
     fewer = Snapshot({k: v for k, v in rest.tensors.items() if k != "1/keys.open"}, {})
     with pytest.raises(SnapshotMismatch, match=r"layer 1: keys\.open"):
-        Arrival(empty, 200, fewer)
+        RestoreBuffer(empty, 200, fewer)
     with pytest.raises(SnapshotMismatch, match="layer 0: rows of 2 heads"):
         other = kvant.Cache(3, "affine8")
         for layer in other:
             layer.append(torch.ones(1, 4, 1, 64), torch.ones(1, 4, 1, 64))
         other.reset()
-        Arrival(other, 200, rest)
-    arrival = Arrival(empty, 200, rest)
+        RestoreBuffer(other, 200, rest)
+    arrival = RestoreBuffer(empty, 200, rest)
     for wrong in (
         {name: x[1:] for name, x in pages.items()},
         pages | {"0/keys.open": rest.tensors["0/keys.open"]},
@@ -187,10 +197,10 @@ def test_what_does_not_fit_together_is_refused() -> None:
         pages | {"7/keys.codes": pages["0/keys.codes"]},
     ):
         with pytest.raises(SnapshotMismatch, match="keys"):
-            arrival.put(0, pieces.ranges[0], wrong)
+            arrival.write_pages(0, pieces.page_ranges[0], wrong)
     assert not empty.length
     with pytest.raises(ValueError, match="one with tokens"):
-        Pieces(empty)
+        PageSet(empty)
 
 
 def numbered(rest: Snapshot, column: int, value: int) -> Snapshot:
@@ -205,44 +215,44 @@ def numbered(rest: Snapshot, column: int, value: int) -> Snapshot:
 
 def test_sequences_of_another_length_or_number_are_refused() -> None:
     cache = filled("affine4", 300)
-    rest = Pieces(cache).rest()
+    rest = PageSet(cache).snapshot_tail_state()
     with pytest.raises(SnapshotMismatch, match="of 300 tokens"):
-        Arrival(kvant.Cache(3, "affine4"), 300, numbered(rest, PADDING, 5))
+        RestoreBuffer(kvant.Cache(3, "affine4"), 300, numbered(rest, PADDING, 5))
     with pytest.raises(ValueError, match="a cache of 2 sequences"):
-        Arrival(kvant.merge([cache, cache]), 400, rest)
+        RestoreBuffer(kvant.merge([cache, cache]), 400, rest)
     spec = CacheSpec((kvant.Cache(1, "raw").spec.layers[0], RecurrentSpec()))
     hybrid = kvant.Cache(spec=spec)
     hybrid[0].append(torch.ones(1, 2, 100, 64), torch.ones(1, 2, 100, 64))
     hybrid[1].append(100, {"h": torch.zeros(1, 4)})
-    rest, empty = Pieces(hybrid).rest(), kvant.Cache(spec=spec)
+    rest, empty = PageSet(hybrid).snapshot_tail_state(), kvant.Cache(spec=spec)
     for batch, length in ((1, 120), (1, 80), (2, 100)):
         state = {"1/now.h": torch.zeros(batch, 4)}
         told = Snapshot({**rest.tensors, **state}, {**rest.numbers, "1/now": length})
         with pytest.raises(SnapshotMismatch, match=r"one at 100|batches of"):
-            Arrival(empty, 100, told)
+            RestoreBuffer(empty, 100, told)
     empty.check()
 
 
 def test_a_rest_without_rows_is_of_the_tensors_of_its_pages() -> None:
     cache = filled("affine8,slack=0", 256)
-    rest, shapes = Pieces(cache).rest(), {0: shapes_of(cache, 0)}
-    check_alike(rest, shapes)
+    rest, shapes = PageSet(cache).snapshot_tail_state(), {0: get_page_shapes(cache, 0)}
+    check_tail_shapes(rest, shapes)
     for name in ("0/keys.open", "2/values.codes"):
         tensor = rest.tensors[name]
         for wrong in (tensor.new_empty(0, 9000, *tensor.shape[2:]), tensor.to(torch.int64)):
             with pytest.raises(SnapshotMismatch, match=f"{name} is not"):
-                check_alike(Snapshot({**rest.tensors, name: wrong}, {}), shapes)
+                check_tail_shapes(Snapshot({**rest.tensors, name: wrong}, {}), shapes)
 
 
 def test_once_it_is_over_nothing_is_put() -> None:
     cache, other = filled("affine8", 300), filled("affine8", 300)
-    empty, pieces = other.fork(), Pieces(cache)
+    empty, pieces = other.fork(), PageSet(cache)
     empty.reset()
-    with Arrival(empty, 300, pieces.rest()) as arrival:
-        slots = arrival.missing[0]
-    for pool in empty._ledger.pools[0]:
-        pool.collect()
-    assert not other._ledger.pools[0].sealed.counts[list(slots.values())].any()
+    with RestoreBuffer(empty, 300, pieces.snapshot_tail_state()) as arrival:
+        slots = arrival.missing_slots[0]
+    for pool in empty._tracker.pools[0]:
+        pool.collect_orphans()
+    assert not other._tracker.pools[0].sealed.ref_counts[list(slots.values())].any()
     others = other.fork()  # takes these slots
     for layer in range(3):
         others[layer].append(torch.ones(1, 2, 300, 64), torch.ones(1, 2, 300, 64))
@@ -255,7 +265,7 @@ def test_once_it_is_over_nothing_is_put() -> None:
 
 def test_an_arrival_without_memory_takes_none_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     cache, other = filled("raw", 6400), filled("raw", 300)
-    empty, pieces, reserved = other.fork(), Pieces(cache), storage.reserved
+    empty, pieces, reserved = other.fork(), PageSet(cache), storage.reserve_tensor
     empty.reset()
 
     def little(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -263,9 +273,9 @@ def test_an_arrival_without_memory_takes_none_of_others(monkeypatch: pytest.Monk
             raise MemoryError("no memory")
         return reserved(shape, dtype, device)
 
-    monkeypatch.setattr(storage, "reserved", little)
+    monkeypatch.setattr(storage, "reserve_tensor", little)
     with pytest.raises(MemoryError):
-        Arrival(empty, 6400, pieces.rest())
+        RestoreBuffer(empty, 6400, pieces.snapshot_tail_state())
     for layer in range(3):
         other[layer].append(torch.ones(1, 2, 300, 64), torch.ones(1, 2, 300, 64))
     assert other.length == 600

@@ -17,7 +17,7 @@ SCRIPT = """
 import ctypes, json, sys
 import torch
 from kvant import Cache, attend
-from kvant.bench.clock import mark, resident
+from kvant.bench.clock import read_resident_nbytes, reset_resident_peak
 
 text, LAYERS, ROWS, CHUNK = sys.argv[1], 4, 30720, 128
 torch.set_num_threads(1)
@@ -34,11 +34,11 @@ def fill(cache, count):
 
 fill(Cache(2, text), 2 * CHUNK)  # what first calls take for good
 cache = Cache(LAYERS, text)
-before = mark()
+before = reset_resident_peak()
 fill(cache, ROWS)
-peak = resident("VmHWM") - before
+peak = read_resident_nbytes("VmHWM") - before
 ctypes.CDLL(None).malloc_trim(0)  # what the allocator kept of temporary tensors
-rest = resident("VmRSS") - before
+rest = read_resident_nbytes("VmRSS") - before
 print(json.dumps({
     "allocated": cache.nbytes, "used": cache.nbytes_used, "rest": rest, "peak": peak,
     "scratch": max(state.nbytes for state in cache),

@@ -15,9 +15,9 @@ import kvant
 from attention.kernels import NAME, needed
 from cache.tagged import One
 from kvant import CacheError, RewindError, SpecError, attend, parse
-from kvant.cache.files import header
-from kvant.cache.pruning import LATE, NEWEST
-from kvant.contracts import Mask, Rows, Snapshot
+from kvant.cache.files import read_header
+from kvant.cache.pruning import MAX_DECODE_EXCESS, NUM_PROTECTED_ROWS
+from kvant.contracts import Mask, ScoreInput, Snapshot
 from kvant.recipes import LayerSpec
 from kvant.scores import SCORES
 from laws import oracle
@@ -96,7 +96,7 @@ def test_attention_is_over_the_rows_that_were_kept(form: str, kind: str) -> None
     state.prune()
     state.check()
     for b, length in enumerate(LENGTHS):
-        keep = max(-(-length * 3 // 10), NEWEST)
+        keep = max(-(-length * 3 // 10), NUM_PROTECTED_ROWS)
         after = kept_rows(state, b)
         counts = [len(keys) for keys, _ in after]
         assert sum(counts) == HEADS * keep and ("adaptive" in kind or set(counts) == {keep})
@@ -178,7 +178,7 @@ def test_the_rows_that_stay_are_the_best_by_the_score(kind: str, chunk: int) -> 
     state = prompt(f"raw,prune={kind}:80", chunk=chunk)
     given = [noise(1, n, 300, DIM, seed=i)[0].double() for i, n in enumerate((3, 3, 6))]
     scores = brute_force(kind, *given)
-    scores[:, -NEWEST:] = torch.inf
+    scores[:, -NUM_PROTECTED_ROWS:] = torch.inf
     expected = [best(scores[h], 80) for h in range(HEADS)]
     state.prune()
     for h, (keys, _) in enumerate(kept_rows(state)):
@@ -189,11 +189,11 @@ def test_heads_share_what_they_keep_by_the_score_of_all() -> None:
     state = prompt("raw,prune=snapkv:80:adaptive")
     given = [noise(1, n, 300, DIM, seed=i)[0].double() for i, n in enumerate((3, 3, 6))]
     scores = brute_force("snapkv", *given)
-    scores[:, -NEWEST:] = torch.inf
-    safe = [set(best(scores[h], NEWEST)) for h in range(HEADS)]
+    scores[:, -NUM_PROTECTED_ROWS:] = torch.inf
+    safe = [set(best(scores[h], NUM_PROTECTED_ROWS)) for h in range(HEADS)]
     others = [(-float(scores[h, i]), h, i) for h in range(HEADS) for i in range(300)]
     others = sorted(one for one in others if one[2] not in safe[one[1]])
-    for _, h, i in others[: HEADS * (80 - NEWEST)]:
+    for _, h, i in others[: HEADS * (80 - NUM_PROTECTED_ROWS)]:
         safe[h].add(i)
     state.prune()
     found = [keys for keys, _ in kept_rows(state)]
@@ -234,14 +234,14 @@ def test_memory_is_that_of_the_rows_that_stay() -> None:
 @pytest.mark.parametrize("kind", ["tova", "keydiff", "random", "snapkv"])
 def test_while_tokens_are_decoded_scores_prune_that_can(kind: str) -> None:
     state, held = prompt(f"affine8,prune={kind}:64"), []
-    for seed in range(1000, 1000 + 10 * (2 * LATE + 5), 10):
+    for seed in range(1000, 1000 + 10 * (2 * MAX_DECODE_EXCESS + 5), 10):
         state.prune()
         held.append(len(kept_rows(state)[0][0]))
         step(state, seed)
     if kind == "snapkv":
         assert held == list(range(64, 64 + len(held)))
     else:
-        assert held == [64 + i % (LATE + 1) for i in range(len(held))]
+        assert held == [64 + i % (MAX_DECODE_EXCESS + 1) for i in range(len(held))]
     state.check()
 
 
@@ -295,7 +295,7 @@ VERBS: dict[str, Callable[[One], None]] = {
     "select": lambda state: state.select([2, 0, 0]),
     "extract": lambda state: None,
     "move": lambda state: state.cache.move("cpu"),
-    "widen": lambda state: state.widen(64),
+    "widen": lambda state: state.ensure_slack(64),
     "restore": lambda state: state.restore(state.snapshot()),
 }
 
@@ -353,7 +353,7 @@ def test_a_fork_of_a_pruned_cache_shares_its_pages() -> None:
     state.prune()
     assert other.length == 300 and len(kept_rows(other)[0][0]) == 300
     twin = state.fork()
-    pooled = state.pooled()
+    pooled = state.measure_pools()
     assert pooled["nbytes_shared"] > 0
     assert torch.equal(step(twin, 100), step(state, 100))
     for one in (other, twin, state):
@@ -365,8 +365,8 @@ def test_a_file_holds_what_stays(tmp_path: Path, kind: str) -> None:
     state = prompt(f"affine4,prune={kind}", batch=3, start=START)
     state.prune()
     kvant.save(state.cache, tmp_path / "cache")
-    head = header(tmp_path / "cache")
-    assert (head.columns, head.key_heads("0/keys.open")) == ((300,) * 3, HEADS)
+    head = read_header(tmp_path / "cache")
+    assert (head.padded_lengths, head.count_key_heads("0/keys.open")) == ((300,) * 3, HEADS)
     back = One(state.spec, cache=kvant.load(tmp_path / "cache"))
     assert torch.equal(step(state, 100), step(back, 100))
     assert back.reachable(299) == 0
@@ -490,7 +490,7 @@ def test_a_prune_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(cache[1]), "refill", broken)
+        patch.setattr(type(cache[1]), "write_retained_rows", broken)
         with pytest.raises(MemoryError):
             cache.prune()
     cache.check()
@@ -500,16 +500,16 @@ def test_a_prune_that_fails_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_head_asks_by_its_own_rows_alone() -> None:
     """Padding asks nothing, and rows that are gone are no candidates."""
-    rows = Rows(
+    rows = ScoreInput(
         keys=torch.eye(4)[None].expand(2, -1, -1),
         values=torch.ones(2, 4, 1),
-        there=torch.tensor([[False, True, True, True], [True] * 4]),
+        valid=torch.tensor([[False, True, True, True], [True] * 4]),
         queries=torch.eye(4)[None, None].expand(2, 1, -1, -1) * 9,
-        asked=torch.tensor([[-1, -1, 2, 3], [0, 1, 2, 3]]),
+        query_rows=torch.tensor([[-1, -1, 2, 3], [0, 1, 2, 3]]),
         scale=1.0,
-        heads=1,
+        heads_per_sequence=1,
     )
-    scores = SCORES["tova"]().of(rows)
+    scores = SCORES["tova"]().score_rows(rows)
     assert scores[0, 0] == 0 and scores[0, 1] < scores[0, 2]
     assert float(scores[0].sum()) == pytest.approx(1.0, abs=1e-5)
 
@@ -610,11 +610,11 @@ def test_a_prompt_is_pruned_where_it_is_merged() -> None:
 @pytest.mark.parametrize("kind", ["tova", "keydiff"])
 def test_who_joins_those_who_decode_disturbs_nobody(kind: str) -> None:
     one, other = (prompt(f"raw,prune={kind}:64", count=n, chunk=n) for n in (300, 200))
-    spoken(one, LATE + 1)
+    spoken(one, MAX_DECODE_EXCESS + 1)
     merged = One(one.spec, cache=kvant.merge([one.cache, other.cache]))
     before = merged.positions()
     spoken(merged, 3)
-    assert int((before[0] >= 0).sum()) == 64 + LATE + 1
+    assert int((before[0] >= 0).sum()) == 64 + MAX_DECODE_EXCESS + 1
     assert int((merged.positions()[0] >= 0).sum()) == 67
     merged.check()
 
@@ -626,7 +626,7 @@ def test_a_token_that_is_part_of_a_prompt_prunes_nothing(kind: str) -> None:
         prompt(f"raw,prune={kind}:64"),
     )
     rows = [noise(1, n, 300, DIM, seed=i)[:, :, 299:] for i, n in enumerate((3, 3, 6))]
-    with state.cache.prompting():
+    with state.cache.prompt_mode():
         attend(rows[2], state.append(*rows[:2]))
     assert int((state.positions() >= 0).sum()) == 300
     state.prune(), whole.prune()

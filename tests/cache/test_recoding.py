@@ -9,7 +9,7 @@ import torch
 
 from cache.tagged import One, layer, put, rows, same, told
 from kvant import Cache, CapacityError, LayerSpec, SpecError, attend, load, save
-from kvant.attention.reference import serves
+from kvant.attention.reference import has_visible_rows
 from kvant.contracts import Mask
 from kvant.retention import Window
 
@@ -179,7 +179,7 @@ def test_a_rewind_within_slack_stays_exact_where_the_format_stays() -> None:
     recode(state, "affine2,tail=0,window=100,sinks=0")
     state.rewind(127)
     assert torch.equal(state.read(64)[0], keys[:, :, 64:127])
-    assert state.tally.rewinds_exact == 1
+    assert state.stats.rewinds_exact == 1
 
 
 def test_no_rewind_reaches_rows_that_never_came(tmp_path: pytest.TempPathFactory) -> None:
@@ -191,7 +191,7 @@ def test_no_rewind_reaches_rows_that_never_came(tmp_path: pytest.TempPathFactory
     save(cache, f"{tmp_path}/a")
     for one in (cache, cache.fork(), load(f"{tmp_path}/a")):
         one.rewind(496)
-        assert serves(one[0].view(13), 13, Mask(window=100))  # type: ignore[attr-defined]
+        assert has_visible_rows(one[0].view(13), 13, Mask(window=100))  # type: ignore[attr-defined]
         with pytest.raises(ValueError, match="sealed or gone"):
             one[0].view(14)  # type: ignore[attr-defined]
         assert one.reachable(484) == 484

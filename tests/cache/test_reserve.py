@@ -9,38 +9,40 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvant.cache.storage import FLAGS, OWN, reserved
+from kvant.cache.storage import MIN_MAPPING_BYTES, MMAP_FLAGS, reserve_tensor
 
 CPU = torch.device("cpu")
 SCRIPT = """
 import torch
-from kvant.cache.storage import reserved
-from kvant.bench.clock import resident
+from kvant.cache.storage import reserve_tensor
+from kvant.bench.clock import read_resident_nbytes
 
 used = torch.empty(1 << 24, dtype=torch.uint8).fill_(1)
 del used
-before = resident("VmRSS")
-held = [reserved((1 << 24,), torch.uint8, torch.device("cpu")) for _ in range(8)]
-untouched = resident("VmRSS") - before
+before = read_resident_nbytes("VmRSS")
+held = [reserve_tensor((1 << 24,), torch.uint8, torch.device("cpu")) for _ in range(8)]
+untouched = read_resident_nbytes("VmRSS") - before
 held[0].fill_(1)
-touched = resident("VmRSS") - before
+touched = read_resident_nbytes("VmRSS") - before
 held.clear()
-print(untouched, touched, resident("VmRSS") - before)
+print(untouched, touched, read_resident_nbytes("VmRSS") - before)
 """
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("count", [0, 1, OWN // 4 - 1, OWN // 4, OWN])
+@pytest.mark.parametrize(
+    "count", [0, 1, MIN_MAPPING_BYTES // 4 - 1, MIN_MAPPING_BYTES // 4, MIN_MAPPING_BYTES]
+)
 def test_a_tensor_as_any_other(count: int, dtype: torch.dtype) -> None:
     with torch.inference_mode():
-        made = reserved((count, 1), dtype, CPU)
+        made = reserve_tensor((count, 1), dtype, CPU)
     assert (made.shape, made.dtype, made.is_inference()) == ((count, 1), dtype, False)
     made.fill_(3)
     assert made.sum(dtype=torch.float64) == 3 * count
 
 
 @pytest.mark.skipif(
-    not (FLAGS and Path("/proc/self/status").exists()), reason="nobody tells what is resident"
+    not (MMAP_FLAGS and Path("/proc/self/status").exists()), reason="nobody tells what is resident"
 )
 def test_what_is_not_touched_is_not_resident_and_what_is_freed_is_gone() -> None:
     run = [sys.executable, "-c", SCRIPT]

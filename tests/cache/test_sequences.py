@@ -376,7 +376,7 @@ def test_what_was_weighed_amid_a_verb_is_weighed_again(apart: Callable[..., Any]
     with sequences.writing("a") as cache:
         cache.rollback()  # as every verb begins;
         apart(sequences.get_or_create, "b")  # another thread looks at all of them,
-        cache._restored(cache.spec, whole.snapshot())  # and the verb goes on
+        cache._adopt_snapshot(cache.spec, whole.snapshot())  # and the verb goes on
     forward(sequences, "c", 60)
     assert list(sequences) == ["b", "c"]
 
@@ -443,7 +443,7 @@ def test_who_reads_sees_nothing_of_a_forward_under_way(apart: Callable[..., Any]
 def test_who_writes_waits_for_who_reads(apart: Callable[..., Any]) -> None:
     sequences = Sequences(1, "raw", patience=0)
     forward(sequences, 1, 3)
-    with sequences._books.reading(1), pytest.raises(CacheError, match="a reader is at it"):
+    with sequences._table.lock_for_read(1), pytest.raises(CacheError, match="a reader is at it"):
         apart(forward, sequences, 1, 1)
     apart(forward, sequences, 1, 1)
 

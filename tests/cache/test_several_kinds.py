@@ -33,7 +33,7 @@ def test_kinds_that_a_recode_joins_hold_what_all_of_them_held(order: tuple[int, 
     for one in cache:
         one.append(counted(512), counted(512))
     cache.recode("affine8,tail=0,window=128,sinks=0,slack=100")
-    assert len(cache._ledger.kinds) == 1
+    assert len(cache._tracker.layer_groups) == 1
     to = cache.reachable(512 - 10)
     cache.rewind(to)
     for one in cache:
@@ -48,7 +48,7 @@ def test_layers_of_several_slacks_are_widened_to_one() -> None:
     cache = cache_of("affine8,tail=0,slack=16", "affine8,tail=0,slack=100")
     for one in cache:
         one.append(counted(300), counted(300))
-    cache.widen(100)
+    cache.ensure_slack(100)
     cache.rewind(230)
     for one in cache:
         assert (one.read()[0][0, 0, :, 0] - torch.arange(230)).abs().max() < 2

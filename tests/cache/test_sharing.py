@@ -14,15 +14,15 @@ import torch
 
 from cache.tagged import forward, rows, same, told
 from kvant import Cache, merge
-from kvant.cache.ledger import Ledger
 from kvant.cache.storage import Storage
+from kvant.cache.tracker import StateTracker
 
 SPECS = ("raw", "affine8", "affine4", "affine8,window=200,sinks=3")
 
 
 def slots(cache: Cache) -> list[int]:
     """How many there are of each kind of pages, free or not."""
-    return [pool.size for pools in cache._ledger.pools for pool in (pools.open, pools.sealed)]
+    return [pool.size for pools in cache._tracker.pools for pool in (pools.open, pools.sealed)]
 
 
 def grown(text: str, count: int, num_layers: int = 2, **shape: int) -> Cache:
@@ -215,13 +215,13 @@ def test_a_fork_may_go_while_all_are_asked_for_their_numbers(
     forks = [cache.fork() for _ in range(9)]
     going: list[Cache] = []
 
-    def asked(ledger: Ledger) -> int:
+    def asked(ledger: StateTracker) -> int:
         going.clear()
         number: int = ledger.__dict__["serial"]
         return number
 
     going.append(forks.pop(4))
-    monkeypatch.setattr(Ledger, "serial", property(asked), raising=False)
+    monkeypatch.setattr(StateTracker, "serial", property(asked), raising=False)
     forward(forks[0], 1)
     assert not going
     monkeypatch.undo()
@@ -246,9 +246,9 @@ def test_a_fork_that_is_collected_meanwhile_is_counted_once() -> None:
     ring: list[Any] = [cache.fork()]
     ring.append(ring)
     del ring
-    for pools in cache._ledger.pools:
+    for pools in cache._tracker.pools:
         for pool in (pools.open, pools.sealed):
-            pool.orphans = Collecting()
+            pool.orphaned_slots = Collecting()
     cache.check()
     gc.collect()
     cache.check()
@@ -280,13 +280,13 @@ def test_others_wait_while_slots_are_checked(monkeypatch: pytest.MonkeyPatch) ->
     cache = grown("raw", 130)
     twin = cache.fork()
     other = Meanwhile(lambda: forward(twin, 300))
-    slots_of = Ledger.slots
+    slots_of = StateTracker.list_slots
 
-    def asked(ledger: Ledger, pool: Any) -> Any:
+    def asked(ledger: StateTracker, pool: Any) -> Any:
         other()
         return slots_of(ledger, pool)
 
-    monkeypatch.setattr(Ledger, "slots", asked)
+    monkeypatch.setattr(StateTracker, "list_slots", asked)
     cache.check()
     other.end()
     cache.check()
@@ -309,8 +309,8 @@ def test_others_wait_while_a_cache_joins_its_new_pages() -> None:
     cache = grown("raw", 100)
     twin = cache.fork()
     other = Meanwhile(lambda: forward(cache, 70))
-    pool = cache._ledger.pools[0].open
-    pool.joined = Joined(pool.joined, other)
+    pool = cache._tracker.pools[0].open
+    pool.counted_holders = Joined(pool.counted_holders, other)
     twin.move("cpu")
     other.end()
     cache.check()
@@ -323,14 +323,14 @@ def test_others_wait_while_a_cache_moves(monkeypatch: pytest.MonkeyPatch) -> Non
     cache = grown("affine8,tail=0", 100)
     twin = cache.fork()
     other = Meanwhile(lambda: forward(cache, 400))
-    fit = Storage.fit
+    fit = Storage.ensure_slots
 
     def fitted(storage: Storage, opened: int, sealed: int) -> None:
         fit(storage, opened, sealed)
         if storage.geometry.device.type == "meta":
             other()
 
-    monkeypatch.setattr(Storage, "fit", fitted)
+    monkeypatch.setattr(Storage, "ensure_slots", fitted)
     twin.move("meta")
     other.end()
     cache.check()
@@ -358,10 +358,10 @@ def test_others_wait_while_growth_is_foreseen(monkeypatch: pytest.MonkeyPatch) -
         forward(forked, 400)
         forked.reset()
 
-    expected = twin[0].nbytes_with(more, more)
-    pool = cache._ledger.pools[0].open
-    pool._free = Freed(pool._free, Meanwhile(grow))
-    other = pool._free.other
-    assert twin[0].nbytes_with(more, more) == expected
+    expected = twin[0].nbytes_after_append(more, more)
+    pool = cache._tracker.pools[0].open
+    pool._free_slots = Freed(pool._free_slots, Meanwhile(grow))
+    other = pool._free_slots.other
+    assert twin[0].nbytes_after_append(more, more) == expected
     other.end()
     cache.check()

@@ -51,7 +51,9 @@ def test_a_bar_begins_with_all_there_is_to_do(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[int, int]] = []
-    monkeypatch.setattr("kvant.progress.Bar.show", lambda self, *counts: shown.append(counts))
+    monkeypatch.setattr(
+        "kvant.progress.ProgressBar.update", lambda self, *counts: shown.append(counts)
+    )
     file, out = written(tmp_path / "in", 3), tmp_path / "out"
     assert call("batch", str(file), "--out", str(out), "--no-guard")[0] == 0
     assert shown == [(0, 3), (1, 3), (2, 3), (3, 3)]
@@ -82,7 +84,9 @@ def test_every_line_has_its_reply(call: Any, tmp_path: Path) -> None:
 def test_a_full_disk_is_one_line_that_names_the_file(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvant.cli.batch._done", lambda *given: (0, 0))  # it reads without end
+    monkeypatch.setattr(
+        "kvant.cli.batch._read_progress", lambda *given: (0, 0)
+    )  # it reads without end
     file = written(tmp_path / "in", 1)
     code, _, error = call("batch", str(file), "--out", "/dev/full", "--no-guard")
     assert code == 1

@@ -73,8 +73,8 @@ def test_a_processor_that_packs_no_weights_is_named_and_the_rest_is_measured(
     def refuse(weight: Tensor, rows: int | None) -> Tensor:
         raise RuntimeError("bf16 path needs the cpu support avx512bw\nat some line of C++")
 
-    monkeypatch.setattr("kvant.packed._PACK", refuse)
-    monkeypatch.setattr("kvant.bench.products.BYTES", 10**5)
+    monkeypatch.setattr("kvant.packed_matrix._REORDER_OP", refuse)
+    monkeypatch.setattr("kvant.bench.products.MIN_WEIGHT_BYTES", 10**5)
     small = ("--shapes", "128x64", "--rows", "1,2", "--repeats", "1")
     code, out, error = call("bench", "products", *small, *flags)
     report = json.loads(out.splitlines()[-1])

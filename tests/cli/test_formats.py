@@ -9,22 +9,25 @@ import pytest
 
 from kvant import Shape, plan
 from kvant.spec import parse
-from kvant.spec.formats import FAMILIES, SIDES
-from kvant.spec.guide import FORMATS, OPTIONS
-from kvant.spec.options import OPTIONS as KNOWN
+from kvant.spec.formats import FAMILY_WIDTHS, SIDE_FORMATS
+from kvant.spec.options import OPTION_PARSERS as KNOWN
+from kvant.spec.word_list import FORMAT_WORDS, OPTION_WORDS
 
 
 def test_all_formats_and_options_are_listed(call: Any) -> None:
     code, out, error = call("formats")
     assert (code, error) == (0, "")
-    for one in (*FORMATS, *OPTIONS):
-        assert one.word in out and one.what in out
-    families = {one.word.rstrip("0123456789v") for one in FORMATS}
-    assert families >= {*FAMILIES, "raw", "fp"} and {"bf16", "q8_0", "q4_0"} <= SIDES.keys()
-    assert {one.word.partition("=")[0] for one in OPTIONS} == KNOWN.keys()
+    for one in (*FORMAT_WORDS, *OPTION_WORDS):
+        assert one.word in out and one.meaning in out
+    families = {one.word.rstrip("0123456789v") for one in FORMAT_WORDS}
+    assert (
+        families >= {*FAMILY_WIDTHS, "raw", "fp"}
+        and {"bf16", "q8_0", "q4_0"} <= SIDE_FORMATS.keys()
+    )
+    assert {one.word.partition("=")[0] for one in OPTION_WORDS} == KNOWN.keys()
 
 
-@pytest.mark.parametrize("word", [one.word for one in FORMATS])
+@pytest.mark.parametrize("word", [one.word for one in FORMAT_WORDS])
 def test_bytes_are_those_of_a_plan(word: str, call: Any) -> None:
     listed = {one["format"]: one for one in json.loads(call("formats", "--json")[1])["formats"]}
     planned = plan(Shape(1, 8, 128, 128), word)

@@ -14,7 +14,7 @@ from torch import Tensor
 from cache.tagged import layer
 from hf.zoo import FAMILIES
 from kvant import Cache, CacheFileError, CacheSpec, GroupSpec, RecurrentSpec, SharedSpec, save
-from kvant.cache.files import header
+from kvant.cache.files import read_header
 from kvant.contracts import Snapshot
 
 MIXED = CacheSpec(
@@ -47,10 +47,10 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_header_is_read_without_tensors(file: Path) -> None:
-    head = header(file)
+    head = read_header(file)
     assert (head.version, head.spec) == (2, MIXED)
     assert head.about == {"session": "a", "tokens": [1, 2]}
-    assert head.columns == (300, 300) and head.numbers["4/now"] == 300
+    assert head.padded_lengths == (300, 300) and head.numbers["4/now"] == 300
     stored = head.tensors["0/keys.codes"]  # two pages of each sequence, 128 rows stay dense
     assert (stored.dtype, stored.shape) == ("U8", (4, 3, 64, 32))
     assert sum(one.nbytes for one in head.tensors.values()) < file.stat().st_size
@@ -82,7 +82,7 @@ def test_a_saved_cache_as_json(call: Any, file: Path) -> None:
     assert told["about"] == {"session": "a", "tokens": [1, 2]}
     assert [line["layers"] for line in told["layers"]] == [[0, 1], [2], [3], [4], [5]]
     whole = sum(len(line["layers"]) * line["nbytes"] for line in told["layers"])
-    assert whole == sum(one.nbytes for one in header(file).tensors.values())
+    assert whole == sum(one.nbytes for one in read_header(file).tensors.values())
 
 
 def test_an_empty_cache(call: Any, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_damaged_file_is_one_line_and_nothing_else(call: Any, file: Path) -> N
     raw[-7] ^= 1
     file.write_bytes(raw)
     with pytest.raises(CacheFileError, match="checksum"):
-        header(file)
+        read_header(file)
     for words in ((str(file),), (str(file), "--json")):
         code, out, error = call("inspect", *words)
         assert (code, out, error.count("\n")) == (2, "", 1)

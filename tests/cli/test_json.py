@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from kvant import Cache, save
-from kvant.bench.cache_race import SHAPES
+from kvant.bench.cache_race import MODEL_SHAPES
 from kvant.cli.main import BENCHES, app
 from kvant.cli.store import store
-from kvant.stores import Blob, Folder, Payload, packed
+from kvant.stores import Blob, BlobPayload, FolderStore, pack_blob
 
-HELD = Payload.of({"0/keys": torch.ones(3)})
+HELD = BlobPayload.from_fields({"0/keys": torch.ones(3)})
 BLOB = Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2), HELD)
 COMMANDS = {
     "run": ("--prompt", "def f", "--max-new-tokens", "3", "--stats"),
@@ -80,10 +80,10 @@ def test_one_object_and_nothing_else(
     command: str, call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(SHAPES, "0.6b", SHAPES["0.6b"] | {"vocab_size": 1000})
-    monkeypatch.setattr("kvant.bench.products.BYTES", 10**6)
+    monkeypatch.setitem(MODEL_SHAPES, "0.6b", MODEL_SHAPES["0.6b"] | {"vocab_size": 1000})
+    monkeypatch.setattr("kvant.bench.products.MIN_WEIGHT_BYTES", 10**6)
     save(Cache(2, "affine8"), "a.kv")
-    Folder("prefixes", min_free=0).put(BLOB.page, BLOB.part, packed(BLOB))
+    FolderStore("prefixes", min_free=0).put(BLOB.page, BLOB.part, pack_blob(BLOB))
     Path("p.jsonl").write_text('{"prompt": "def f"}\n')
     words = (*command.split(), *COMMANDS[command], "--json")
     code, out, _ = call(*words, typed="import os\n/stats\n")

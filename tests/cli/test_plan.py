@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvant import demo, plan
-from kvant.cli.plan import FORMATS
+from kvant.cli.plan import PLANNED_FORMATS
 
 QWEN3_1_7B = {
     "model_type": "qwen3",
@@ -56,7 +56,7 @@ def test_a_table_over_formats(call: Any, tmp_path: Path) -> None:
     assert note.endswith(": more tokens fit than the 40960 this model was made for")
     assert title.endswith("config.json: 28 layers of full_attention; bfloat16")
     assert heads.split("  ")[0] == "format" and heads.endswith("tokens in 8 GiB")
-    assert [row.split()[0] for row in rows] == list(FORMATS)
+    assert [row.split()[0] for row in rows] == list(PLANNED_FORMATS)
     assert rows[0].split() == ["raw", "114688", "1", "4.38", "GiB", "1", "74880"]  # whole pages
     assert rows[1].split()[:3] == ["affine8", "60928", "0.5312"]
     assert rows[2].split()[:3] == ["fp8", "58240", "0.5078"]
@@ -222,7 +222,7 @@ def test_beside_auto_other_rows_are_planned(spec: str, call: Any) -> None:
     assert (code, error, [row["kv_cache"] for row in told["formats"]]) == (0, "", ["affine4"])
     assert told["notes"][-1].startswith(f"{spec}: found by trying formats on the model")
     told = json.loads(call("plan", "--kv-cache", spec, "--json")[1])
-    assert [row["kv_cache"] for row in told["formats"]] == list(FORMATS)
+    assert [row["kv_cache"] for row in told["formats"]] == list(PLANNED_FORMATS)
 
 
 def test_auto_of_no_size_is_refused(call: Any) -> None:

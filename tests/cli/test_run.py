@@ -16,8 +16,8 @@ import kvant
 from generation.speakers import Numbers
 from hf.zoo import build
 from kvant import checkpoints, demo
-from kvant.cli.run import PROMPT
-from kvant.generation import HostDecoder
+from kvant.cli.run import DEFAULT_PROMPT
+from kvant.generation import TransformersDecoder
 
 KVANT = str(Path(sys.executable).with_name("kvant"))
 SHORT = ("run", "--prompt", "import os\n", "--max-new-tokens", "6")
@@ -61,7 +61,7 @@ def test_what_is_piped_in_is_the_prompt(call: Any) -> None:
     code, out, error = call("run", "--max-new-tokens", "3", typed="class A:\n")
     assert (code, out[:9], error) == (0, "class A:\n", "")
     plain = call("run", "--max-new-tokens", "3", typed="")
-    assert plain[0] == 0 and plain[1].startswith(PROMPT)
+    assert plain[0] == 0 and plain[1].startswith(DEFAULT_PROMPT)
     assert call(*SHORT, typed="class A:\n") == call(*SHORT)
 
 
@@ -90,7 +90,7 @@ def test_no_standard_input_is_no_prompt(stdin: str, tmp_path: Path) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert done.stderr == "error: the prompt is no text in UTF-8\n"
     else:
-        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(PROMPT)
+        assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith(DEFAULT_PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -265,13 +265,13 @@ def test_a_dtype_and_a_device_can_be_told(call: Any) -> None:
 
 def test_a_prompt_is_read_in_chunks_of_a_size(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    logits = HostDecoder.logits
+    logits = TransformersDecoder.compute_logits
 
     def counted(self: Any, ids: list[int], *args: Any, **kwargs: Any) -> Any:
         read.append(len(ids))
         return logits(self, ids, *args, **kwargs)
 
-    monkeypatch.setattr(HostDecoder, "logits", counted)
+    monkeypatch.setattr(TransformersDecoder, "compute_logits", counted)
     whole = call("run", "--prompt", "a b c d e f g", "--max-new-tokens", "2")
     assert (
         call("run", "--prompt", "a b c d e f g", "--max-new-tokens", "2", "--prefill-chunk", "3")
@@ -290,7 +290,7 @@ def _write_wrong_files(folder: Path) -> None:
     session = kvant.Session(build("llama"), Numbers())
     list(session.send([5, 6, 7], max_new_tokens=1))
     session.save(folder / "other.kv")
-    kvant.save(session.memory, folder / "plain.kv")
+    kvant.save(session.cache, folder / "plain.kv")
     raw = bytearray((folder / "other.kv").read_bytes())
     raw[-1] ^= 1
     (folder / "altered.kv").write_bytes(raw)
@@ -430,7 +430,7 @@ def test_a_prompt_is_continued_as_it_is(
     assert error.startswith("prompt: a text, continued as it is\n") and HINT not in error
     told = json.loads(call("run", "--prompt", "import os", *FEW, "--json")[1])
     assert (told["chat"], out) == (False, "import os" + told["text"] + "\n")
-    monkeypatch.setattr("kvant.cli.run.watched", lambda: True)
+    monkeypatch.setattr("kvant.cli.run.is_terminal", lambda: True)
     assert HINT in call("run", "--prompt", "import os", *FEW)[2]
     assert HINT not in call("run", "--prompt", "import os", *FEW, "--chat")[2]
     assert HINT not in call("run", "--prompt", "import os", *FEW, "--json")[2]

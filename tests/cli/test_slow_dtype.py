@@ -21,7 +21,7 @@ def words(
     """A command with a small request; `serve` ends at once."""
     pytest.importorskip("fastapi", reason="pip install 'kvant[server]'")
     ended = SimpleNamespace(run=lambda: None)
-    monkeypatch.setattr("kvant.server.server_of", lambda *given: ended)
+    monkeypatch.setattr("kvant.server.make_server", lambda *given: ended)
     file = tmp_path / "prompts"
     file.write_text('{"prompt": "def f"}\n{"prompt": "import os"}\n')
     more = {"batch": (str(file), "--out", str(tmp_path / "out"))}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvant.stores import Blob, Folder, Payload, Tiers
+from kvant.stores import Blob, BlobPayload, FolderStore, Tiers
 
 DAY = 86_400.0
 ONE, OTHER = "a" * 16, "b" * 16
@@ -24,28 +24,35 @@ def page(space: str, number: int) -> str:
     return f"{space}/{number:064x}"
 
 
-def filled(path: Path, secret: bytes | None = None, model: str = "llama") -> Folder:
+def filled(path: Path, secret: bytes | None = None, model: str = "llama") -> FolderStore:
     """Six blobs in two namespaces, which were used 0 to 5 days ago."""
-    store = Folder(path, min_free=0)
+    store = FolderStore(path, min_free=0)
     tiers = Tiers([store], secret)
     listed = [*((ONE, *one) for one in PARTS), (OTHER, 1, "k0-1"), (OTHER, 2, "k0-2")]
     for days, (space, number, part) in enumerate(listed):
         told = {"model": model, "spec": "affine8"} if space == ONE else {}
         rows = {"0/keys": torch.ones(1000)}
         tiers.put(
-            Blob(page(space, number), part, page(space, 0), (1,), Payload.of(rows), about=told)
+            Blob(
+                page(space, number),
+                part,
+                page(space, 0),
+                (1,),
+                BlobPayload.from_fields(rows),
+                metadata=told,
+            )
         )
         then = time.time() - days * DAY
         os.utime(file(store, page(space, number), part), (then, then))
     return store
 
 
-def file(store: Folder, name: str, part: str) -> Path:
+def file(store: FolderStore, name: str, part: str) -> Path:
     space, _, key = name.partition("/")
     return store.path / space / key[:2] / key[2:] / part
 
 
-def damage(store: Folder, name: str, part: str) -> None:
+def damage(store: FolderStore, name: str, part: str) -> None:
     path = file(store, name, part)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -53,15 +60,15 @@ def damage(store: Folder, name: str, part: str) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Folder:
+def store(tmp_path: Path) -> FolderStore:
     return filled(tmp_path / "store")
 
 
-def left(store: Folder) -> set[tuple[str, str]]:
+def left(store: FolderStore) -> set[tuple[str, str]]:
     return {(entry.page, entry.part) for entry in store}
 
 
-def test_a_line_a_namespace(call: Any, store: Folder) -> None:
+def test_a_line_a_namespace(call: Any, store: FolderStore) -> None:
     code, out, error = call("store", "ls", str(store.path))
     assert (code, error) == (0, "")
     heads, first, second = (line.split() for line in out.splitlines())
@@ -72,14 +79,14 @@ def test_a_line_a_namespace(call: Any, store: Folder) -> None:
     assert not re.search(r"\x1b", out)
 
 
-def test_every_blob(call: Any, store: Folder) -> None:
+def test_every_blob(call: Any, store: FolderStore) -> None:
     code, out, _ = call("store", "ls", str(store.path), "--pages")
     assert code == 0
     for entry in store:
         assert re.search(rf"{entry.page} +{entry.part} ", out)
 
 
-def test_a_list_as_json(call: Any, store: Folder) -> None:
+def test_a_list_as_json(call: Any, store: FolderStore) -> None:
     before = sorted(store)
     _, out, _ = call("store", "ls", str(store.path), "--json")
     told = json.loads(out)
@@ -101,7 +108,7 @@ def test_what_a_blob_says_does_nothing_to_a_terminal(call: Any, tmp_path: Path) 
     assert "?]0;x?[red]?xxx" in out and "\x1b" not in out and len(out.splitlines()) == 3
 
 
-def test_all_together(call: Any, store: Folder) -> None:
+def test_all_together(call: Any, store: FolderStore) -> None:
     code, out, _ = call("store", "stats", str(store.path), "--json")
     told = json.loads(out)
     assert code == 0 and told["nbytes_free"] > 0
@@ -151,7 +158,7 @@ def test_what_is_damaged_is_told(secret: bytes | None, call: Any, tmp_path: Path
     assert (code, json.loads(out)["damaged"], json.loads(out)["dropped"]) == (0, [], 0)
 
 
-def test_a_pipe_in_place_of_a_blob_is_damaged(call: Any, store: Folder) -> None:
+def test_a_pipe_in_place_of_a_blob_is_damaged(call: Any, store: FolderStore) -> None:
     path = file(store, page(ONE, 2), "k0-2")
     path.unlink()
     os.mkfifo(path)
@@ -177,7 +184,7 @@ def test_a_forgotten_secret_deletes_nothing(call: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [None, "", "\n"])
 def test_a_secret_that_cannot_be_had(
-    text: str | None, call: Any, store: Folder, tmp_path: Path
+    text: str | None, call: Any, store: FolderStore, tmp_path: Path
 ) -> None:
     if text is not None:
         (tmp_path / "key").write_text(text)
@@ -186,7 +193,7 @@ def test_a_secret_that_cannot_be_had(
     assert (code, out) == (2, "") and error.startswith("error: --secret-file ")
 
 
-def test_what_is_old_goes(call: Any, store: Folder) -> None:
+def test_what_is_old_goes(call: Any, store: FolderStore) -> None:
     code, out, error = call("store", "prune", str(store.path), "--older-than", "2.5")
     assert (code, error) == (0, "") and re.match(r"deleted: 3 blobs, .* KiB; .* KiB left\n", out)
     assert left(store) == {(page(ONE, number), part) for number, part in PARTS[:3]}
@@ -196,20 +203,20 @@ def test_what_is_old_goes(call: Any, store: Folder) -> None:
     assert told["nbytes_left"] == sum(entry.nbytes for entry in store)
 
 
-def test_what_is_too_much_goes(call: Any, store: Folder) -> None:
+def test_what_is_too_much_goes(call: Any, store: FolderStore) -> None:
     size = max(entry.nbytes for entry in store)
     code, out, _ = call("store", "prune", str(store.path), "--max-bytes", str(2 * size), "--json")
     assert code == 0 and json.loads(out)["blobs"] == 4
     assert left(store) == {(page(ONE, number), part) for number, part in PARTS[:2]}
 
 
-def test_a_namespace_goes(call: Any, store: Folder) -> None:
+def test_a_namespace_goes(call: Any, store: FolderStore) -> None:
     code, out, _ = call("store", "prune", str(store.path), "--namespace", ONE)
     assert code == 0 and f" of {ONE}; 0 B left\n" in out
     assert {name for name, _ in left(store)} == {page(OTHER, 1), page(OTHER, 2)}
 
 
-def test_what_is_old_and_too_much_of_a_namespace_goes(call: Any, store: Folder) -> None:
+def test_what_is_old_and_too_much_of_a_namespace_goes(call: Any, store: FolderStore) -> None:
     size = max(entry.nbytes for entry in store)
     words = ["--namespace", ONE, "--older-than", "2.5", "--max-bytes", str(2 * size)]
     code, out, _ = call("store", "prune", str(store.path), *words, "--json")
@@ -218,7 +225,7 @@ def test_what_is_old_and_too_much_of_a_namespace_goes(call: Any, store: Folder) 
     assert left(store) == {*kept, (page(OTHER, 1), "k0-1"), (page(OTHER, 2), "k0-2")}
 
 
-def test_what_killed_writers_left_goes(call: Any, store: Folder) -> None:
+def test_what_killed_writers_left_goes(call: Any, store: FolderStore) -> None:
     half = file(store, page(ONE, 1), f"{1:016x}.part")
     half.write_bytes(b"half")
     os.utime(half, (0, 0))
@@ -236,7 +243,9 @@ def test_what_killed_writers_left_goes(call: Any, store: Folder) -> None:
         ("--older-than", "x"),
     ],
 )
-def test_what_is_to_go_has_to_be_said(words: tuple[str, ...], call: Any, store: Folder) -> None:
+def test_what_is_to_go_has_to_be_said(
+    words: tuple[str, ...], call: Any, store: FolderStore
+) -> None:
     code, out, error = call("store", "prune", str(store.path), *words)
     assert (code, out) == (2, "") and error.startswith("error: ")
     assert len(left(store)) == 6

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvant.prefixes import Prefixes
-from kvant.stores import Folder
+from kvant.stores import FolderStore
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 12
 
@@ -74,10 +74,10 @@ def test_what_is_no_store_is_told_before_anything_is_loaded(
 def test_a_store_that_fails_is_told(
     call: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Folder, page: str, part: str, blob: bytes) -> None:
+    def full(self: FolderStore, page: str, part: str, blob: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Folder, "put", full)
+    monkeypatch.setattr(FolderStore, "put", full)
     told, error = run(call, "--store", str(tmp_path))
     assert told["tokens"] == 4
     assert "warning: " in error and "did not take" in error
@@ -95,15 +95,17 @@ def test_who_is_interrupted_waits_for_nothing(
 ) -> None:
     written: list[str] = []
 
-    def never(self: Folder, page: str, part: str, blob: bytes) -> None:
+    def never(self: FolderStore, page: str, part: str, blob: bytes) -> None:
         written.append(page)
 
     def interrupted(self: Any, seconds: float | None = None) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Folder, "put", never)
+    monkeypatch.setattr(FolderStore, "put", never)
     monkeypatch.setattr(Prefixes, "flush", interrupted)
-    monkeypatch.setattr("kvant.stores.tiers.SHARE", 1e-9)  # a pause of years behind the first
+    monkeypatch.setattr(
+        "kvant.stores.tiers.WRITER_CPU_SHARE", 1e-9
+    )  # a pause of years behind the first
     code, out, _ = call(
         "run", "--prompt", TEXT, "--max-new-tokens", "4", "--json", "--store", str(tmp_path)
     )

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvant.codecs import Affine
-from kvant.codecs.packing import unpack
+from kvant.codecs.packing import unpack_codes
 
 LIMIT = 65504.0
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -43,7 +43,7 @@ def exact_errors(codec: Affine, rows: Tensor) -> tuple[Tensor, Tensor]:
         sealed[name].double().repeat_interleave(codec.group, -1)[..., :dim]
         for name in ("scale", "bias")
     )
-    codes = unpack(sealed["codes"], codec.bits).double()
+    codes = unpack_codes(sealed["codes"], codec.bits).double()
     return bias + codes * scale - rows.double().clamp(-LIMIT, LIMIT), scale
 
 
@@ -89,7 +89,7 @@ def test_no_group_loses_more_than_by_the_scale_that_covers_it(
 def test_the_correction_is_the_least_squares_fit_to_the_codes_of_the_cover(bits: int) -> None:
     rows = torch.randn(300, 64)
     fitted, plain = Affine(bits, 64).seal(rows), Affine(bits, 64, corrected=False).seal(rows)
-    codes = unpack(plain["codes"], bits).double()
+    codes = unpack_codes(plain["codes"], bits).double()
     design = torch.stack((codes, torch.ones_like(codes)), -1)
     best = torch.linalg.lstsq(design, rows.double()[..., None]).solution
     scale, bias = fitted["scale"].double(), fitted["bias"].double()
@@ -99,7 +99,7 @@ def test_the_correction_is_the_least_squares_fit_to_the_codes_of_the_cover(bits:
     level = rows.double().mean(-1, keepdim=True) - scale * codes.mean(-1, keepdim=True)
     assert ((bias - level).abs() <= level.abs() * 2**-11 + 2**-25)[taken].all()
     again = ((rows.double() - bias) / scale).round().clamp(0, 2**bits - 1)
-    assert (unpack(fitted["codes"], bits) == again).double().mean() > 0.999
+    assert (unpack_codes(fitted["codes"], bits) == again).double().mean() > 0.999
 
 
 @widths
@@ -132,12 +132,14 @@ def test_rows_that_were_opened_are_sealed_to_the_same_values(bits: int) -> None:
     codec = Affine(bits, 32)
     rows = hard_rows(64)
     sealed = codec.seal(rows)
-    codes = unpack(sealed["codes"], bits).unflatten(-1, (2, 32))
+    codes = unpack_codes(sealed["codes"], bits).unflatten(-1, (2, 32))
     whole = (codes.amin(-1) == 0) & (codes.amax(-1) == 2**bits - 1)
     assert whole.double().mean() > 0.4
     opened = codec.open(sealed).unflatten(-1, (2, 32))
     resealed = codec.seal(opened.flatten(-2))
-    assert torch.equal(unpack(resealed["codes"], bits).unflatten(-1, (2, 32))[whole], codes[whole])
+    assert torch.equal(
+        unpack_codes(resealed["codes"], bits).unflatten(-1, (2, 32))[whole], codes[whole]
+    )
     moved = (codec.open(resealed).unflatten(-1, (2, 32)) - opened).abs()
     assert (moved.amax(-1) <= opened.abs().amax(-1) * 2**-23)[whole].all()
 

@@ -3,9 +3,14 @@ import torch
 from torch import Tensor
 
 from kvant.codecs import Affine, Codebook
-from kvant.codecs.codebook import boundaries, corrected_mse, levels, mse
+from kvant.codecs.codebook import (
+    compute_boundaries,
+    compute_corrected_mse,
+    compute_levels,
+    compute_mse,
+)
 from kvant.codecs.frames import Identity, Rotation
-from kvant.codecs.packing import unpack
+from kvant.codecs.packing import unpack_codes
 
 BITS = (2, 3, 4)
 widths = pytest.mark.parametrize("bits", BITS)
@@ -18,7 +23,7 @@ def row_nbytes(codec: Codebook, dim: int) -> int:
 
 def error(codec: Codebook | Affine, rows: Tensor) -> float:
     """Against the rows as they came, relative to their energy."""
-    opened = codec.frame.outputs(codec.open(codec.seal(codec.frame.rows(rows))))
+    opened = codec.frame.restore_outputs(codec.open(codec.seal(codec.frame.transform_rows(rows))))
     return float((opened - rows).double().square().sum() / rows.double().square().sum())
 
 
@@ -29,8 +34,8 @@ def test_the_error_on_normal_rows_is_the_theoretical_one(bits: int, dim: int) ->
     rows = torch.randn(2_000_000 // dim, dim)
     plain, fitted = error(Codebook(bits, False), rows), error(Codebook(bits), rows)
     assert plain == pytest.approx(KNOWN[dim][bits - 2], rel=0.01)
-    assert plain == pytest.approx(mse(bits, dim), rel=0.005)
-    assert fitted == pytest.approx(corrected_mse(bits, dim), rel=0.005)
+    assert plain == pytest.approx(compute_mse(bits, dim), rel=0.005)
+    assert fitted == pytest.approx(compute_corrected_mse(bits, dim), rel=0.005)
     assert fitted < plain
 
 
@@ -39,7 +44,7 @@ def test_the_error_on_normal_rows_is_the_theoretical_one(bits: int, dim: int) ->
 def test_any_multiple_of_eight_loses_what_its_bits_lose(bits: int, dim: int) -> None:
     """Rotated in blocks where it is no power of two; a large channel is spread over its block."""
     rows = torch.randn(400_000 // dim, dim)
-    assert error(Codebook(bits), rows) == pytest.approx(corrected_mse(bits, dim), rel=0.05)
+    assert error(Codebook(bits), rows) == pytest.approx(compute_corrected_mse(bits, dim), rel=0.05)
     rows[:, 0] *= 30
     assert error(Codebook(bits), rows) < error(Codebook(bits, frame=Identity()), rows)
 
@@ -56,9 +61,9 @@ def test_no_size_of_rows_is_better_or_worse(bits: int) -> None:
 def test_a_code_counts_the_boundaries_not_above_the_value(bits: int) -> None:
     dim = 64
     rows = torch.randn(50, dim)
-    codes = unpack(Codebook(bits, False).seal(rows)["codes"], bits)
+    codes = unpack_codes(Codebook(bits, False).seal(rows)["codes"], bits)
     unit = rows / rows.double().square().mean(-1, keepdim=True).sqrt().float()
-    limits = torch.from_numpy(boundaries(bits, dim)).float()
+    limits = torch.from_numpy(compute_boundaries(bits, dim)).float()
     assert torch.equal(codes, (unit[..., None] >= limits).sum(-1).to(torch.uint8))
 
 
@@ -74,7 +79,9 @@ def test_no_other_scale_fits_better_than_the_corrected_one(bits: int) -> None:
     """Matching the norm, as others do, is worse at 2 bits than not correcting at all."""
     rows = torch.randn(300, 64, dtype=torch.float64)
     sealed = Codebook(bits).seal(rows)
-    c = torch.from_numpy(levels(bits, 64).copy())[unpack(sealed["codes"], bits).long()]
+    c = torch.from_numpy(compute_levels(bits, 64).copy())[
+        unpack_codes(sealed["codes"], bits).long()
+    ]
     best = (rows * c).sum(-1, keepdim=True) / c.square().sum(-1, keepdim=True)
     assert (sealed["scale"] / best - 1).abs().max() < 2**-11 * 1.01
 

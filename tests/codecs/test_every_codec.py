@@ -159,9 +159,11 @@ def test_sealed_pages_have_no_gradient(codec: Codec) -> None:
 def test_sealing_in_inference_mode_leaves_tables_usable_outside(codec: Codec) -> None:
     rows = torch.randn(16, 48)  # a width that no other test has put in a table
     with torch.inference_mode():
-        codec.open(codec.seal(codec.frame.rows(rows)))
+        codec.open(codec.seal(codec.frame.transform_rows(rows)))
     x = rows.clone().requires_grad_()
-    codec.frame.outputs(codec.open(codec.seal(x)) * codec.frame.rows(x)).sum().backward()
+    codec.frame.restore_outputs(
+        codec.open(codec.seal(x)) * codec.frame.transform_rows(x)
+    ).sum().backward()
     assert x.grad is not None
 
 

@@ -5,7 +5,12 @@ import numpy as np
 import pytest
 import torch
 
-from kvant.codecs.codebook import boundaries, corrected_mse, levels, mse
+from kvant.codecs.codebook import (
+    compute_boundaries,
+    compute_corrected_mse,
+    compute_levels,
+    compute_mse,
+)
 
 BITS = (2, 3, 4)
 DIMS = (8, 64, 80, 128, 256)
@@ -20,7 +25,7 @@ def coordinates(rows: int, dim: int) -> torch.Tensor:
 
 @cases
 def test_levels_are_sorted_and_symmetric(bits: int, dim: int) -> None:
-    table = levels(bits, dim)
+    table = compute_levels(bits, dim)
     assert len(table) == 2**bits
     assert (np.diff(table) > 0).all()
     assert np.array_equal(table, -table[::-1])
@@ -29,7 +34,7 @@ def test_levels_are_sorted_and_symmetric(bits: int, dim: int) -> None:
 
 @cases
 def test_a_boundary_lies_between_its_levels(bits: int, dim: int) -> None:
-    table, between = levels(bits, dim), boundaries(bits, dim)
+    table, between = compute_levels(bits, dim), compute_boundaries(bits, dim)
     assert len(between) == len(table) - 1
     assert (table[:-1] < between).all() and (between < table[1:]).all()
     assert between[len(between) // 2] == 0
@@ -40,11 +45,11 @@ def test_each_level_is_the_mean_of_its_cell(bits: int, dim: int) -> None:
     """Integrated on another grid than the one the levels were found with."""
     t = np.linspace(-min(np.sqrt(dim), 14.0), min(np.sqrt(dim), 14.0), 400_001)
     density = np.maximum(1 - t**2 / dim, 0) ** ((dim - 3) / 2)
-    cell = np.searchsorted(boundaries(bits, dim), t)
+    cell = np.searchsorted(compute_boundaries(bits, dim), t)
     mass = np.bincount(cell, density)
-    assert np.allclose(np.bincount(cell, density * t) / mass, levels(bits, dim), atol=2e-4)
-    spread = density * (t - levels(bits, dim)[cell]) ** 2
-    assert mse(bits, dim) == pytest.approx(spread.sum() / density.sum(), rel=1e-5)
+    assert np.allclose(np.bincount(cell, density * t) / mass, compute_levels(bits, dim), atol=2e-4)
+    spread = density * (t - compute_levels(bits, dim)[cell]) ** 2
+    assert compute_mse(bits, dim) == pytest.approx(spread.sum() / density.sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +62,7 @@ def test_each_level_is_the_mean_of_its_cell(bits: int, dim: int) -> None:
     ],
 )
 def test_the_error_is_the_published_one(dim: int, known: tuple[float, ...]) -> None:
-    assert [mse(bits, dim) for bits in BITS] == pytest.approx(list(known), abs=1.01e-5)
+    assert [compute_mse(bits, dim) for bits in BITS] == pytest.approx(list(known), abs=1.01e-5)
 
 
 def test_four_bits_beat_a_table_of_equal_probabilities() -> None:
@@ -71,23 +76,23 @@ def test_four_bits_beat_a_table_of_equal_probabilities() -> None:
     weight /= weight.sum()
     found = (weight * (t - theirs[np.searchsorted((theirs[1:] + theirs[:-1]) / 2, t)]) ** 2).sum()
     assert found == pytest.approx(0.0203, abs=1e-4)
-    assert mse(4, 100_000) < found / 2.1
+    assert compute_mse(4, 100_000) < found / 2.1
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dim", [32, 64, 128])
 def test_expected_errors_are_what_random_directions_show(bits: int, dim: int) -> None:
     u = coordinates(4_000_000 // dim, dim)
-    table = torch.from_numpy(levels(bits, dim).copy())
-    c = table[torch.bucketize(u, torch.from_numpy(boundaries(bits, dim)))]
+    table = torch.from_numpy(compute_levels(bits, dim).copy())
+    c = table[torch.bucketize(u, torch.from_numpy(compute_boundaries(bits, dim)))]
     plain = (u - c).square().mean()
     corrected = 1 - ((u * c).sum(-1) ** 2 / (dim * c.square().sum(-1))).mean()
-    assert mse(bits, dim) == pytest.approx(float(plain), rel=0.004)
-    assert corrected_mse(bits, dim) == pytest.approx(float(corrected), rel=0.004)
-    gain = mse(bits, dim) - corrected_mse(bits, dim)
+    assert compute_mse(bits, dim) == pytest.approx(float(plain), rel=0.004)
+    assert compute_corrected_mse(bits, dim) == pytest.approx(float(corrected), rel=0.004)
+    gain = compute_mse(bits, dim) - compute_corrected_mse(bits, dim)
     assert gain == pytest.approx(float(plain - corrected), rel=0.06)
 
 
 def test_nobody_can_write_into_the_table() -> None:
     with pytest.raises(ValueError, match="read-only"):
-        levels(4, 64)[0] = 0
+        compute_levels(4, 64)[0] = 0

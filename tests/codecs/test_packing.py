@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvant.codecs.packing import PLANES, pack, unpack
+from kvant.codecs.packing import BIT_PLANES, pack_codes, unpack_codes
 
-WIDTHS = sorted(PLANES)
+WIDTHS = sorted(BIT_PLANES)
 LOW_FIRST = {2: [2], 3: [2, 1], 4: [4], 5: [4, 1], 6: [4, 2], 8: [8]}
 
 
@@ -36,35 +36,35 @@ def test_unpack_undoes_pack_for_any_shape(bits: int, data: st.DataObject) -> Non
     lead = data.draw(st.lists(st.integers(0, 4), max_size=3))
     dim = 8 * data.draw(st.integers(1, 40))
     codes = random_codes(bits, *lead, dim)
-    packed = pack(codes, bits)
+    packed = pack_codes(codes, bits)
     assert packed.shape == (*lead, dim * bits // 8)
-    assert torch.equal(unpack(packed, bits), codes)
+    assert torch.equal(unpack_codes(packed, bits), codes)
 
 
 @pytest.mark.parametrize("dim", [8, 16, 24, 64, 80, 96, 128])
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_bytes_lie_as_the_header_says(bits: int, dim: int) -> None:
     codes = random_codes(bits, dim)
-    assert pack(codes, bits).tolist() == packed_by_hand(codes.tolist(), bits)
+    assert pack_codes(codes, bits).tolist() == packed_by_hand(codes.tolist(), bits)
 
 
 def test_a_nibble_byte_holds_channels_16_apart() -> None:
     codes = torch.arange(32, dtype=torch.uint8) % 16
     codes[16:] = 15 - codes[16:]
-    assert pack(codes, 4).tolist() == [e | (15 - e) << 4 for e in range(16)]
+    assert pack_codes(codes, 4).tolist() == [e | (15 - e) << 4 for e in range(16)]
 
 
 def test_the_low_plane_comes_first() -> None:
     """3 bits are a plane of two low bits and one of the high bit; 4 alone sets only the latter."""
-    assert pack(torch.full((8,), 3, dtype=torch.uint8), 3).tolist() == [255, 255, 0]
-    assert pack(torch.full((8,), 4, dtype=torch.uint8), 3).tolist() == [0, 0, 255]
+    assert pack_codes(torch.full((8,), 3, dtype=torch.uint8), 3).tolist() == [255, 255, 0]
+    assert pack_codes(torch.full((8,), 4, dtype=torch.uint8), 3).tolist() == [0, 0, 255]
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_a_channel_has_its_own_bits(bits: int) -> None:
     """Codes of 3 bits that straddle machine words leaked into their neighbours elsewhere."""
     dim = 80
-    alone = pack(torch.eye(dim, dtype=torch.uint8) * (2**bits - 1), bits)
+    alone = pack_codes(torch.eye(dim, dtype=torch.uint8) * (2**bits - 1), bits)
     counts = [[sum(byte >> i & 1 for byte in row) for i in range(8)] for row in alone.tolist()]
     assert [sum(row) for row in counts] == [bits] * dim
     union = alone[0]
@@ -78,12 +78,12 @@ def test_a_channel_has_its_own_bits(bits: int) -> None:
 def test_strides_do_not_matter(bits: int) -> None:
     codes = random_codes(bits, 64, 5, 3)
     moved = codes.permute(2, 1, 0)
-    assert torch.equal(pack(moved, bits), pack(moved.contiguous(), bits))
-    packed = pack(random_codes(bits, 7, 3, 64), bits)
-    assert torch.equal(unpack(packed[::2, 1:], bits), unpack(packed, bits)[::2, 1:])
+    assert torch.equal(pack_codes(moved, bits), pack_codes(moved.contiguous(), bits))
+    packed = pack_codes(random_codes(bits, 7, 3, 64), bits)
+    assert torch.equal(unpack_codes(packed[::2, 1:], bits), unpack_codes(packed, bits)[::2, 1:])
 
 
 @pytest.mark.parametrize("dim", [0, 4, 12, 100])
 def test_a_dim_that_leaves_a_byte_half_full_is_refused(dim: int) -> None:
     with pytest.raises(ValueError, match=f"{dim} values; .* multiple of 8"):
-        pack(torch.zeros(2, dim, dtype=torch.uint8), 4)
+        pack_codes(torch.zeros(2, dim, dtype=torch.uint8), 4)

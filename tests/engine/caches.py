@@ -7,11 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvant.cache.changes import Pools, exact, joined, reachable, rewound, selected
-from kvant.cache.ledger import Ledger
+from kvant.cache.advance import (
+    Pools,
+    concat_tables,
+    is_exact_rewind,
+    mask_reachable,
+    rewind_table,
+    select_sequences,
+)
 from kvant.cache.pool import Pool
-from kvant.engine.room import Footprint
-from kvant.extent import Bools, Ints
+from kvant.cache.tracker import StateTracker
+from kvant.engine.memory import MemoryModel
+from kvant.page_table import Bools, Ints
 
 Slots = list[Ints]  # by pool: open and sealed pages of each kind
 
@@ -20,25 +27,25 @@ Slots = list[Ints]  # by pool: open and sealed pages of each kind
 class Line:
     """A sequence; its cache is None while it is one of the batch."""
 
-    cache: Ledger | None = None
+    cache: StateTracker | None = None
 
 
 class Caches:
     """What `kvant.engine.batch.Batch` does with caches, done with their page tables."""
 
-    def __init__(self, footprint: Footprint) -> None:
-        self.kinds, self.sizes = footprint.kinds, footprint.sizes[:-1]
+    def __init__(self, footprint: MemoryModel) -> None:
+        self.kinds, self.sizes = footprint.groups, footprint.slot_nbytes[:-1]
         self.renew()
 
     def renew(self) -> None:
         """Free all memory: pools begin anew."""
-        self.pools = [Pools.of(kind) for kind in self.kinds]
+        self.pools = [Pools.make(kind) for kind in self.kinds]
         self.idle = self.empty()  # a second holder, as in an engine: pages are not moved together
-        self.batch: Ledger | None = None
+        self.batch: StateTracker | None = None
         self.lines: list[Line] = []
 
-    def empty(self) -> Ledger:
-        return Ledger(self.kinds, self.pools, range(len(self.kinds)))
+    def empty(self) -> StateTracker:
+        return StateTracker(self.kinds, self.pools, range(len(self.kinds)))
 
     @property
     def nbytes(self) -> int:
@@ -54,12 +61,16 @@ class Caches:
     def held(self) -> int:
         """Pages that any cache holds."""
         for pool in self._pools:
-            pool.collect()
-        return sum(pool.size - pool.free for pool in self._pools)
+            pool.collect_orphans()
+        return sum(pool.size - pool.num_free for pool in self._pools)
 
     def length(self, line: Line) -> int:
         cache, place = self._place(line)
-        return 0 if cache is None or not cache.batch else int(cache.book.extents[0].rows[place])
+        return (
+            0
+            if cache is None or not cache.batch
+            else int(cache.state.page_tables[0].seq_lens[place])
+        )
 
     def read(self, line: Line, count: int) -> None:
         """Append a chunk of a prompt."""
@@ -76,12 +87,12 @@ class Caches:
         cache = line.cache
         assert cache is not None
         changes = [
-            rewound(extent, np.array([length]), pools)
-            for extent, pools in zip(cache.book.extents, self.pools, strict=True)
+            rewind_table(extent, np.array([length]), pools)
+            for extent, pools in zip(cache.state.page_tables, self.pools, strict=True)
         ]
-        with cache.counting():
-            taken = [(kind, change.taken) for kind, change in enumerate(changes)]
-            cache.swap([change.after for change in changes], (), taken)
+        with cache.guard_counts():
+            taken = [(kind, change.allocated_slots) for kind, change in enumerate(changes)]
+            cache.replace_tables([change.new_table for change in changes], (), taken)
 
     def resumable(self, line: Line, length: int) -> int:
         """The longest length <= `length` to rewind to without decoding a page; 0 where none is."""
@@ -103,7 +114,7 @@ class Caches:
 
     def slots(self, line: Line) -> Slots:
         assert line.cache is not None
-        return [line.cache.slots(pool) for pool in self._pools]
+        return [line.cache.list_slots(pool) for pool in self._pools]
 
     def among(self, slots: Sequence[Slots]) -> list[Bools]:
         """By pool, which of its pages are among these."""
@@ -116,12 +127,12 @@ class Caches:
     def others(self, slots: Slots, all_slots: Sequence[Slots]) -> bool:
         """Whether any page that one of `all_slots` has alone among them has a holder elsewhere."""
         for number, pool in enumerate(self._pools):
-            pool.collect()
+            pool.collect_orphans()
             counts = np.zeros(pool.size, np.int64)
             for some in all_slots:
                 counts[some[number]] += 1
             own = slots[number][counts[slots[number]] == 1]
-            if (pool.counts[own] > 1).any():
+            if (pool.ref_counts[own] > 1).any():
                 return True
         return False
 
@@ -131,11 +142,13 @@ class Caches:
         found = np.zeros(len(self._pools) + 1, np.int64)
         if cache is None or not cache.batch:
             return found
-        for number, (kind, extent) in enumerate(zip(self.kinds, cache.book.extents, strict=True)):
+        for number, (kind, extent) in enumerate(
+            zip(self.kinds, cache.state.page_tables, strict=True)
+        ):
             if kind.window is None:
-                seen = min(length, int(extent.rows[place]))
-                count = kind.paging.due(seen) if kind.seals else seen // kind.page
-                table = extent.sealed if kind.seals else extent.open
+                seen = min(length, int(extent.seq_lens[place]))
+                count = kind.paging.count_due_pages(seen) if kind.seals else seen // kind.page
+                table = extent.sealed_table if kind.seals else extent.open_table
                 at = 2 * number + kind.seals
                 found[at] = among[at][table[place, :count]].sum()
         return found
@@ -144,7 +157,7 @@ class Caches:
     def _pools(self) -> list[Pool]:
         return [pool for pools in self.pools for pool in pools]
 
-    def _place(self, line: Line) -> tuple[Ledger | None, int]:
+    def _place(self, line: Line) -> tuple[StateTracker | None, int]:
         if line in self.lines:
             return self.batch, self.lines.index(line)
         return line.cache, 0
@@ -153,20 +166,28 @@ class Caches:
         if line.cache is None or not length:
             return False
         at = np.array([length])
-        return all(bool(reachable(e, at).all()) and exact(e, at) for e in line.cache.book.extents)
+        return all(
+            bool(mask_reachable(e, at).all()) and is_exact_rewind(e, at)
+            for e in line.cache.state.page_tables
+        )
 
-    def _selected(self, cache: Ledger, index: Sequence[int]) -> Ledger:
+    def _selected(self, cache: StateTracker, index: Sequence[int]) -> StateTracker:
         twin = self.empty()
         if cache.batch:
-            with twin.counting():
-                twin.swap([selected(e, np.array(index)) for e in cache.book.extents], ())
+            with twin.guard_counts():
+                twin.replace_tables(
+                    [select_sequences(e, np.array(index)) for e in cache.state.page_tables], ()
+                )
         return twin
 
-    def _merged(self, caches: Sequence[Ledger]) -> Ledger:
+    def _merged(self, caches: Sequence[StateTracker]) -> StateTracker:
         merged = self.empty()
         kinds = range(len(self.kinds))
-        with merged.counting():
-            merged.swap([joined([one.book.extents[kind] for one in caches]) for kind in kinds], ())
+        with merged.guard_counts():
+            merged.replace_tables(
+                [concat_tables([one.state.page_tables[kind] for one in caches]) for kind in kinds],
+                (),
+            )
         return merged
 
     def _gather(self, lines: Sequence[Line]) -> None:
@@ -188,17 +209,19 @@ class Caches:
         if lines:
             assert self.batch is not None
             index = np.array([self.lines.index(line) for line in lines])
-            with self.batch.counting():
-                self.batch.swap([selected(e, index) for e in self.batch.book.extents], ())
+            with self.batch.guard_counts():
+                self.batch.replace_tables(
+                    [select_sequences(e, index) for e in self.batch.state.page_tables], ()
+                )
         else:
             self.batch = None
         self.lines = lines
 
 
-def _append(cache: Ledger, count: int) -> None:
-    for kind in range(len(cache.kinds)):
-        cache.begin(kind, max(cache.batch, 1), count, dense=count > 1)
-    for kind in range(len(cache.kinds)):
-        cache.arrive(kind)
-    with cache.counting():
-        cache.release()
+def _append(cache: StateTracker, count: int) -> None:
+    for kind in range(len(cache.layer_groups)):
+        cache.plan_append(kind, max(cache.batch, 1), count, new_rows_dense=count > 1)
+    for kind in range(len(cache.layer_groups)):
+        cache.commit_layer(kind)
+    with cache.guard_counts():
+        cache.free_retired_slots()

@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.caches import Caches, Line, Slots
-from kvant.engine.pace import PAGE, Pace
-from kvant.engine.room import Footprint
-from kvant.engine.schedule import (
+from kvant.engine.chunk_sizer import CHUNK_ALIGNMENT, ChunkSizer
+from kvant.engine.memory import MemoryModel
+from kvant.engine.scheduler import (
     Action,
-    Begin,
     Decode,
     Evict,
-    Fetch,
-    Job,
-    PutAside,
-    Read,
-    Schedule,
-    TakeBack,
+    LookUpStore,
+    MatchPrefix,
+    Prefill,
+    ScheduledRequest,
+    Scheduler,
+    SwapIn,
+    SwapOut,
 )
-from kvant.extent import Kind, Paging
+from kvant.page_table import LayerGroup, Paging
 
-RAW = Kind(Paging(PAGE, None))  # a page for every 64 tokens, and nothing else
-SEALED = Kind(Paging(PAGE, 0), slack=16)
-WINDOW = Kind(Paging(PAGE, 0), window=200, sinks=4, slack=16)
+RAW = LayerGroup(Paging(CHUNK_ALIGNMENT, None))  # a page for every 64 tokens, and nothing else
+SEALED = LayerGroup(Paging(CHUNK_ALIGNMENT, 0), slack=16)
+WINDOW = LayerGroup(Paging(CHUNK_ALIGNMENT, 0), window=200, sinks=4, slack=16)
 CHUNK = 512
 STATE = 10  # bytes
 START, TOKEN, READ, AGAIN = 5.0, 0.4, 1.0, 1e-3  # milliseconds: a forward, a row, a token, by held
@@ -34,10 +34,10 @@ BUDGET = 250.0
 MOVE = 50.0
 
 
-def footprint(*kinds: Kind) -> Footprint:
+def footprint(*kinds: LayerGroup) -> MemoryModel:
     """An open page takes 1,000 bytes, a sealed one 500."""
     sizes = [size for kind in kinds for size in (1000, 500 * kind.seals)]
-    return Footprint(kinds, np.array([*sizes, STATE]), CHUNK)
+    return MemoryModel(kinds, np.array([*sizes, STATE]), CHUNK)
 
 
 FOOTPRINT = footprint(RAW)
@@ -51,7 +51,7 @@ def milliseconds(count: int, read: int) -> float:
 class Life:
     """What the simulation knows of a request, by itself."""
 
-    job: Job
+    job: ScheduledRequest
     ends: list[int]  # tokens that each of its sequences will say
     lines: list[Line] = field(default_factory=lambda: [Line()])
     stored: int = 0  # tokens of a sequence that is put aside
@@ -72,9 +72,9 @@ class Kept:
 class World:
     """A clock, and a machine whose costs are what `milliseconds` says."""
 
-    schedule: Schedule
+    schedule: Scheduler
     clock: float = 0.0
-    lives: dict[Job, Life] = field(default_factory=dict)
+    lives: dict[ScheduledRequest, Life] = field(default_factory=dict)
     order: list[Life] = field(default_factory=list)  # as they were admitted
     finished: int = 0
     moves: int = 0
@@ -84,39 +84,41 @@ class World:
     chance: random.Random = field(default_factory=lambda: random.Random(0))
     hit: int = 0  # tokens of prompts that were found in prefixes
     gone: int = 0  # prefixes
-    coming: dict[Job, float] = field(default_factory=dict)  # when a store will have answered
+    coming: dict[ScheduledRequest, float] = field(
+        default_factory=dict
+    )  # when a store will have answered
     came: int = 0  # tokens from the store
     late: int = 0  # answers that came when the prompt was being read
     overdue: int = 0  # answers that were used after the request's wait had ended
 
     def __post_init__(self) -> None:
-        self.caches = Caches(self.schedule.footprint)
+        self.caches = Caches(self.schedule.memory_model)
 
     def do(self, action: Action) -> None:
         cost = 0.0
-        if isinstance(action, Read):
+        if isinstance(action, Prefill):
             cost = self.read(action)
         elif isinstance(action, Decode):
-            lines = [line for job in action.jobs for line in self.lives[job].lines]
+            lines = [line for job in action.requests for line in self.lives[job].lines]
             cost = START + TOKEN * len(lines)
             self.caches.decode(lines)
-            self.schedule.done(action)
-        elif isinstance(action, PutAside | TakeBack):
+            self.schedule.complete(action)
+        elif isinstance(action, SwapOut | SwapIn):
             cost, self.moves = MOVE, self.moves + 1
             self.move(action)
-            self.schedule.done(action)
-        elif isinstance(action, Begin):
-            self.look(action.job)
+            self.schedule.complete(action)
+        elif isinstance(action, MatchPrefix):
+            self.look(action.request)
         elif isinstance(action, Evict):
             self.evict(action.nbytes)
-        elif isinstance(action, Fetch):
-            action.job.waits_until = int(self.clock + self.chance.choice([1, 40, 400]))
-            self.coming[action.job] = self.clock + self.chance.choice([1, 40, 400])
+        elif isinstance(action, LookUpStore):
+            action.request.store_deadline_ms = int(self.clock + self.chance.choice([1, 40, 400]))
+            self.coming[action.request] = self.clock + self.chance.choice([1, 40, 400])
         else:
             self.forget()
             assert self.caches.held == 0
             self.caches.renew()
-            self.schedule.done(action)
+            self.schedule.complete(action)
         self.clock += cost
         self.weigh_bytes()
         self.say(action, cost)
@@ -129,44 +131,44 @@ class World:
         limit = self.schedule.max_bytes
         assert limit is None or now <= limit, f"{now} bytes of {limit} at {self.clock:.0f} ms"
 
-    def read(self, action: Read) -> float:
-        job, life = action.job, self.lives[action.job]
-        cost = milliseconds(action.count, job.read)
-        self.schedule.pace.took(action.count, job.read, cost / 1e3)
+    def read(self, action: Prefill) -> float:
+        job, life = action.request, self.lives[action.request]
+        cost = milliseconds(action.count, job.num_computed_tokens)
+        self.schedule.chunk_sizer.record_time(action.count, job.num_computed_tokens, cost / 1e3)
         self.caches.read(life.lines[0], action.count)
-        self.schedule.done(action)
-        if job.decodes:
-            life.lines += [self.caches.fork(life.lines[0]) for _ in range(job.width - 1)]
-        if job.read in job.stops:
+        self.schedule.complete(action)
+        if job.is_decoding:
+            life.lines += [self.caches.fork(life.lines[0]) for _ in range(job.num_choices - 1)]
+        if job.num_computed_tokens in job.checkpoint_positions:
             self.keep(job, life.lines[0])
         return cost
 
-    def move(self, action: PutAside | TakeBack) -> None:
-        life = self.lives[action.job]
-        if isinstance(action, PutAside):
+    def move(self, action: SwapOut | SwapIn) -> None:
+        life = self.lives[action.request]
+        if isinstance(action, SwapOut):
             life.stored = self.caches.length(life.lines[0])
         for line in life.lines:
-            if isinstance(action, PutAside):
+            if isinstance(action, SwapOut):
                 self.caches.drop(line)
             elif life.stored:
                 self.caches.read(line, life.stored)
 
     def say(self, action: Action, cost: float) -> None:
         """Note whose token came after how long, and end those who said all."""
-        if isinstance(action, Read) and action.job.decodes:
-            going = [self.lives[action.job]]
+        if isinstance(action, Prefill) and action.request.is_decoding:
+            going = [self.lives[action.request]]
         elif isinstance(action, Decode):
-            going = [self.lives[job] for job in action.jobs]
+            going = [self.lives[job] for job in action.requests]
         else:
             going = []
         for life in going:
             if life.said_at is not None:
                 self.waits.append(self.clock - life.said_at - cost)
             life.said_at = self.clock
-            for end in [n for n in life.ends if n <= life.job.said]:
+            for end in [n for n in life.ends if n <= life.job.num_output_tokens]:
                 life.ends.remove(end)
                 line = life.lines.pop()
-                self.schedule.ended(life.job)
+                self.schedule.finish_sequence(life.job)
                 self.keep(life.job, line)
                 self.caches.drop(line)
             if not life.ends:
@@ -181,45 +183,60 @@ class World:
         self.finished += 1
         del self.lives[life.job]
 
-    def keep(self, job: Job, line: Line) -> None:
+    def keep(self, job: ScheduledRequest, line: Line) -> None:
         """Keep what a sequence has for others, if there is room."""
         length = self.caches.length(line)
-        if self.schedule.kept is None or not length or not self.schedule.keeps(job, length):
+        if (
+            self.schedule.prefix_slots is None
+            or not length
+            or not self.schedule.can_insert_prefix(job, length)
+        ):
             return
         twin = self.caches.fork(line)
         self.kept.append(Kept(twin, self.caches.slots(twin)))
         self.weigh()
 
-    def look(self, job: Job) -> None:
+    def look(self, job: ScheduledRequest) -> None:
         """A request begins with the first tokens of some prefix, or with none."""
         life, found, length = self.lives[job], None, 0
         if self.kept and self.chance.random() < 0.7:
             kept = self.chance.choice(self.kept)
-            length = self.caches.resumable(kept.line, self.chance.randrange(job.prompt))
-            found = self.caches.fork(kept.line) if length > job.read else None
+            length = self.caches.resumable(kept.line, self.chance.randrange(job.num_prompt_tokens))
+            found = self.caches.fork(kept.line) if length > job.num_computed_tokens else None
         if found is not None:
             self.caches.rewind(found, length)
-            self.hit += length - job.read
+            self.hit += length - job.num_computed_tokens
             life.lines = [found]
         held = self.caches.length(life.lines[0])
-        stops = {job.prompt} if self.chance.random() < 0.3 else set()
-        stops |= {(held // PAGE + 1) * PAGE} if self.chance.random() < 0.3 else set()
-        self.schedule.begun(job, held, tuple(sorted(n for n in stops if held < n <= job.prompt)))
+        stops = {job.num_prompt_tokens} if self.chance.random() < 0.3 else set()
+        stops |= (
+            {(held // CHUNK_ALIGNMENT + 1) * CHUNK_ALIGNMENT}
+            if self.chance.random() < 0.3
+            else set()
+        )
+        self.schedule.record_prefix_match(
+            job, held, tuple(sorted(n for n in stops if held < n <= job.num_prompt_tokens))
+        )
         self.weigh()
 
-    def arrive(self, job: Job) -> None:
+    def arrive(self, job: ScheduledRequest) -> None:
         """A store had tokens behind those in memory, or none; a request goes on from them."""
         del self.coming[job]
         line = self.lives[job].lines[0]
-        length = self.chance.choice([job.read, (job.prompt - 1) // PAGE * PAGE])
-        self.late += job.started
-        overdue = job.waits_until <= self.clock
-        if self.schedule.arrived(job, length) and length > job.read:
-            assert job.read == self.caches.length(line)
-            self.caches.read(line, length - job.read)
-            self.came += length - job.read
+        length = self.chance.choice(
+            [
+                job.num_computed_tokens,
+                (job.num_prompt_tokens - 1) // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT,
+            ]
+        )
+        self.late += job.prefill_started
+        overdue = job.store_deadline_ms <= self.clock
+        if self.schedule.finish_store_lookup(job, length) and length > job.num_computed_tokens:
+            assert job.num_computed_tokens == self.caches.length(line)
+            self.caches.read(line, length - job.num_computed_tokens)
+            self.came += length - job.num_computed_tokens
             self.overdue += overdue
-            job.read = length
+            job.num_computed_tokens = length
 
     def evict(self, nbytes: int) -> None:
         """Drop the oldest prefixes without another holder; if none, those that waiters found."""
@@ -228,16 +245,16 @@ class World:
             self.forget()
             went = self.drop(nbytes)
         self.weigh()
-        self.schedule.evicted(went=went)
+        self.schedule.record_eviction(any_freed=went)
 
     def forget(self) -> None:
         for job in self.schedule.waiting:
-            if job.looked is not None and not job.aside:
+            if job.matched_version is not None and not job.is_swapped_out:
                 self.forget_prompt(job)
 
-    def forget_prompt(self, job: Job) -> None:
+    def forget_prompt(self, job: ScheduledRequest) -> None:
         self.lives[job].lines = [Line()]
-        self.schedule.forgot(job)
+        self.schedule.clear_prefix_match(job)
 
     def drop(self, nbytes: int) -> bool:
         freed, before = 0, len(self.kept)
@@ -250,20 +267,34 @@ class World:
 
     def weigh(self) -> None:
         """Tell the schedule what prefixes hold, and which of their pages requests have."""
-        if self.schedule.kept is None:
+        if self.schedule.prefix_slots is None:
             return
         among = self.caches.among([kept.slots for kept in self.kept])
         for job in (*self.schedule.running, *self.schedule.waiting):
-            job.shared = self.caches.shared(self.lives[job].lines[0], job.prompt, among)
-            waits = job.looked is not None and not job.aside and job in self.schedule.waiting
-            if waits and (self.schedule.footprint.shared(job.read) > job.shared).any():
+            job.shared_slots = self.caches.shared(
+                self.lives[job].lines[0], job.num_prompt_tokens, among
+            )
+            waits = (
+                job.matched_version is not None
+                and not job.is_swapped_out
+                and job in self.schedule.waiting
+            )
+            if (
+                waits
+                and (
+                    self.schedule.memory_model.count_shared_slots(job.num_computed_tokens)
+                    > job.shared_slots
+                ).any()
+            ):
                 self.forget_prompt(job)
-        self.schedule.keep(np.array([*(int(mask.sum()) for mask in among), len(self.kept)]))
+        self.schedule.set_prefix_slots(
+            np.array([*(int(mask.sum()) for mask in among), len(self.kept)])
+        )
 
     def run(self, arriving: list[Life]) -> None:
-        arriving = sorted(arriving, key=lambda life: life.job.arrived)
+        arriving = sorted(arriving, key=lambda life: life.job.arrival_ms)
         while arriving or self.lives:
-            while arriving and arriving[0].job.arrived <= self.clock:
+            while arriving and arriving[0].job.arrival_ms <= self.clock:
                 life = arriving.pop(0)
                 self.lives[life.job] = life
                 self.schedule.add(life.job)
@@ -274,20 +305,20 @@ class World:
                     self.arrive(job)
                 else:
                     del self.coming[job]
-            action = self.schedule.next(int(self.clock))
-            seated = [job for job in self.schedule.running if job.placed]
-            assert sum(job.sequences for job in seated) <= self.schedule.max_sequences
+            action = self.schedule.choose_action(int(self.clock))
+            seated = [job for job in self.schedule.running if job.is_active]
+            assert sum(job.num_sequences for job in seated) <= self.schedule.max_sequences
             for life in self.lives.values():
                 if life.admitted is None and life.job in self.schedule.running:
                     life.admitted = self.clock
                     self.order.append(life)
             if action is not None:
                 self.do(action)
-            elif (wait := self.schedule.wakes(int(self.clock))) is not None:
+            elif (wait := self.schedule.compute_timeout(int(self.clock))) is not None:
                 self.clock += max(1e3 * wait, 1.0)
             else:
                 assert not self.lives
-                self.clock = max(self.clock, arriving[0].job.arrived) if arriving else self.clock
+                self.clock = max(self.clock, arriving[0].job.arrival_ms) if arriving else self.clock
 
 
 def requests(
@@ -298,7 +329,7 @@ def requests(
     for number in range(count):
         clock += chance.expovariate(1 / gap)
         new, width = chance.choice([1, 5, 40, 200]), chance.choice(widths)
-        job = Job(
+        job = ScheduledRequest(
             number,
             chance.choice([1, 20, 63, 64, 300, 2000]) + chance.randrange(40),
             new,
@@ -317,8 +348,10 @@ def world(
     max_bytes: int | None,
     overcommit: float = 1.0,
     sequences: int = 8,
-    kinds: tuple[Kind, ...] = (RAW,),
+    kinds: tuple[LayerGroup, ...] = (RAW,),
 ) -> World:
     seconds = BUDGET / 1e3
-    schedule = Schedule(footprint(*kinds), Pace(CHUNK), max_bytes, sequences, overcommit, seconds)
+    schedule = Scheduler(
+        footprint(*kinds), ChunkSizer(CHUNK), max_bytes, sequences, overcommit, seconds
+    )
     return World(schedule)

@@ -18,8 +18,8 @@ from generation.speakers import Numbers
 from hf.zoo import FAMILIES, build
 from kvant import Engine
 from kvant.engine import Stream
-from kvant.generation import HostDecoder
-from kvant.hf import HostCache, attachments
+from kvant.generation import TransformersDecoder
+from kvant.hf import TransformersCache, get_attachments
 from kvant.weights import is_packed
 
 VOCABULARY = 128
@@ -51,16 +51,18 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert not [one for one in threading.enumerate() if one.name == "kvant-engine"]
     gc.collect()
-    caches = [one for one in gc.get_objects() if issubclass(type(one), HostCache) and one.nbytes]
+    caches = [
+        one for one in gc.get_objects() if issubclass(type(one), TransformersCache) and one.nbytes
+    ]
     assert not caches
 
 
 class Watched(Engine):
     """An engine that ends with an error where its pools pass its limit after any step."""
 
-    def _do(self, action: Any) -> None:
-        super()._do(action)
-        pools, limit = self._batch.stats([]), self._schedule.max_bytes
+    def _perform(self, action: Any) -> None:
+        super()._perform(action)
+        pools, limit = self._batch.stats([]), self._scheduler.max_bytes
         now = pools["nbytes_held"] + pools["nbytes_free"]
         assert limit is None or now <= limit, f"{now} bytes of {limit} after {action}"
 
@@ -290,7 +292,7 @@ class Dies(Exception):
     """What a forward of the tests dies of."""
 
 
-def deadly(decoder: HostDecoder, token: int, chance: random.Random | None = None) -> Any:
+def deadly(decoder: TransformersDecoder, token: int, chance: random.Random | None = None) -> Any:
     """A hook that lets forwards die halfway in which a token comes, or now and then."""
     layers = [m for m in decoder.model.modules() if type(m).__name__.endswith("MLP")]
     coming: list[Any] = []
@@ -317,7 +319,7 @@ def test_only_the_request_fails_that_a_forward_dies_of(name: str, spec: str) -> 
     expected = [alone(model, prompt, spec, max_new_tokens=20) for prompt in asked]
     others = {token for place in (0, 2, 3) for token in expected[place]}
     bad = next(t for t in expected[1][3:] if t not in others)
-    hooks = deadly(HostDecoder(model), bad)
+    hooks = deadly(TransformersDecoder(model), bad)
     try:
         with engine_for(model, spec) as engine:
             streams = [engine.submit(p, max_new_tokens=20, ignore_end=True) for p in asked]
@@ -335,7 +337,7 @@ def five_hundred(count: int) -> None:
     model, chance = build("llama"), random.Random(11)
     asked = prompts(count, seed=4)
     counts = [chance.randint(1, 25) for _ in asked]
-    hooks = deadly(HostDecoder(model), -1, random.Random(12))
+    hooks = deadly(TransformersDecoder(model), -1, random.Random(12))
     lost = 0
     try:
         with engine_for(model, "affine8", max_sequences=12) as engine:
@@ -422,13 +424,13 @@ def test_the_model_is_packed_and_attached_for_as_long_as_it_is_served() -> None:
             assert (
                 len(engine.submit([5, 6], max_new_tokens=3, ignore_end=True).result().tokens) == 3
             )
-            assert (is_packed(model), bool(attachments(model))) == (packed, True)
-        assert not is_packed(model) and not attachments(model)
+            assert (is_packed(model), bool(get_attachments(model))) == (packed, True)
+        assert not is_packed(model) and not get_attachments(model)
     kvant.pack(model)
     kvant.attach(model, "raw")
     with engine_for(model):
         pass
-    assert is_packed(model) and attachments(model)
+    assert is_packed(model) and get_attachments(model)
 
 
 def test_a_closed_engine_cancels_what_it_served(llama: Any) -> None:
@@ -500,7 +502,7 @@ def test_half_of_a_surrogate_pair_is_no_prompt(llama: Any) -> None:
 def test_a_fork_of_the_process_cannot_submit(llama: Any) -> None:
     """The engine's thread is of the parent: the child would wait for ever."""
     with engine_for(llama) as engine:
-        engine._process = os.getpid() + 1
+        engine._pid = os.getpid() + 1
         with pytest.raises(kvant.EngineError, match="make an engine in the child"):
             engine.submit([5, 6], max_new_tokens=1)
 
@@ -613,7 +615,7 @@ def test_a_cancelled_request_leaves_no_file(llama: Any) -> None:
             stream.cancel()
         while engine.stats()["running"] or engine.stats()["waiting"]:
             threading.Event().wait(0.001)
-        folder = engine._folder
+        folder = engine._swap_folder
         assert folder is not None and not list(folder.iterdir())
     assert not folder.exists()
 

@@ -11,8 +11,8 @@ from attention.kernels import needed
 from engine.test_engine import alone, engine_for, finished, nothing_is_left, prompts
 from hf.graphs import traced
 from hf.zoo import build
-from kvant.engine.batch import graph_size, most_idle
-from kvant.generation import HostDecoder
+from kvant.engine.batch import max_idle, pad_batch_size
+from kvant.generation import TransformersDecoder
 
 pytestmark = [
     needed,
@@ -32,7 +32,8 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return traced(forward, ids, lengths)
 
     monkeypatch.setattr(
-        "kvant.engine.engine.decoder_of", lambda model: HostDecoder(model, capture=capture)
+        "kvant.engine.engine.make_decoder",
+        lambda model: TransformersDecoder(model, capture=capture),
     )
     return sizes
 
@@ -81,13 +82,13 @@ def test_a_model_without_graphs_is_not_filled_up(
     captured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, asked, sizes = build("falcon"), prompts(3, seed=4, longest=9), []
-    rows = HostDecoder.rows
+    rows = TransformersDecoder.compute_batch_logits
 
-    def counted(decoder: HostDecoder, tokens: list[int], *given: Any) -> Any:
+    def counted(decoder: TransformersDecoder, tokens: list[int], *given: Any) -> Any:
         sizes.append(len(tokens))
         return rows(decoder, tokens, *given)
 
-    monkeypatch.setattr(HostDecoder, "rows", counted)
+    monkeypatch.setattr(TransformersDecoder, "compute_batch_logits", counted)
     with engine_for(model, "raw", max_sequences=3) as engine:
         streams = [engine.submit(p, max_new_tokens=6, ignore_end=True) for p in asked]
         found = [list(stream.result().tokens) for stream in streams]
@@ -98,5 +99,5 @@ def test_a_model_without_graphs_is_not_filled_up(
 
 
 def test_idle_sequences_have_room() -> None:
-    assert [graph_size(n) for n in (1, 2, 3, 5, 9, 16, 17, 33)] == [1, 2, 4, 8, 16, 16, 32, 48]
-    assert [most_idle(n) for n in (1, 2, 3, 8, 9, 64)] == [1, 1, 2, 4, 8, 16]
+    assert [pad_batch_size(n) for n in (1, 2, 3, 5, 9, 16, 17, 33)] == [1, 2, 4, 8, 16, 16, 32, 48]
+    assert [max_idle(n) for n in (1, 2, 3, 8, 9, 64)] == [1, 1, 2, 4, 8, 16]

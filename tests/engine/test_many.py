@@ -10,7 +10,7 @@ import kvant
 from engine.test_engine import alone, prompts
 from generation.speakers import Numbers
 from hf.zoo import build
-from kvant.engine import Engine, in_order
+from kvant.engine import Engine, iterate_results
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_few_are_asked_for_ahead(llama: Any) -> None:
             streams.append(engine.submit([5 + index], max_new_tokens=2, ignore_end=True))
             return streams[-1]
 
-        results = in_order([lambda i=i: ask(i) for i in range(19)], 1)  # type: ignore[misc]
+        results = iterate_results([lambda i=i: ask(i) for i in range(19)], 1)  # type: ignore[misc]
         assert len(list(results)) == 19
     assert max(ahead) < 8
 
@@ -69,7 +69,7 @@ def test_one_long_reply_does_not_keep_the_others_waiting(llama: Any) -> None:
             if len(done) == 40:
                 raise KeyError("enough")
 
-        results = list(in_order([lambda i=i: ask(i) for i in range(41)], 2))  # type: ignore[misc]
+        results = list(iterate_results([lambda i=i: ask(i) for i in range(41)], 2))  # type: ignore[misc]
     assert sorted(done) == list(range(1, 41))
     assert [isinstance(one, Exception) for one in results] == [True] + 40 * [False]
 
@@ -84,4 +84,4 @@ def test_an_engine_that_ends_is_no_reply(llama: Any) -> None:
     with Engine(llama, Numbers(), "raw") as engine:
         asks = [lambda: engine.submit([5], on_step=tear), lambda: engine.submit([6])]
         with pytest.raises(kvant.EngineError, match="Torn"):
-            list(in_order(asks, 1))
+            list(iterate_results(asks, 1))

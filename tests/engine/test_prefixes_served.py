@@ -14,9 +14,9 @@ import kvant
 from engine.test_engine import alone, engine_for, nothing_is_left, prompts
 from hf.zoo import build
 from kvant.engine import batch
-from kvant.generation import HostDecoder
-from kvant.prefixes import Prefixes, shelf
-from kvant.prefixes.keys import root
+from kvant.generation import TransformersDecoder
+from kvant.prefixes import Prefixes, namespace
+from kvant.prefixes.keys import make_root_key
 from prefixes.test_prefixes import FOREIGN, families, leave_nothing, text
 
 pytestmark = pytest.mark.usefixtures(nothing_is_left.__name__)
@@ -37,7 +37,7 @@ def test_every_family_while_requests_come_and_go(name: str) -> None:
         engine._batch.check()
     expected = [alone(model, prompt, max_new_tokens=5) for prompt in asked]
     assert [list(result.tokens) for result in results] == expected
-    if name not in FOREIGN and HostDecoder(model).continues:
+    if name not in FOREIGN and TransformersDecoder(model).supports_chunked_prefill:
         assert results[-1].usage.cached_tokens >= 128
     leave_nothing(prefixes)
 
@@ -118,7 +118,7 @@ def test_a_salt_is_forgotten_with_its_last_request() -> None:
             del stream
             settled(engine)
         assert cached == [0, 0, 127, 0, 127]
-        assert not engine._batch._salted
+        assert not engine._batch._salted_namespaces
     leave_nothing(prefixes)
 
 
@@ -186,8 +186,10 @@ def test_a_cancelled_prompt_resumes_where_it_stopped() -> None:
         next(busy)  # from now on chunks are of 64 tokens
         stream = engine.submit(prompt, max_new_tokens=4, ignore_end=True)
         job = None
-        while job is None or not 64 <= job.read < 400:
-            job = next((one for one in engine._schedule.running if one.prompt == 400), None)
+        while job is None or not 64 <= job.num_computed_tokens < 400:
+            job = next(
+                (one for one in engine._scheduler.running if one.num_prompt_tokens == 400), None
+            )
         stream.cancel()
         stream.results()
         again = engine.submit(prompt, max_new_tokens=4, ignore_end=True).result()
@@ -244,8 +246,10 @@ def test_weights_are_looked_at_once_while_somebody_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     looked = list[Any]()
-    monkeypatch.setattr(shelf, "root", lambda *asked: looked.append(asked) or root(*asked))
-    monkeypatch.setattr(batch, "BELIEVED", 1e9)
+    monkeypatch.setattr(
+        namespace, "make_root_key", lambda *asked: looked.append(asked) or make_root_key(*asked)
+    )
+    monkeypatch.setattr(batch, "WEIGHTS_CHECK_INTERVAL_S", 1e9)
     prompts = [text(70 + n, seed=n) for n in range(6)]
     with engine_for(build("llama"), max_sequences=2, prefixes=Prefixes()) as engine:
         streams = [engine.submit(one, max_new_tokens=5) for one in prompts]

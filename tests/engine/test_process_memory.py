@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvant
 from generation.speakers import Numbers
-from kvant.bench.clock import mark, resident
+from kvant.bench.clock import read_resident_nbytes, reset_resident_peak
 
 torch.set_num_threads(1)
 PROMPT, NEW = 600, 4
@@ -43,9 +43,9 @@ def serve(count, new):
 
 def peak(count):
     ctypes.CDLL(None).malloc_trim(0)
-    before = mark()
+    before = reset_resident_peak()
     said, told = serve(count, NEW)
-    return resident("VmHWM") - before, said, told["finished"]
+    return read_resident_nbytes("VmHWM") - before, said, told["finished"]
 
 serve(1, 1)  # what first calls take for good
 one, _, _ = peak(1)  # its pages, and the activations of a prompt

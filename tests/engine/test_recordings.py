@@ -10,13 +10,13 @@ import pytest
 
 from engine.test_engine import alone, engine_for, finished, nothing_is_left, prompts
 from hf.zoo import build
-from kvant.engine.batch import Batch, Seat
-from kvant.generation import HostDecoder
-from kvant.hf import NATIVELY, HostCache
-from kvant.native import library
+from kvant.engine.batch import Batch, EngineSequence
+from kvant.generation import TransformersDecoder
+from kvant.hf import NATIVE_REPLAY, TransformersCache
+from kvant.native import get_library
 
 pytestmark = [
-    pytest.mark.skipif(library().functions is None, reason="the native library is not here"),
+    pytest.mark.skipif(get_library().functions is None, reason="the native library is not here"),
     pytest.mark.usefixtures(nothing_is_left.__name__),
 ]
 
@@ -24,17 +24,19 @@ pytestmark = [
 @pytest.fixture
 def replayed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Of every forward of a token of each: how many sequences, and was it replayed?"""
-    found, rows = [], HostDecoder.rows
+    found, rows = [], TransformersDecoder.compute_batch_logits
 
-    def counted(decoder: Any, tokens: Any, places: Any, cache: HostCache, *given: Any) -> Any:
-        before = cache.context.replays.tokens
+    def counted(
+        decoder: Any, tokens: Any, places: Any, cache: TransformersCache, *given: Any
+    ) -> Any:
+        before = cache.context.replay_stats.num_tokens
         out = rows(decoder, tokens, places, cache, *given)
-        found.append((len(tokens), cache.context.replays.tokens > before))
+        found.append((len(tokens), cache.context.replay_stats.num_tokens > before))
         return out
 
-    monkeypatch.setattr(HostDecoder, "rows", counted)
-    at_once = NATIVELY._replace(before=0)
-    monkeypatch.setattr("kvant.generation.decoder.NATIVELY", at_once)
+    monkeypatch.setattr(TransformersDecoder, "compute_batch_logits", counted)
+    at_once = NATIVE_REPLAY._replace(num_warmup_forwards=0)
+    monkeypatch.setattr("kvant.generation.decoder.NATIVE_REPLAY", at_once)
     return found
 
 
@@ -62,7 +64,7 @@ def test_sequences_come_and_go(
     assert {1, 4} <= sizes <= {1, 2, 3, 4}, "nobody is beside them who asked nothing"
     assert {size for size, again in replayed if again} == sizes
     assert sum(again for _, again in replayed) > len(replayed) // 2
-    monkeypatch.setattr(HostDecoder, "_records", False)
+    monkeypatch.setattr(TransformersDecoder, "_captures_on_cpu", False)
     for prompt, n, tokens in zip(asked, counts, found, strict=True):
         assert tokens == alone(model, prompt, spec, max_new_tokens=n)
 
@@ -78,14 +80,14 @@ def test_a_model_that_is_not_replayed_is_served(replayed: list[tuple[int, bool]]
 
 
 def test_an_empty_batch_keeps_no_memory_of_recordings(replayed: list[tuple[int, bool]]) -> None:
-    decoder = HostDecoder(build("llama"))
-    batch, seat = Batch(decoder, decoder.memory("raw")), Seat([3, 4, 5])
-    batch.read(seat, 3)
+    decoder = TransformersDecoder(build("llama"))
+    batch, seat = Batch(decoder, decoder.make_cache("raw")), EngineSequence([3, 4, 5])
+    batch.prefill(seat, 3)
     for token in (6, 7, 8):
         seat.tokens.append(token)
         batch.decode([seat])
-    blocks = ref(batch._blocks)
-    batch.drop(seat)
+    blocks = ref(batch._replay_buffers)
+    batch.release(seat)
     batch.clear()
     gc.collect()
     assert replayed == [(1, True)] * 3 and blocks() is None

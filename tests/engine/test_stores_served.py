@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 import kvant
-import kvant.engine.reuse as reuse
+import kvant.engine.prefix_reuse as reuse
 from engine.test_engine import alone, engine_for, nothing_is_left
 from hf.zoo import build
 from kvant.cache.storage import Storage
-from kvant.generation import HostDecoder
+from kvant.generation import TransformersDecoder
 from kvant.prefixes import Prefixes
-from kvant.stores import Folder, Tiers
+from kvant.stores import FolderStore, Tiers
 from prefixes.test_archive import folder
 from prefixes.test_prefixes import FOREIGN, families, leave_nothing, text
 
@@ -29,11 +29,13 @@ pytestmark = pytest.mark.usefixtures(nothing_is_left.__name__)
 def test_every_family_after_a_restart(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    monkeypatch.setattr(
+        Prefixes, "_record_prefill_time", lambda *given: None
+    )  # to read it is never sooner
     model, shared = build(name), text(150, seed=0)
     asked = [shared + text(9 + 5 * n, seed=1 + n) for n in range(4)]
     expected = [alone(model, prompt, max_new_tokens=5) for prompt in asked]
-    keeps = name not in FOREIGN and HostDecoder(model).continues
+    keeps = name not in FOREIGN and TransformersDecoder(model).supports_chunked_prefill
     for restarted in (False, True):
         prefixes = Prefixes(store=folder(tmp_path))
         with engine_for(model, max_sequences=2, prefixes=prefixes) as engine:
@@ -63,7 +65,9 @@ def test_what_was_evicted_comes_back_within_the_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Conversations of 8 users in memory for 3: what does not fit is in the store."""
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    monkeypatch.setattr(
+        Prefixes, "_record_prefill_time", lambda *given: None
+    )  # to read it is never sooner
     model, spec = build("llama"), "affine8,prefill=stored"
     three = 3 * kvant.plan(model, spec, context=330).nbytes
     most: list[int] = []
@@ -97,7 +101,9 @@ def test_many_at_once_in_memory_for_two(tmp_path: Path, monkeypatch: pytest.Monk
 
     Eight users talk at once. A page may miss at each end, and the first turn has nothing to hit.
     """
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    monkeypatch.setattr(
+        Prefixes, "_record_prefill_time", lambda *given: None
+    )  # to read it is never sooner
     model, spec, begin = build("llama"), "affine8,prefill=stored", text(70, seed=99)
     two = 2 * kvant.plan(model, spec, context=420).nbytes
     most: list[int] = []
@@ -131,7 +137,7 @@ def test_many_at_once_in_memory_for_two(tmp_path: Path, monkeypatch: pytest.Monk
     prefixes.close()
 
 
-class Halting(Folder):
+class Halting(FolderStore):
     """A store whose pages behind the first come once they are let."""
 
     def __init__(self, path: Path) -> None:
@@ -158,8 +164,8 @@ def test_who_comes_late_leaves_the_memory_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests for which a store is too slow, or that are cancelled: memory for one is enough."""
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)
-    monkeypatch.setattr(reuse, "PATIENCE", 0.5)
+    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *given: None)
+    monkeypatch.setattr(reuse, "MAX_STORE_WAIT_S", 0.5)
     model, spec, prompts = build("llama"), "raw", [text(450, seed=n) for n in range(4)]
     kept(model, spec, prompts, tmp_path)
     limit, most = int(1.2 * kvant.plan(model, spec, context=500).nbytes), list[int]()
@@ -187,7 +193,7 @@ def test_who_comes_late_leaves_the_memory_to_others(
     prefixes.close()
 
 
-class Silent(Folder):
+class Silent(FolderStore):
     """A store that does not say what it has, once it is to be silent."""
 
     def __init__(self, path: Path) -> None:
@@ -205,8 +211,8 @@ def test_who_looks_into_a_silent_store_holds_no_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pages that a prompt had are free once it ended, though they are still being looked for."""
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)
-    monkeypatch.setattr(reuse, "PATIENCE", 0.3)
+    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *given: None)
+    monkeypatch.setattr(reuse, "MAX_STORE_WAIT_S", 0.3)
     model, prompt, silent = build("llama"), text(200, seed=0), Silent(tmp_path)
     prefixes = Prefixes(store=Tiers([silent]))
     with engine_for(model, max_bytes="64MiB", prefixes=prefixes) as engine:
@@ -227,10 +233,10 @@ def test_who_looks_into_a_silent_store_holds_no_pages(
 
 def test_a_page_that_came_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several ask at once after a restart: whose pools are there lends them to the others."""
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)
+    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *given: None)
     model, prompts = build("llama"), [text(450, seed=n) for n in range(4)]
     kept(model, "affine8", prompts, tmp_path)
-    monkeypatch.setattr(Storage, "take", None)  # an error
+    monkeypatch.setattr(Storage, "copy_pages_from", None)  # an error
     prefixes = Prefixes(store=folder(tmp_path))
     with engine_for(model, "affine8", max_bytes="64MiB", prefixes=prefixes) as engine:
         streams = [engine.submit(p, max_new_tokens=2, ignore_end=True) for p in prompts]
@@ -244,13 +250,13 @@ def test_a_page_that_came_is_not_copied(tmp_path: Path, monkeypatch: pytest.Monk
 def test_an_engine_that_is_closed_keeps_nothing_of_what_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)
+    monkeypatch.setattr(Prefixes, "_record_prefill_time", lambda *given: None)
     model, prompt, slow = build("llama"), text(450, seed=0), Halting(tmp_path)
     kept(model, "affine8", [prompt], tmp_path)
     with Prefixes(store=Tiers([slow])) as prefixes:
         with engine_for(model, "affine8", max_bytes="64MiB", prefixes=prefixes) as engine:
             engine.submit(text(70, seed=1), max_new_tokens=2, ignore_end=True).result()
-            storages = [*engine._batch._empty.states._ledger.book.storages.values()]
+            storages = [*engine._batch._empty_cache.states._tracker.state.storages.values()]
             there = weakref.ref(storages[0])
             del storages
             engine.submit(prompt, max_new_tokens=2, ignore_end=True)
@@ -264,7 +270,7 @@ def test_an_engine_that_is_closed_keeps_nothing_of_what_comes(
     assert there() is None
 
 
-class Stuck(Folder):
+class Stuck(FolderStore):
     """A store that takes nothing until it is let."""
 
     take = threading.Event()
@@ -279,7 +285,7 @@ def test_a_store_that_takes_nothing_keeps_nobody_from_memory(
     shared: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefixes that it is yet to have wait for it a while, and go then."""
-    monkeypatch.setattr("kvant.engine.reuse.HURRY", 0.05)
+    monkeypatch.setattr("kvant.engine.prefix_reuse.EVICTION_FLUSH_S", 0.05)
     model, prefixes = build("llama"), Prefixes(None, store=Tiers([Stuck(tmp_path, min_free=0)]))
     two = 2 * kvant.plan(model, "affine8", context=300).nbytes
     with engine_for(model, "affine8", max_bytes=two, prefixes=prefixes) as engine:
@@ -295,7 +301,7 @@ def test_a_store_that_takes_nothing_keeps_nobody_from_memory(
     Stuck.take.clear()
 
 
-class Slow(Folder):
+class Slow(FolderStore):
     """A store that answers when it is let."""
 
     answer = threading.Event()
@@ -309,7 +315,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_for_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang #32724: prefetching delayed the first token of others."""
-    monkeypatch.setattr("kvant.engine.reuse.PATIENCE", 0.05)
+    monkeypatch.setattr("kvant.engine.prefix_reuse.MAX_STORE_WAIT_S", 0.05)
     model, prefixes = build("llama"), Prefixes(store=Tiers([Slow(tmp_path, min_free=0)]))
     with engine_for(model, max_sequences=1, prefixes=prefixes) as engine:
         streams = [engine.submit(text(70, seed=n), max_new_tokens=4) for n in range(3)]
@@ -321,7 +327,7 @@ def test_a_store_that_does_not_answer_keeps_nobody_for_long(
     prefixes.close()
 
 
-class Hung(Folder):
+class Hung(FolderStore):
     """A store that does not answer, and counts how often it is asked."""
 
     asked = 0
@@ -340,7 +346,7 @@ def test_a_store_that_hangs_keeps_few_threads_and_no_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lookup that its request left behind had kept all others from looking for their prompts."""
-    monkeypatch.setattr("kvant.engine.reuse.PATIENCE", 0.02)
+    monkeypatch.setattr("kvant.engine.prefix_reuse.MAX_STORE_WAIT_S", 0.02)
     model, hung = build("llama"), Hung(tmp_path)
     prefixes = Prefixes(store=Tiers([hung]))
     with engine_for(model, max_sequences=1, prefixes=prefixes) as engine:
@@ -380,7 +386,7 @@ def test_what_cannot_be_kept_is_nobodys_error(
     def fails(*given: Any) -> None:
         raise MemoryError("no memory")
 
-    monkeypatch.setattr("kvant.engine.batch.Batch.take", fails)
+    monkeypatch.setattr("kvant.engine.batch.Batch.adopt_restore", fails)
     with engine_for(model, store=str(tmp_path)) as engine:
         result = engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()
         assert (len(result.tokens), result.usage.cached_tokens) == (2, 0)
@@ -390,7 +396,9 @@ def test_a_request_that_cannot_be_sampled_leaves_prefixes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own bias makes its logits infinite: the rows of the store are right."""
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    monkeypatch.setattr(
+        Prefixes, "_record_prefill_time", lambda *given: None
+    )  # to read it is never sooner
     model, prompt = build("llama"), text(330, seed=0)
     with engine_for(model, prefixes=Prefixes(store=folder(tmp_path))) as engine:
         engine.submit(prompt, max_new_tokens=2, ignore_end=True).result()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvant.eval.result import mean_interval
+from kvant.eval.result import bootstrap_mean_interval
 
 COUNT = 4096
 
@@ -15,7 +15,7 @@ def covered(alike: int, block: int, repeats: int = 120) -> float:
     hits = 0
     for _ in range(repeats):
         values = torch.empty(COUNT // alike).exponential_().repeat_interleave(alike)
-        low, high = mean_interval(values, block=block)
+        low, high = bootstrap_mean_interval(values, block=block)
         hits += low <= 1.0 <= high
     return hits / repeats
 
@@ -32,17 +32,21 @@ def test_neighbours_that_are_alike_do_not_make_it_too_sure(repeats: int) -> None
 
 def test_it_lies_about_the_mean_and_is_the_same_again() -> None:
     values = torch.randn(1000)
-    low, high = mean_interval(values, seed=3)
+    low, high = bootstrap_mean_interval(values, seed=3)
     assert low < float(values.mean()) < high
-    assert mean_interval(values, seed=3) == (low, high) != mean_interval(values, seed=4)
+    assert (
+        bootstrap_mean_interval(values, seed=3)
+        == (low, high)
+        != bootstrap_mean_interval(values, seed=4)
+    )
 
 
 def test_one_value_and_equal_values_have_an_interval_of_no_width() -> None:
-    assert mean_interval(torch.tensor([2.0])) == (2.0, 2.0)
-    assert mean_interval(torch.full((1000,), 0.5)) == (0.5, 0.5)
+    assert bootstrap_mean_interval(torch.tensor([2.0])) == (2.0, 2.0)
+    assert bootstrap_mean_interval(torch.full((1000,), 0.5)) == (0.5, 0.5)
 
 
 def test_what_is_infinite_stays_so() -> None:
     values = torch.zeros(1024)
     values[:900] = torch.inf
-    assert mean_interval(values) == (torch.inf, torch.inf)
+    assert bootstrap_mean_interval(values) == (torch.inf, torch.inf)

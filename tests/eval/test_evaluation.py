@@ -13,17 +13,23 @@ import torch
 
 from hf import zoo
 from kvant import plan
-from kvant.attention import attending
-from kvant.attention.reference import Reference
+from kvant.attention import dispatch
+from kvant.attention.reference import ReferenceBackend
 from kvant.checkpoints import load
 from kvant.codecs.affine import Affine
-from kvant.eval import Result, Settings, evaluate
-from kvant.eval.evaluation import Evaluation, continuations
-from kvant.eval.result import Point, draw, flat, front, quality
-from kvant.generation.reader import shared_prefix
-from kvant.probing.predictions import Divergence, stored
+from kvant.eval import EvaluationResult, EvaluationSettings, evaluate
+from kvant.eval.evaluation import Evaluation, compare_continuations
+from kvant.eval.result import (
+    FormatPoint,
+    find_pareto_front,
+    flatten_result,
+    plot_results,
+    summarize_quality,
+)
+from kvant.generation.prefill import count_shared_prefix
+from kvant.probing.divergence import Divergence, make_stored_prefill_spec
 
-FEW = Settings(tokens=700, context=350, prompts=1, continued=8)
+FEW = EvaluationSettings(tokens=700, context=350, prompts=1, continued=8)
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +38,13 @@ def inside() -> Any:
 
 
 @pytest.fixture(scope="module")
-def found(inside: Any) -> list[Result]:
+def found(inside: Any) -> list[EvaluationResult]:
     model, tokenizer = inside
-    specs = {"raw": "raw", "four bits": stored(model, "affine4")}
+    specs = {"raw": "raw", "four bits": make_stored_prefill_spec(model, "affine4")}
     return evaluate(model, tokenizer, specs, settings=FEW)
 
 
-def test_raw_is_itself(found: list[Result]) -> None:
+def test_raw_is_itself(found: list[EvaluationResult]) -> None:
     raw, _ = found
     assert (raw.mean_kl, raw.p999_kl, raw.perplexity_change, raw.top1) == (0, 0, 0, 1)
     assert raw.mean_kl_interval == raw.perplexity_change_interval == (0, 0)
@@ -46,7 +52,7 @@ def test_raw_is_itself(found: list[Result]) -> None:
     assert raw.row_nbytes == raw.raw_row_nbytes and raw.nbytes == raw.raw_nbytes
 
 
-def test_recipes_may_have_a_name(inside: Any, found: list[Result]) -> None:
+def test_recipes_may_have_a_name(inside: Any, found: list[EvaluationResult]) -> None:
     _, four = found
     assert (four.format, four.positions) == ("four bits", 698)
     assert 0 < four.mean_kl_interval[0] < four.mean_kl < four.mean_kl_interval[1] < 0.1
@@ -64,23 +70,25 @@ def test_a_format_whose_scales_are_fitted_can_be_measured(inside: Any) -> None:
 def test_a_format_that_loses_rows_is_seen(inside: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Affine.open
     monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * 0)
-    monkeypatch.setattr(attending, "BACKENDS", [Reference()])
+    monkeypatch.setattr(dispatch, "BACKENDS", [ReferenceBackend()])
     (broken,) = evaluate(*inside, {"affine8": "affine8,tail=0"}, settings=FEW)
     assert broken.perplexity_change_interval[0] > 0.1 and broken.mean_kl > 0.1
     assert broken.top1 < 0.9 and broken.identical < 8
 
 
-def test_a_result_is_a_line_of_json_also_where_nothing_is_finite(found: list[Result]) -> None:
+def test_a_result_is_a_line_of_json_also_where_nothing_is_finite(
+    found: list[EvaluationResult],
+) -> None:
     for one in (*found, replace(found[0], mean_kl=math.inf, mean_kl_interval=(0.5, math.inf))):
-        line = json.dumps(one.as_json(), allow_nan=False)
-        assert Result.from_json(json.loads(line)) == one
-        assert flat(one)["recall_copy"] == one.shares["copy"]
-        assert all(isinstance(v, str | int | float | None) for v in flat(one).values())
+        line = json.dumps(one.to_json(), allow_nan=False)
+        assert EvaluationResult.from_json(json.loads(line)) == one
+        assert flatten_result(one)["recall_copy"] == one.recall_shares["copy"]
+        assert all(isinstance(v, str | int | float | None) for v in flatten_result(one).values())
 
 
 def test_a_loss_beyond_all_numbers_is_infinite() -> None:
     many = torch.zeros(500)
-    told = quality(Divergence(many + 900, many + 1, many + 900, many > 0), seed=0)
+    told = summarize_quality(Divergence(many + 900, many + 1, many + 900, many > 0), seed=0)
     assert told["perplexity_change"] == told["perplexity_change_interval"][1] == math.inf
     assert told["mean_kl_interval"] == (900, 900)
 
@@ -99,13 +107,13 @@ def test_a_saved_result_is_not_measured_again(
         torn.write('{"format": "affine4", "mean')
     measured: list[str] = []
 
-    def result(self: Evaluation, name: str, spec: Any) -> Result:
+    def result(self: Evaluation, name: str, spec: Any) -> EvaluationResult:
         measured.append(name)
         for _ in range(4):
-            self.tick()
+            self.report_step()
         return replace(first, format=name)
 
-    monkeypatch.setattr(Evaluation, "result", result)
+    monkeypatch.setattr(Evaluation, "measure_format", result)
     names = {"affine8": "affine8", "affine4": "affine4"}
     for _ in range(2):
         again = evaluate(
@@ -155,28 +163,32 @@ def test_another_file_is_not_written_to(inside: Any, tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_measured_is_refused(
-    inside: Any, formats: Any, settings: Settings, why: str
+    inside: Any, formats: Any, settings: EvaluationSettings, why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
         evaluate(*inside, formats, settings=settings)
 
 
 def test_continuations_count_what_is_the_same() -> None:
-    assert [shared_prefix([1, 2, 3], other) for other in ([1, 2, 3], [1, 9, 3], [9, 2, 3])] == [
+    assert [
+        count_shared_prefix([1, 2, 3], other) for other in ([1, 2, 3], [1, 9, 3], [9, 2, 3])
+    ] == [
         3,
         1,
         0,
     ]
     model, ids = zoo.build("llama"), torch.randint(3, zoo.VOCABULARY, (1, 100))
-    assert continuations(model, [ids], "raw", 12).identical == 12
-    assert continuations(model, [ids, ids], "affine2,tail=0", 12).identical < 12
+    assert compare_continuations(model, [ids], "raw", 12).identical == 12
+    assert compare_continuations(model, [ids, ids], "affine2,tail=0", 12).identical < 12
 
 
-def test_the_front_has_no_format_that_another_beats(found: list[Result], tmp_path: Path) -> None:
+def test_the_front_has_no_format_that_another_beats(
+    found: list[EvaluationResult], tmp_path: Path
+) -> None:
     sizes = {"a": (8, 0.1), "b": (4, 0.2), "c": (4, 0.3), "d": (6, 0.25), "e": (2, 0.9)}
     made = [replace(found[0], format=n, row_nbytes=x, mean_kl=y) for n, (x, y) in sizes.items()]
-    points = [Point.of(one) for one in made]
-    assert [one.name for one in front(points)] == ["e", "b", "a"]
+    points = [FormatPoint.from_result(one) for one in made]
+    assert [one.name for one in find_pareto_front(points)] == ["e", "b", "a"]
     pytest.importorskip("matplotlib", reason="only pictures need it")
-    draw(points, "title", tmp_path / "a.png")
+    plot_results(points, "title", tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from hf.zoo import build
-from kvant.eval.outliers import with_heavy_values, with_outliers
+from kvant.eval.outliers import scale_key_channels, scale_value_channels
 from kvant.hf import cache_for
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen2"])
-@pytest.mark.parametrize(("change", "side"), [(with_outliers, 0), (with_heavy_values, 1)])
+@pytest.mark.parametrize(("change", "side"), [(scale_key_channels, 0), (scale_value_channels, 1)])
 def test_the_function_stays_and_the_rows_do_not(name: str, change: Any, side: int) -> None:
     model, ids = build(name), torch.randint(3, 100, (1, 30))
     twin = change(model, 64.0, channels=(3,))  # a power of two: nothing is rounded
@@ -36,15 +36,15 @@ def test_the_function_stays_and_the_rows_do_not(name: str, change: Any, side: in
 def test_the_model_itself_stays() -> None:
     model = build("llama")
     before = [weight.clone() for weight in model.parameters()]
-    with_outliers(model, 30.0)
+    scale_key_channels(model, 30.0)
     assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
 
 
 def test_a_model_without_such_projections_is_refused() -> None:
     with pytest.raises(ValueError, match="no q_proj"):
-        with_outliers(build("gpt2"), 30.0)
+        scale_key_channels(build("gpt2"), 30.0)
 
 
 def test_a_model_that_would_be_another_function_is_refused() -> None:
     with pytest.raises(ValueError, match="not the same function"):
-        with_outliers(build("olmo2"), 30.0)  # whose norms are over all heads
+        scale_key_channels(build("olmo2"), 30.0)  # whose norms are over all heads

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
 
 from kvant.codecs.frames import Rotation
-from kvant.codecs.frames.hadamard import blocks, signs, splitmix64
+from kvant.codecs.frames.hadamard import make_signs, split_into_blocks, splitmix64
 
 DIMS = (64, 80, 96, 128, 192, 256)
 PINNED = [
@@ -21,7 +21,7 @@ PINNED = [
 
 def matrix(rotation: Rotation, dim: int) -> Tensor:
     """A, from what it makes of the unit rows."""
-    return rotation.rows(torch.eye(dim, dtype=torch.float64)).T
+    return rotation.transform_rows(torch.eye(dim, dtype=torch.float64)).T
 
 
 def sylvester(size: int) -> Tensor:
@@ -33,8 +33,8 @@ def sylvester(size: int) -> Tensor:
 
 @pytest.mark.parametrize("dim", [1, 2, 8, *DIMS, 100])
 def test_it_is_the_signed_hadamard_matrix_of_each_block(dim: int) -> None:
-    expected = torch.block_diag(*(sylvester(size) / size**0.5 for size in blocks(dim)))
-    expected = expected * torch.tensor(signs(3, dim), dtype=torch.float64)
+    expected = torch.block_diag(*(sylvester(size) / size**0.5 for size in split_into_blocks(dim)))
+    expected = expected * torch.tensor(make_signs(3, dim), dtype=torch.float64)
     assert torch.allclose(matrix(Rotation(3), dim), expected, rtol=0, atol=1e-14)
 
 
@@ -45,7 +45,7 @@ def test_it_is_orthogonal(dim: int) -> None:
 
 
 def test_other_sizes_fall_into_powers_of_two() -> None:
-    assert {dim: blocks(dim) for dim in (64, 80, 96, 192, 100)} == {
+    assert {dim: split_into_blocks(dim) for dim in (64, 80, 96, 192, 100)} == {
         64: [64],
         80: [64, 16],
         96: [64, 32],
@@ -66,51 +66,53 @@ def test_the_generator_gives_the_published_values() -> None:
 @pytest.mark.parametrize(("seed", "dim", "bits"), PINNED)
 def test_signs_never_change(seed: int, dim: int, bits: int) -> None:
     """Files hold rows in this frame: other signs would read them as noise."""
-    assert sum(1 << i for i, sign in enumerate(signs(seed, dim)) if sign > 0) == bits
+    assert sum(1 << i for i, sign in enumerate(make_signs(seed, dim)) if sign > 0) == bits
 
 
 @given(seed=st.integers(0, 2**64 - 2), dim=st.sampled_from(DIMS))
 def test_signs_differ_with_seed_and_dim(seed: int, dim: int) -> None:
-    own = signs(seed, dim)
+    own = make_signs(seed, dim)
     assert set(own) == {1, -1}
-    agree = sum(a == b for a, b in zip(own, signs(seed + 1, dim), strict=True))
+    agree = sum(a == b for a, b in zip(own, make_signs(seed + 1, dim), strict=True))
     assert 0.2 * dim < agree < 0.8 * dim
-    longer = signs(seed, dim + 8)
+    longer = make_signs(seed, dim + 8)
     assert all(own[16 : dim - 16] != longer[i : i + dim - 32] for i in range(41))
 
 
 def test_an_outlier_is_spread_evenly() -> None:
     rows = torch.zeros(1, 1, 1, 128)
     rows[..., 17] = 8.0
-    assert Rotation().rows(rows).abs().eq(8 * 128**-0.5).all()
+    assert Rotation().transform_rows(rows).abs().eq(8 * 128**-0.5).all()
 
 
 def test_a_row_that_is_no_number_stays_alone() -> None:
     x = torch.randn(1, 1, 3, 80)
     x[0, 0, 1, 70] = torch.nan
-    y = Rotation().rows(x)
+    y = Rotation().transform_rows(x)
     assert y.isnan().any(-1).flatten().tolist() == [False, True, False]
 
 
 def test_queries_turn_like_rows() -> None:
     """Keys, values and queries of one layer must see the same map, however many heads there are."""
     x = torch.randn(1, 6, 2, 64)
-    assert torch.equal(Rotation(9).queries(x)[:, ::3], Rotation(9).rows(x[:, ::3]))
+    assert torch.equal(
+        Rotation(9).transform_queries(x)[:, ::3], Rotation(9).transform_rows(x[:, ::3])
+    )
 
 
 def test_nothing_is_left_of_a_mode_whose_tensors_have_no_memory() -> None:
     with FakeTensorMode():
-        fake = Rotation(4).rows(torch.empty(4, 32, dtype=torch.float64))
+        fake = Rotation(4).transform_rows(torch.empty(4, 32, dtype=torch.float64))
     assert isinstance(fake, FakeTensor)
     for dim in (32, 64):
         x = torch.randn(4, dim, dtype=torch.float64)
-        assert type(Rotation(4).rows(x)) is Tensor
+        assert type(Rotation(4).transform_rows(x)) is Tensor
 
 
 def test_gradients_pass_as_through_the_matrix() -> None:
     x = torch.randn(3, 80, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(3, 80, dtype=torch.float64)
-    (Rotation(2).rows(x) * weights).sum().backward()
+    (Rotation(2).transform_rows(x) * weights).sum().backward()
     assert x.grad is not None
     assert torch.allclose(x.grad, weights @ matrix(Rotation(2), 80), rtol=0, atol=1e-12)
 

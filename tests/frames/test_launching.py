@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from attention.kernels import DEVICE, GPU, needed
 from frames.turned import bits, by_torch, dtypes, odd_rows
 from kvant.codecs.frames import Rotation, hadamard
-from kvant.codecs.frames.hadamard import launchable
+from kvant.codecs.frames.hadamard import can_launch
 
 pytestmark = [
     needed,
@@ -31,10 +31,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         found.append(out.dtype)
         return out
 
-    launched = hadamard.launched
-    monkeypatch.setattr(hadamard, "launched", counted)
+    launched = hadamard.launch_rotation
+    monkeypatch.setattr(hadamard, "launch_rotation", counted)
     if not GPU:
-        monkeypatch.setattr(hadamard, "launchable", lambda x: True)
+        monkeypatch.setattr(hadamard, "can_launch", lambda x: True)
     return found
 
 
@@ -54,7 +54,7 @@ def bfloat16_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def agree(x: Tensor) -> None:
     rotation, there = Rotation(3), x.to(DEVICE)
-    for act in (rotation.rows, rotation.outputs, rotation.queries):
+    for act in (rotation.transform_rows, rotation.restore_outputs, rotation.transform_queries):
         ours, theirs = act(there), by_torch(act, x)
         assert ours.is_contiguous() and ours.dtype == theirs.dtype and ours.shape == theirs.shape
         assert torch.equal(bits(ours.cpu()), bits(theirs))
@@ -76,7 +76,7 @@ def test_rows_lie_anyhow(count: int) -> None:
     ):
         assert all(
             torch.equal(act(rows), act(rows.contiguous()))
-            for act in (Rotation(3).rows, Rotation(3).outputs)
+            for act in (Rotation(3).transform_rows, Rotation(3).restore_outputs)
         )
         agree(rows)
 
@@ -84,9 +84,9 @@ def test_rows_lie_anyhow(count: int) -> None:
 @dtypes
 def test_each_takes_one_launch(dtype: torch.dtype, launches: list[torch.dtype]) -> None:
     x = torch.randn(1, 2, 1, 64).to(DEVICE, dtype)
-    Rotation(3).rows(x)
-    Rotation(3).outputs(x)
-    Rotation(3).queries(x)
+    Rotation(3).transform_rows(x)
+    Rotation(3).restore_outputs(x)
+    Rotation(3).transform_queries(x)
     assert launches == [dtype, dtype, torch.float32]
 
 
@@ -96,43 +96,43 @@ def test_nothing_is_kept_of_a_mode_whose_tensors_have_no_memory() -> None:
         FakeTensorMode(allow_non_fake_inputs=True),
         pytest.raises(AssertionError, match="a mode whose tensors are not"),
     ):
-        Rotation(12).rows(x)
-    assert type(Rotation(12).rows(x)) is Tensor
+        Rotation(12).transform_rows(x)
+    assert type(Rotation(12).transform_rows(x)) is Tensor
 
 
 def test_what_lies_elsewhere_is_left_to_others() -> None:
     x = torch.randn(1, 2, 3, 64)
-    assert not launchable(x) and not launchable(x.to("meta"))
+    assert not can_launch(x) and not can_launch(x.to("meta"))
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 def test_what_is_not_served_is_left_to_torch() -> None:
     x = torch.randn(1, 2, 3, 64, device=DEVICE)
-    assert launchable(x)
+    assert can_launch(x)
     others = [x.double(), x[0], x[None], x[..., :20], x[..., ::2], torch.nn.Parameter(x)]
     others += [torch.randn(1, 1, 1, 272, device=DEVICE), x.clone().requires_grad_()]
-    assert not any(launchable(other) for other in others)
+    assert not any(can_launch(other) for other in others)
     with torch.no_grad():
-        assert launchable(others[-1])
+        assert can_launch(others[-1])
 
 
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 def test_a_launch_can_be_captured() -> None:
     x = torch.randn(1, 2, 1, 64, device=DEVICE)
-    Rotation(3).rows(x)
+    Rotation(3).transform_rows(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = Rotation(3).rows(x)
+        out = Rotation(3).transform_rows(x)
     x.neg_()
     graph.replay()
-    assert torch.equal(out, Rotation(3).rows(x))
+    assert torch.equal(out, Rotation(3).transform_rows(x))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`")
 @pytest.mark.skipif(not GPU, reason="there is no GPU")
 def test_it_is_still_traced_as_one_graph(launches: list[torch.dtype]) -> None:
     x = torch.randn(1, 2, 3, 64, device=DEVICE)
-    compiled = torch.compile(Rotation(3).rows, backend="eager", fullgraph=True)
+    compiled = torch.compile(Rotation(3).transform_rows, backend="eager", fullgraph=True)
     traced = compiled(x)
     assert not launches
-    assert torch.equal(traced, Rotation(3).rows(x))
+    assert torch.equal(traced, Rotation(3).transform_rows(x))

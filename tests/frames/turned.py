@@ -16,8 +16,8 @@ dtypes = pytest.mark.parametrize("dtype", list(INTEGERS), ids=str)
 
 def by_torch(act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hadamard, "rotatable", lambda x: False)
-        patch.setattr(hadamard, "launchable", lambda x: False)
+        patch.setattr(hadamard, "can_rotate", lambda x: False)
+        patch.setattr(hadamard, "can_launch", lambda x: False)
         return act(x)
 
 

@@ -12,9 +12,15 @@ import kvant
 from cache.tagged import forward
 from generation.speakers import DEMO, begin, model_of, prompt_of, said, tokenizer_of
 from kvant import Cache, CacheSpec
-from kvant.generation.strategy import LADDER, NARROWEST, Adaptive, formats_below, narrowed
+from kvant.generation.strategy import (
+    CODEC_LADDER,
+    MIN_WINDOW,
+    AdaptiveStrategy,
+    limit_window,
+    list_smaller_formats,
+)
 from kvant.retention import Window
-from kvant.spec import parse, words
+from kvant.spec import describe_spec, parse
 from thin import once
 
 BUDGET = 1_450_000  # what the narrowest window takes, and less than a page of all layers beside
@@ -42,7 +48,7 @@ def assert_told(memory: Any) -> None:
     """`stats` has every step: each begins with what the one before it ended with."""
     told = memory.stats()["recoded"]
     assert [step["from"] for step in told] == ["raw", *(step["to"] for step in told[:-1])]
-    assert told[-1]["to"] == words(memory.spec)
+    assert told[-1]["to"] == describe_spec(memory.spec)
     lengths = [step["length"] for step in told]
     assert lengths == sorted(set(lengths)) and lengths[0] > 0 and lengths[-1] < memory.length
     assert all(step["nbytes_after"] <= BUDGET for step in told)
@@ -113,7 +119,7 @@ def test_drafts_and_steps_down_go_together(attached: Any) -> None:
     ],
 )
 def test_the_formats_of_the_steps(spec: str, expected: list[str]) -> None:
-    assert [words(step) for step in formats_below(parse(spec, 2))] == expected
+    assert [describe_spec(step) for step in list_smaller_formats(parse(spec, 2))] == expected
 
 
 @pytest.mark.parametrize("budget", [280_000, 400_000, 600_000])
@@ -121,11 +127,11 @@ def test_the_formats_of_the_steps(spec: str, expected: list[str]) -> None:
 def test_the_widest_window_that_fits_is_taken(spec: str, budget: int) -> None:
     """Halves of what was held left up to half of the budget unused; now less than a page is."""
     cache, other = grown(spec, 5000), grown(spec, 5000)
-    Adaptive(budget).make_room(cache, 0)
+    AdaptiveStrategy(budget).make_room(cache, 0)
     (rule,) = {layer.retention for layer in attending(cache.spec)}
     assert rule.sinks == (9 if "sinks" in spec else 4)
-    forms = [*formats_below(other.spec), other.spec]
-    wider = [other.nbytes_after(0, narrowed(form, rule.window + 1)) for form in forms]
+    forms = [*list_smaller_formats(other.spec), other.spec]
+    wider = [other.nbytes_after(0, limit_window(form, rule.window + 1)) for form in forms]
     assert cache.nbytes <= budget < min(wider)
 
 
@@ -133,8 +139,8 @@ def test_of_windows_that_are_equally_wide_the_one_with_more_bits_is_taken() -> N
     cache = grown("raw", 5000)
     in_8, in_4 = (cache.nbytes_after(0, f"affine{n},window=1007,sinks=4") for n in (8, 4))
     assert in_4 < in_8 < cache.nbytes_after(0, "affine4,window=1008,sinks=4")
-    Adaptive(in_8).make_room(cache, 0)
-    assert words(cache.spec) == "affine8,window=1007,sinks=4"
+    AdaptiveStrategy(in_8).make_room(cache, 0)
+    assert describe_spec(cache.spec) == "affine8,window=1007,sinks=4"
 
 
 @pytest.mark.parametrize(
@@ -168,12 +174,12 @@ def test_a_budget_that_binds_is_used(
         **given,
     )
     taken = [memory.nbytes for _ in steps]
-    assert "window=" in words(memory.spec) and memory.held < length
+    assert "window=" in describe_spec(memory.spec) and memory.num_rows < length
     assert 0.85 * budget <= min(taken) <= max(taken) <= budget
 
 
 def test_the_bits_of_the_steps_are_those_of_the_spec_language() -> None:
-    for codec, word in zip(LADDER, ("affine8", "affine4"), strict=True):
+    for codec, word in zip(CODEC_LADDER, ("affine8", "affine4"), strict=True):
         assert attending(parse(word, 1))[0].keys == codec
 
 
@@ -183,7 +189,7 @@ def test_the_bits_of_the_steps_are_those_of_the_spec_language() -> None:
 def test_a_window_keeps_its_own_sinks(spec: str, sinks: int) -> None:
     cache = grown(spec, 400)
     for budget in (cache.nbytes - 1, cache.nbytes // 2, 1):
-        Adaptive(budget).make_room(cache, 0)
+        AdaptiveStrategy(budget).make_room(cache, 0)
     assert [layer.retention for layer in attending(cache.spec)] == [Window(64, sinks)] * 2
 
 
@@ -212,19 +218,19 @@ def test_no_step_makes_it_larger(caplog: pytest.LogCaptureFixture) -> None:
     cache = grown("raw", 600, num_layers=8)
     in_8, in_4 = cache.nbytes_after(0, "affine8"), cache.nbytes_after(0, "affine4")
     assert in_8 < in_4  # for the last 128 rows, which stay dense
-    Adaptive(in_4 - 1).make_room(cache, 0)
-    assert words(cache.spec) == "affine8" and cache.nbytes <= in_8
+    AdaptiveStrategy(in_4 - 1).make_room(cache, 0)
+    assert describe_spec(cache.spec) == "affine8" and cache.nbytes <= in_8
     wider = cache.nbytes_after(0, "affine8,window=304,sinks=4")
-    Adaptive(in_8 - 1).make_room(cache, 0)
-    assert words(cache.spec) == "affine8,window=303,sinks=4" and wider >= in_8
+    AdaptiveStrategy(in_8 - 1).make_room(cache, 0)
+    assert describe_spec(cache.spec) == "affine8,window=303,sinks=4" and wider >= in_8
     assert cache.nbytes < in_8
     assert len(caplog.messages) == cache.stats()["recodes"] == 2
 
 
 def test_a_step_that_would_not_suffice_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     cache = grown("raw", 5000)
-    Adaptive(cache.nbytes_after(0, "affine4")).make_room(cache, 0)
-    assert words(cache.spec) == "affine4"
+    AdaptiveStrategy(cache.nbytes_after(0, "affine4")).make_room(cache, 0)
+    assert describe_spec(cache.spec) == "affine4"
     assert (
         len(caplog.messages) == 1
         and "5000 tokens are stored as affine4 from now on, in " in caplog.messages[0]
@@ -233,10 +239,10 @@ def test_a_step_that_would_not_suffice_is_left_out(caplog: pytest.LogCaptureFixt
 
 def test_every_layer_above_a_step_is_lowered() -> None:
     cache = grown("affine4,edge=1:raw", 5000, num_layers=4)
-    Adaptive(cache.nbytes - 1).make_room(cache, 0)
+    AdaptiveStrategy(cache.nbytes - 1).make_room(cache, 0)
     assert [layer.keys.bits for layer in attending(cache.spec)] == [8, 4, 4, 8]
-    assert words(cache.spec) == "affine8 and affine4"
-    Adaptive(cache.nbytes - 1).make_room(cache, 0)
+    assert describe_spec(cache.spec) == "affine8 and affine4"
+    AdaptiveStrategy(cache.nbytes - 1).make_room(cache, 0)
     assert [layer.keys.bits for layer in attending(cache.spec)] == [4, 4, 4, 4]
 
 
@@ -244,7 +250,7 @@ def test_every_layer_above_a_step_is_lowered() -> None:
 def test_a_step_changes_codecs_and_window_only(form: str) -> None:
     options = "prefill=stored,page=128,tail=70,slack=20,start=90,step=128,capacity=900"
     spec = parse(f"{form},{options}", 3)
-    steps = [*formats_below(spec), narrowed(spec, NARROWEST)]
+    steps = [*list_smaller_formats(spec), limit_window(spec, MIN_WINDOW)]
     assert steps
     for step in steps:
         for old, new in zip(attending(spec), attending(step), strict=True):
@@ -259,14 +265,16 @@ def test_codecs_of_others_are_not_lowered() -> None:
         name, exact, tail = "own", False, 0
 
     layer = replace(attending(parse("raw", 1))[0], keys=Own(), values=Own())
-    assert formats_below(CacheSpec((layer,))) == []
+    assert list_smaller_formats(CacheSpec((layer,))) == []
 
 
 def test_rows_that_no_step_can_store_get_a_window() -> None:
     cache = grown("raw", 400, dim=12)  # affine formats need a multiple of 8
     budget, wider = cache.nbytes - 1, cache.nbytes_after(0, "raw,window=241,sinks=4")
-    Adaptive(budget).make_room(cache, 0)
-    assert words(cache.spec) == "raw,window=240,sinks=4"  # the first rows have a page of their own
+    AdaptiveStrategy(budget).make_room(cache, 0)
+    assert (
+        describe_spec(cache.spec) == "raw,window=240,sinks=4"
+    )  # the first rows have a page of their own
     assert cache.nbytes <= budget < wider
 
 
@@ -281,7 +289,7 @@ def test_rows_that_no_step_can_store_get_a_window() -> None:
 def test_room_is_made_before_it_is_needed(spec: str, coming: int) -> None:
     cache = grown(spec, 64)
     least = cache.nbytes_after(900, cache.spec if "turbo" in spec else "affine8,window=64,sinks=4")
-    strategy = Adaptive(max(least, cache.nbytes) + 1000)
+    strategy = AdaptiveStrategy(max(least, cache.nbytes) + 1000)
     for _ in range(900 // coming):
         strategy.make_room(cache, coming)
         forward(cache, coming, dim=64)
@@ -297,7 +305,7 @@ def test_a_budget_that_cannot_be_met_is_told_once(
     failed = [line for line in caplog.messages if "cannot be met" in line]
     assert len(failed) == 1 and "a budget of 48.83 KiB cannot be met: " in failed[0]
     assert memory.stats()["recodes"] == len(caplog.messages) - 1 <= 2
-    assert words(memory.spec) == "affine8,window=64,sinks=4"
+    assert describe_spec(memory.spec) == "affine8,window=64,sinks=4"
 
 
 @pytest.mark.parametrize("budget", [0, -5])

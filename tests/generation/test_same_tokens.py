@@ -19,7 +19,7 @@ import kvant
 from generation.speakers import DEMO, model_of, tokenizer_of
 from kvant import demo
 from kvant.generation import Session, generate
-from kvant.generation.reader import shared_prefix
+from kvant.generation.prefill import count_shared_prefix
 from thin import once
 
 FAMILIES = [DEMO, "llama", "gemma3", "gpt_oss", "falcon_h1", "qwen3_next"]
@@ -189,7 +189,7 @@ def test_in_bfloat16_only_ties_are_broken_differently(
     expected, differences = plain(HALF, "raw"), 0
     for how in (EXACT | STORED | ALWAYS).values():
         tokens = how(HALF, "raw", tmp_path)
-        at = shared_prefix(expected, tokens)
+        at = count_shared_prefix(expected, tokens)
         if at < NEW:
             differences += 1
             ids = torch.tensor([[*prompt_of(HALF), *expected[:at]]])

@@ -23,7 +23,7 @@ def logits_of(shares: list[float]) -> Tensor:
 
 def distribution(shares: list[float], before: list[int] | None = None, **options: Any) -> Tensor:
     sampler = Sampler(Sampling(**{"temperature": 1.0} | options))
-    return sampler.distribution(logits_of(shares), before or []).exp()
+    return sampler.compute_logprobs(logits_of(shares), before or []).exp()
 
 
 def kept(shares: list[float], **options: Any) -> set[int]:
@@ -38,7 +38,7 @@ def kept(shares: list[float], **options: Any) -> set[int]:
 
 def drawn(count: int, shares: list[float], **options: Any) -> list[int]:
     sampler = Sampler(Sampling(**{"temperature": 1.0} | options))
-    return [sampler.draw(logits_of(shares), [1] * place).token for place in range(count)]
+    return [sampler.sample(logits_of(shares), [1] * place).token for place in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_temperature_0_is_the_likeliest_token(options: dict[str, Any]) -> None:
 
 
 def test_temperature_0_says_how_likely_the_token_is_without_it() -> None:
-    logprob = Sampler(Sampling()).draw(logits_of(SHARES), []).logprob
+    logprob = Sampler(Sampling()).sample(logits_of(SHARES), []).logprob
     assert logprob == pytest.approx(math.log(0.5), abs=1e-6)
 
 
@@ -127,7 +127,7 @@ def test_what_is_left_out(options: dict[str, Any], tokens: set[int]) -> None:
 def test_what_leaves_all_leaves_the_least_likely_of_many(options: dict[str, Any]) -> None:
     """Sums of a thousand small numbers are rounded, and none may fall off the end for that."""
     logits = torch.linspace(0, -60, 1000)
-    left = Sampler(Sampling(temperature=1.0, **options)).distribution(logits, [])
+    left = Sampler(Sampling(temperature=1.0, **options)).compute_logprobs(logits, [])
     assert left.isfinite().all()
 
 
@@ -148,7 +148,7 @@ def test_temperature_comes_before_what_is_left_out() -> None:
 def test_tokens_that_were_there_are_less_likely() -> None:
     sampling = Sampling(temperature=1.0, repetition_penalty=2.0)
     logits = torch.tensor([2.0, -1.0, 1.0, 0.0])
-    left = Sampler(sampling).distribution(logits, [0, 1, 0])
+    left = Sampler(sampling).compute_logprobs(logits, [0, 1, 0])
     expected = torch.tensor([1.0, -2.0, 1.0, 0.0]).log_softmax(-1)
     torch.testing.assert_close(left, expected)
     assert logits.tolist() == [2.0, -1.0, 1.0, 0.0], "the caller's logits are changed"
@@ -157,8 +157,8 @@ def test_tokens_that_were_there_are_less_likely() -> None:
 def test_the_penalty_changes_what_temperature_0_takes() -> None:
     sampler = Sampler(Sampling(repetition_penalty=2.0))
     logits = torch.tensor([2.0, 1.5])
-    assert sampler.draw(logits, [])[0] == 0
-    assert sampler.draw(logits, [0])[0] == 1
+    assert sampler.sample(logits, [])[0] == 0
+    assert sampler.sample(logits, [0])[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_the_penalty_changes_what_temperature_0_takes() -> None:
 def test_logprob_is_that_of_the_distribution_drawn_from(options: dict[str, Any]) -> None:
     sampler = Sampler(Sampling(**{"temperature": 1.0, "seed": 3} | options))
     logits, before = logits_of(SHARES), [1, 4]
-    expected = sampler.distribution(logits, before)
+    expected = sampler.compute_logprobs(logits, before)
     assert float(expected.exp().sum()) == pytest.approx(1.0)
     for place in range(20):
-        token, logprob, _ = sampler.draw(logits, before * (place + 1))
+        token, logprob, _ = sampler.sample(logits, before * (place + 1))
         assert logprob == pytest.approx(float(expected[token]), abs=1e-6)
 
 
@@ -194,7 +194,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_logits_of_any_type(dtype: torch.dtype) -> None:
-    assert Sampler(Sampling()).draw(logits_of(SHARES).to(dtype), [2])[0] == 1
+    assert Sampler(Sampling()).sample(logits_of(SHARES).to(dtype), [2])[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -239,17 +239,17 @@ def test_penalties_and_biases_are_what_they_say() -> None:
     samplers = [Sampler(sampling, begin) for begin in (2, 1, 1)]
     expected = logits.clone()
     for row, tokens, sampler in zip(expected, text, samplers, strict=True):
-        said = tokens[sampler.begin :]
+        said = tokens[sampler.prompt_length :]
         for token in set(said):
             row[token] -= 0.5 + 0.25 * said.count(token)
         row[2] += 3.0
         row[7] -= 1.5
     likely = [12] * 3
-    found = drawing.drawn(logits, samplers, text, likely)
-    plain = drawing.drawn(expected, [Sampler(Sampling(0.7, seed=0))] * 3, text, likely)
+    found = drawing.sample_batch(logits, samplers, text, likely)
+    plain = drawing.sample_batch(expected, [Sampler(Sampling(0.7, seed=0))] * 3, text, likely)
     for one, other in zip(found, plain, strict=True):
         assert one.token == other.token
-        assert dict(one.likeliest) == pytest.approx(dict(other.likeliest), abs=1e-5)
+        assert dict(one.top_logprobs) == pytest.approx(dict(other.top_logprobs), abs=1e-5)
 
 
 @pytest.mark.parametrize(

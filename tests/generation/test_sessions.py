@@ -19,7 +19,7 @@ from generation.speakers import DEMO, Numbers, model_of, prompt_of, tokenizer_of
 from hf.zoo import worded
 from kvant import demo
 from kvant.generation import Session
-from kvant.generation.reader import shared_prefix
+from kvant.generation.prefill import count_shared_prefix
 
 TURN = {"message": "", "reply": "", "shared": 0, "tokens": [5] * 9, "begin": 3}
 TEMPLATE = (
@@ -78,7 +78,7 @@ def test_only_what_is_new_is_read(name: str) -> None:
     read: list[tuple[int, int]] = []
     say(session, list(prompt_of(name)))
     for message in ([5, 6, 7], [9], [4, 4]):
-        held = session.memory.length
+        held = session.cache.length
         assert held == len(session.tokens) - 1
         next(session.send(message, progress=lambda *counts: read.append(counts)))
         session.stats()  # ends the reply
@@ -149,7 +149,7 @@ def test_who_stops_early_has_said_that_much(count: int, draft: str | None) -> No
     steps = session.send([5, 6, 5, 6], max_new_tokens=9)
     taken = [step.token for step in islice(steps, count)]
     assert session.tokens == [5, 6, 5, 6, *taken]
-    assert session.memory.length == len(session.tokens) - 1
+    assert session.cache.length == len(session.tokens) - 1
     assert next(steps, None) is None, "the reply ended when the session was asked for more"
     assert session.turns[0].reply == Numbers().decode(taken)
 
@@ -157,7 +157,7 @@ def test_who_stops_early_has_said_that_much(count: int, draft: str | None) -> No
 def test_a_reply_that_is_dropped_ends() -> None:
     session = session_of("llama")
     next(session.send([5, 6]))
-    assert session.memory.length == 2
+    assert session.cache.length == 2
     say(session, [7])
     assert session.tokens[:2] == [5, 6] and session.tokens[3] == 7
 
@@ -173,7 +173,7 @@ def test_a_message_that_is_never_answered_was_not_sent() -> None:
     with pytest.raises(KeyboardInterrupt):
         say(session, [9] * 9, progress=interrupted)
     assert session.tokens == tokens
-    assert session.memory.length == len(tokens) - 1
+    assert session.cache.length == len(tokens) - 1
     assert len(session.turns) == 1
 
 
@@ -265,7 +265,7 @@ def test_a_file_goes_on_where_it_was_saved(name: str, spec: str, tmp_path: Path)
     session.save(path)
     loaded = Session.load(path, model_of(name), tokenizer_of(name))
     assert (loaded.tokens, loaded.turns) == (session.tokens, session.turns)
-    assert loaded.memory.length == session.memory.length
+    assert loaded.cache.length == session.cache.length
     assert say(loaded, [5, 6]) == say(session, [5, 6])
 
 
@@ -313,7 +313,7 @@ def test_files_of_others_are_refused_and_change_nothing(tmp_path: Path) -> None:
     with pytest.raises(kvant.CacheFileError, match="another model"):
         Session.load(path, model_of("gemma3"), Numbers())
     plain = tmp_path / "plain.kv.safetensors"
-    kvant.save(session.memory, plain)
+    kvant.save(session.cache, plain)
     with pytest.raises(kvant.CacheFileError, match="no conversation"):
         other.resume(plain)
     raw = bytearray(path.read_bytes())
@@ -321,7 +321,7 @@ def test_files_of_others_are_refused_and_change_nothing(tmp_path: Path) -> None:
     path.write_bytes(raw)
     with pytest.raises(kvant.CacheFileError, match="checksum"):
         other.resume(path)
-    assert other.tokens == tokens and other.memory.length == len(tokens) - 1
+    assert other.tokens == tokens and other.cache.length == len(tokens) - 1
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_a_header_that_does_not_fit_is_refused(wrong: dict[str, Any], tmp_path: 
     session.save(path)
     about = dict(kvant.cache.files.read(path).about)
     about["session"] = about["session"] | wrong
-    kvant.save(session.memory, path, about=about)
+    kvant.save(session.cache, path, about=about)
     with pytest.raises(kvant.CacheFileError, match=r"a\.kv\.safetensors: not a conversation"):
         Session.load(path, model_of("llama"), Numbers())
 
@@ -389,7 +389,7 @@ def test_a_template_reads_again_only_what_it_says_differently(talker: Any) -> No
     for message in ("import os", "def f", "class A"):
         tokens, begin = session.tokens, session.stats()["tokens_reused"]
         say(session, message)
-        shared = shared_prefix(tokens, session.tokens)
+        shared = count_shared_prefix(tokens, session.tokens)
         reused = session.stats()["tokens_reused"] - begin
         assert max(0, min(shared, len(tokens) - 1)) == reused
     reply = session.tokens[session.turns[-1].begin :]
@@ -495,14 +495,14 @@ def test_the_verbs_of_a_session_say_what_there_is() -> None:
     stats = session.stats()
     assert (stats["tokens"], stats["tokens_asked"], stats["tokens_reused"]) == (12, 3 + 8, 6)
     session.reset()
-    assert (session.tokens, session.turns, session.memory.length) == ([], [], 0)
+    assert (session.tokens, session.turns, session.cache.length) == ([], [], 0)
 
 
 def test_layers_that_live_in_the_host_go_on_and_begin_anew() -> None:
     session = session_of("deepseek_v32")
     first = say(session, [5, 6, 7])
     say(session, [8])
-    assert session.memory.length == len(session.tokens) - 1
+    assert session.cache.length == len(session.tokens) - 1
     tokens = session.tokens
     with pytest.raises(kvant.CacheError, match="live in transformers"):
         session.rewind(len(tokens) - 2)

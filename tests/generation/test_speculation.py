@@ -16,12 +16,12 @@ import kvant
 from generation.speakers import DEMO, NEW, Numbers, begin, model_of, prompt_of, said
 from hf.zoo import build, worded
 from kvant.generation import Sampling, generate
-from kvant.generation.drafts import Aim, NGrams
-from kvant.generation.sampling import Draft, Sampler
+from kvant.generation.drafters import DraftTarget, NGramDrafter
+from kvant.generation.sampling import DraftToken, Sampler
 from thin import once
 
 SPECS = ["raw", "affine8", "affine4", "turbo4v2", "affine4,window=16,sinks=2", "raw,window=12"]
-AIM = Aim(Sampler(Sampling()), 128)
+AIM = DraftTarget(Sampler(Sampling()), 128)
 SPEAKERS = [DEMO, "llama", "gemma3", "falcon_h1", "qwen3_next", "mamba2"]
 SPOKEN = [(name, spec) for spec in SPECS for name in SPEAKERS if worded(name, spec) == spec]
 
@@ -150,16 +150,16 @@ def test_an_unknown_draft_is_refused_at_once() -> None:
 
 def test_n_grams_continue_the_newest_copy() -> None:
     tokens = [1, 2, 3, 9, 1, 2, 3, 7, 8, 1, 2, 3]
-    drafts = NGrams().drafts(tokens, 2, AIM)
+    drafts = NGramDrafter().propose_drafts(tokens, 2, AIM)
     assert [draft.token for draft in drafts] == [7, 8]
 
 
 def test_n_grams_follow_a_text_that_grows_and_goes_back() -> None:
-    grams = NGrams()
+    grams = NGramDrafter()
     text = [5, 6, 1, 5]
-    assert grams.drafts(text, 3, AIM) == []
-    assert [d.token for d in grams.drafts([*text, 6], 3, AIM)] == [1, 5, 6]
-    assert [d.token for d in grams.drafts([5, 6, 5, 6], 3, AIM)] == [5, 6]
+    assert grams.propose_drafts(text, 3, AIM) == []
+    assert [d.token for d in grams.propose_drafts([*text, 6], 3, AIM)] == [1, 5, 6]
+    assert [d.token for d in grams.propose_drafts([5, 6, 5, 6], 3, AIM)] == [5, 6]
 
 
 def chi_square(counts: Counter[Any], expected: dict[Any, float]) -> float:
@@ -188,9 +188,9 @@ def test_a_verified_token_is_drawn_from_the_right_distribution(
     counts: Counter[int] = Counter()
     for place in range(3000):
         before = [0] * place
-        draft = Draft(2) if certain else sampler.draft(guess, before)
-        counts[sampler.verify(right, before, draft).token] += 1
-    expected = dict(enumerate(sampler.distribution(right, []).exp().tolist()))
+        draft = DraftToken(2) if certain else sampler.sample_draft(guess, before)
+        counts[sampler.verify_draft(right, before, draft).token] += 1
+    expected = dict(enumerate(sampler.compute_logprobs(right, []).exp().tolist()))
     assert chi_square(counts, expected) < SURE[5]
 
 
@@ -213,10 +213,12 @@ class Guesses:
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
 
-    def drafts(self, tokens: list[int], most: int, aim: Aim) -> list[Draft]:
-        text, drafts = list(tokens), list[Draft]()
-        for _ in range(most):
-            drafts.append(aim.draft(self.rows[text[-1]], text))
+    def propose_drafts(
+        self, tokens: list[int], max_drafts: int, target: DraftTarget
+    ) -> list[DraftToken]:
+        text, drafts = list(tokens), list[DraftToken]()
+        for _ in range(max_drafts):
+            drafts.append(target.sample_draft(self.rows[text[-1]], text))
             text.append(drafts[-1].token)
         return drafts
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from kvant import demo
-from kvant.generation.loop import UNFINISHED, Text
+from kvant.generation.loop import REPLACEMENT_CHARACTER, IncrementalDetokenizer
 
 MIXED = "naïve 日本語 🙂 text"
 
@@ -29,8 +29,8 @@ def tokenizer() -> Any:
 
 def pieces(tokenizer: Any, tokens: list[int], stop: tuple[str, ...] = ()) -> list[str]:
     """What each token adds, and at last the rest."""
-    text = Text(tokenizer, stop)
-    return [text.add(token) for token in tokens] + [text.rest()]
+    text = IncrementalDetokenizer(tokenizer, stop)
+    return [text.append_token(token) for token in tokens] + [text.flush()]
 
 
 class Letters:
@@ -70,17 +70,17 @@ def test_any_text_comes_back(text: str) -> None:
 def test_characters_are_never_cut(tokenizer: Any) -> None:
     found = pieces(tokenizer, tokenizer.encode(MIXED))
     assert "".join(found) == MIXED
-    assert not any(UNFINISHED in piece for piece in found)
+    assert not any(REPLACEMENT_CHARACTER in piece for piece in found)
     assert "" in found[:-1], "no character of more than one token, so nothing was tested"
     assert found[-1] == ""
 
 
 def test_text_that_never_is_certain_is_the_rest(tokenizer: Any) -> None:
     token = tokenizer.encode("🙂")[0]
-    text = Text(tokenizer)
-    assert text.add(token) == ""
-    assert text.rest() == UNFINISHED
-    assert text.rest() == "", "said twice"
+    text = IncrementalDetokenizer(tokenizer)
+    assert text.append_token(token) == ""
+    assert text.flush() == REPLACEMENT_CHARACTER
+    assert text.flush() == "", "said twice"
 
 
 def test_a_long_text_looks_back_as_far_as_the_tokenizer_needs() -> None:
@@ -106,37 +106,37 @@ def test_a_long_text_looks_back_as_far_as_the_tokenizer_needs() -> None:
 def test_stop_strings_end_the_text_and_are_never_shown(
     strings: tuple[str, ...], stop: tuple[str, ...], expected: str
 ) -> None:
-    text = Text(Letters(*strings), stop)
-    shown = "".join(text.add(token) for token in range(len(strings)) if not text.stopped)
+    text = IncrementalDetokenizer(Letters(*strings), stop)
+    shown = "".join(text.append_token(token) for token in range(len(strings)) if not text.stopped)
     assert text.stopped
-    assert shown + text.rest() == expected
+    assert shown + text.flush() == expected
 
 
 def test_a_stop_string_across_real_tokens(tokenizer: Any) -> None:
     tokens = tokenizer.encode(MIXED)
-    text, shown = Text(tokenizer, ["本語 🙂 t"]), ""
+    text, shown = IncrementalDetokenizer(tokenizer, ["本語 🙂 t"]), ""
     for token in tokens:
-        shown += text.add(token)
+        shown += text.append_token(token)
         if text.stopped:
             break
     assert text.stopped
-    assert shown + text.rest() == "naïve 日"
+    assert shown + text.flush() == "naïve 日"
 
 
 def test_what_may_begin_a_stop_string_is_held_until_it_does_not() -> None:
-    text = Text(Letters("one st", "o", "ry", " s", "t"), ["stop"])
-    assert [text.add(token) for token in range(5)] == ["one ", "", "story", " ", ""]
+    text = IncrementalDetokenizer(Letters("one st", "o", "ry", " s", "t"), ["stop"])
+    assert [text.append_token(token) for token in range(5)] == ["one ", "", "story", " ", ""]
     assert not text.stopped
-    assert text.rest() == "st"
-    assert text.rest() == "", "said twice"
+    assert text.flush() == "st"
+    assert text.flush() == "", "said twice"
 
 
 def test_a_stop_string_in_what_was_held_as_unfinished() -> None:
     """The rest is text as any other: a stop string in it is not shown either."""
-    text = Text(Letters("a", "stop" + UNFINISHED), ["stop"])
-    assert text.add(0) == "a"
-    shown = text.add(1)
-    assert shown + text.rest() == ""
+    text = IncrementalDetokenizer(Letters("a", "stop" + REPLACEMENT_CHARACTER), ["stop"])
+    assert text.append_token(0) == "a"
+    shown = text.append_token(1)
+    assert shown + text.flush() == ""
 
 
 def test_without_stop_strings_every_token_is_said_at_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import kvant
 from generation.speakers import DEMO, tokenizer_of
-from kvant.generation.conversation import marks_of, templated
+from kvant.generation.conversation import encode_messages, find_branch_points
 
 CHATML = (  # as the template of SmolLM2-135M-Instruct, in other words
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou help."
@@ -58,7 +58,7 @@ def text_of(template: Any, messages: list[Any], tools: Any = (), **options: Any)
     tokenizer = copy.deepcopy(tokenizer_of(DEMO))
     tokenizer.chat_template = template
     asked = kvant.Messages(messages, tools, options)
-    return str(tokenizer.decode(templated(tokenizer, asked)))
+    return str(tokenizer.decode(encode_messages(tokenizer, asked)))
 
 
 def test_functions_are_described_in_a_system_message() -> None:
@@ -151,8 +151,8 @@ def test_others_may_differ_behind_the_description() -> None:
     tokenizer = copy.deepcopy(tokenizer_of(DEMO))
     tokenizer.chat_template = CHATML
     asked = kvant.Messages([USER], [WEATHER])
-    tokens = templated(tokenizer, asked)
-    first = tokenizer.decode(tokens[: marks_of(tokenizer, asked, tokens)[0]])
+    tokens = encode_messages(tokenizer, asked)
+    first = tokenizer.decode(tokens[: find_branch_points(tokenizer, asked, tokens)[0]])
     assert "reply in plain text." in first and "How is" not in first
 
 

@@ -12,10 +12,10 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from kvant.hf.replaying import Forward
+from kvant.hf.replay import StaticForward
 
 
-def traced(forward: Forward, ids: Tensor, lengths: Tensor) -> Forward:
+def traced(forward: StaticForward, ids: Tensor, lengths: Tensor) -> StaticForward:
     with patch("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True):
         graph: Any = make_fx(forward, _error_on_data_dependent_ops=True)(ids, lengths)
     return graph

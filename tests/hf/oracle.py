@@ -99,8 +99,8 @@ def decoded(recipe: LayerSpec, keys: Tensor, values: Tensor) -> Rows:
 
 def _through(codec: Codec, rows: Tensor, page: int) -> Tensor:
     pages = rows.shape[2] // page
-    framed = codec.frame.rows(rows[:, :, : pages * page]).unflatten(2, (pages, page))
-    return codec.frame.outputs(codec.open(codec.seal(framed))).flatten(2, 3)
+    framed = codec.frame.transform_rows(rows[:, :, : pages * page]).unflatten(2, (pages, page))
+    return codec.frame.restore_outputs(codec.open(codec.seal(framed))).flatten(2, 3)
 
 
 def _joined(rows: Sequence[Rows]) -> Rows:

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache
 import kvant
 from hf.oracle import Oracle, Rows, attention_of
 from hf.zoo import FAMILIES, NAMES, Family
-from kvant.hf import HostCache, PairedCache
+from kvant.hf import PairedCache, TransformersCache
 from kvant.recipes import CacheSpec, LayerSpec
 
 Batch = Literal[1, 2]  # two: the first of the sequences is left-padded
@@ -184,7 +184,7 @@ class Reads(NamedTuple):
         if isinstance(cache, PairedCache):
             parts = (cache.self_attention_cache, cache.cross_attention_cache)
             return cls(*map(sum, zip(*map(cls.of, parts), strict=True)))
-        stats = cache.stats() if isinstance(cache, HostCache) else {}
+        stats = cache.stats() if isinstance(cache, TransformersCache) else {}
         return cls(*(stats.get(name, 0) for name in cls._fields))
 
     def since(self, before: Reads) -> Reads:
@@ -264,7 +264,7 @@ def compared(cell: Cell) -> Result:
 
 
 def _reasons(cache: Cache) -> frozenset[str]:
-    notes = [notes for part in _parts(cache) for notes in part.context.notes.values()]
+    notes = [notes for part in _parts(cache) for notes in part.context.attention_stats.values()]
     return frozenset(reason for one in notes for reason in one.materialized)
 
 
@@ -275,14 +275,14 @@ def _calls(model: PreTrainedModel, cache: Cache) -> int:
     return sum(attention_of(recipe) is not None for recipe in layers) + shared
 
 
-def _parts(cache: Cache) -> list[HostCache]:
+def _parts(cache: Cache) -> list[TransformersCache]:
     if isinstance(cache, PairedCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
-    assert isinstance(cache, HostCache)
+    assert isinstance(cache, TransformersCache)
     return [cache]
 
 
-def recorded(cache: HostCache) -> dict[int, list[Rows]]:
+def recorded(cache: TransformersCache) -> dict[int, list[Rows]]:
     """The rows that each layer is given from now on."""
     rows: dict[int, list[Rows]] = defaultdict(list)
     update: Callable[..., Any] = cache.update

@@ -17,7 +17,7 @@ from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 import kvant
 from hf.zoo import NO_ROWS, build
 from kvant import SpecError
-from kvant.hf import HostCache
+from kvant.hf import TransformersCache
 from kvant.hf import build as building
 
 FAMILIES = ("llama", "gemma2", "gpt_oss", "deepseek_v3", "falcon", "bloom", "falcon_h1")
@@ -85,10 +85,10 @@ def test_importing_kvant_imports_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def generated(model: PreTrainedModel, **kwargs: object) -> HostCache:
+def generated(model: PreTrainedModel, **kwargs: object) -> TransformersCache:
     kwargs = {"max_new_tokens": 4, "do_sample": False} | kwargs
     out = model.generate(tokens(6), return_dict_in_generate=True, **kwargs)
-    cache: HostCache = out.past_key_values
+    cache: TransformersCache = out.past_key_values
     return cache
 
 
@@ -96,7 +96,7 @@ def test_plain_generate_uses_the_cache() -> None:
     model = build("llama")
     kvant.attach(model, "affine8", guard=False)
     cache = generated(model)
-    assert isinstance(cache, HostCache)
+    assert isinstance(cache, TransformersCache)
     assert cache.stats()["fused"] == 3 * len(cache)  # the first token comes from the prompt
 
 
@@ -129,7 +129,7 @@ def test_a_copy_of_an_attached_model_is_attached_by_itself() -> None:
     kvant.attach(model, "affine8", guard=False)
     twin = copy.deepcopy(model)
     kvant.detach(model)
-    assert isinstance(generated(twin), HostCache)
+    assert isinstance(generated(twin), TransformersCache)
     assert isinstance(generated(model), DynamicCache)
 
 
@@ -190,7 +190,7 @@ def test_an_unknown_version_warns_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(building, "version", lambda _: "6.0.0")
-    building.check_version.cache_clear()
+    building.check_transformers_version.cache_clear()
     try:
         for _ in range(2):
             with caplog.at_level(logging.WARNING, logger="kvant"):
@@ -199,7 +199,7 @@ def test_an_unknown_version_warns_once(
             "transformers 6.0.0 is outside <5.25,>=5.23, which kvant is known to work with"
         ]
     finally:
-        building.check_version.cache_clear()
+        building.check_transformers_version.cache_clear()
 
 
 def test_a_wrong_spec_leaves_the_one_before_in_force() -> None:
@@ -207,7 +207,7 @@ def test_a_wrong_spec_leaves_the_one_before_in_force() -> None:
     kvant.attach(model, "affine8", guard=False)
     with pytest.raises(SpecError):
         kvant.attach(model, "affine9")
-    assert isinstance(generated(model), HostCache)
+    assert isinstance(generated(model), TransformersCache)
 
 
 def test_explain_recommends_attaching_where_it_helps_and_only_there() -> None:

@@ -17,7 +17,7 @@ from transformers import DynamicCache, MllamaConfig, MllamaForConditionalGenerat
 
 import kvant
 from kvant import CacheError
-from kvant.hf import HostCache
+from kvant.hf import TransformersCache
 
 IMAGE, PROMPT = 4, 7
 PLACES = ([1], [1, 3], [3])  # of the layers that read an image; the last one ends a forward, too
@@ -101,7 +101,7 @@ def step(model: Any, cache: Any, ids: Tensor, **given: Any) -> Tensor:
     return logits[:, -1]
 
 
-def begun(*places: int) -> tuple[MllamaForConditionalGeneration, HostCache]:
+def begun(*places: int) -> tuple[MllamaForConditionalGeneration, TransformersCache]:
     """A cache that has read an image."""
     model = model_of(*places)
     cache = kvant.cache_for(model)

@@ -23,7 +23,7 @@ from hf.expected import reading
 from hf.parity import TOLERANCE, Cell, Way, handed, model_of, small_pages
 from hf.zoo import build, names
 from kvant import UnsupportedView
-from kvant.hf.detect import continues
+from kvant.hf.model_layers import supports_chunked_prefill
 from thin import once
 
 PROMPT, CHUNKS = 18, (2, 4, 3, 2)  # groups of the zoo have 2 heads, or 4 with one head of keys
@@ -82,7 +82,7 @@ def check_stored(model: PreTrainedModel, way: Way, spec: Any) -> None:
     assert apart(chunked, singly[ends]) < STEP
 
 
-DECODERS = [n for n in names("decoder", "hybrid") if continues(model_of(n))]
+DECODERS = [n for n in names("decoder", "hybrid") if supports_chunked_prefill(model_of(n))]
 
 
 @pytest.mark.parametrize(("name", "way"), once(itertools.product(DECODERS, WAYS)))

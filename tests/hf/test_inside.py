@@ -13,7 +13,7 @@ from transformers import Blip2Config, DynamicCache, OPTConfig, PreTrainedModel, 
 
 import kvant
 from hf.zoo import FAMILIES, build
-from kvant.hf import HostCache, Level, PairedCache, support_of
+from kvant.hf import PairedCache, SupportLevel, TransformersCache, get_support
 
 # What torch.compile and peft say of themselves.
 pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:Warning")
@@ -88,7 +88,7 @@ def test_the_model_in_a_wrapper_is_attached_and_detached(name: str) -> None:
     """The wrapper was, to which nobody listens: `generate` made a cache of the host's."""
     wrapped = WRAPPERS[name](build("llama"))
     kvant.attach(wrapped, "affine8")
-    assert isinstance(made(wrapped), HostCache)
+    assert isinstance(made(wrapped), TransformersCache)
     kvant.detach(wrapped)
     assert isinstance(made(wrapped), DynamicCache)
 
@@ -101,8 +101,8 @@ def test_a_wrapped_model_generates_what_the_one_inside_does(name: str) -> None:
     expected = [step.token for step in kvant.generate(build("llama"), words, prompt, **few)]
     session = kvant.Session(wrapped, words, "raw", template=False)
     assert [step.token for step in session.send(prompt, **few)] == expected
-    assert isinstance(kvant.cache_for(wrapped, "affine8"), HostCache)
-    assert kvant.probe(wrapped, None, "affine8").divergence.positions > 0
+    assert isinstance(kvant.cache_for(wrapped, "affine8"), TransformersCache)
+    assert kvant.probe(wrapped, None, "affine8").divergence.num_positions > 0
 
 
 class Forwarding(transformers.LlamaForCausalLM):
@@ -130,9 +130,9 @@ def test_a_subclass_that_hands_on_its_arguments_is_taken_as_its_base(kind: Any) 
         for one in (plain, model)
     )
     assert found == expected
-    assert support_of(model).level is Level.TOGETHER
+    assert get_support(model).level is SupportLevel.RAGGED_BATCH
     kvant.attach(model, guard=False)
-    assert isinstance(made(model), HostCache)
+    assert isinstance(made(model), TransformersCache)
 
 
 class Delegating(transformers.PreTrainedModel, transformers.GenerationMixin):
@@ -149,7 +149,7 @@ class Delegating(transformers.PreTrainedModel, transformers.GenerationMixin):
 
 
 def test_a_forward_that_names_nothing_may_take_a_cache() -> None:
-    assert isinstance(kvant.cache_for(Delegating(build("llama").config)), HostCache)
+    assert isinstance(kvant.cache_for(Delegating(build("llama").config)), TransformersCache)
 
 
 def test_a_prompt_that_was_learnt_is_refused() -> None:
@@ -198,7 +198,7 @@ def t5() -> Any:
     return T5Config(vocab_size=100, decoder_start_token_id=0, **sizes)
 
 
-@pytest.mark.parametrize(("text", "kind"), [(opt(), HostCache), (t5(), PairedCache)])
+@pytest.mark.parametrize(("text", "kind"), [(opt(), TransformersCache), (t5(), PairedCache)])
 def test_the_part_that_generates_is_attached_with_its_model(text: Any, kind: type) -> None:
     """A guard that gave it no picture raised and left it attached; without one nothing happened."""
     model, given = blip2(text)
@@ -217,7 +217,7 @@ def test_a_model_that_needs_more_than_tokens_names_the_part_that_does_not() -> N
     model, _ = blip2(opt())
     with pytest.raises(TypeError, match=r"needs pixel_values.*model\.language_model"):
         kvant.generate(model, Words(), [5, 6])
-    assert kvant.probe(model, None, "affine8").divergence.positions > 0
+    assert kvant.probe(model, None, "affine8").divergence.num_positions > 0
     assert len(list(kvant.generate(model.language_model, Words(), [5, 6], max_new_tokens=2))) == 2
 
 
@@ -238,7 +238,7 @@ def test_an_error_leaves_a_model_attached_as_it_was(
             with pytest.raises(TypeError, match="picture"):
                 kvant.attach(model, spec)
     cache = made(model)
-    assert isinstance(cache, HostCache) == (before is not None)
+    assert isinstance(cache, TransformersCache) == (before is not None)
     if before is not None:
         assert cache.spec.layers[0].retention.window == 64
 
@@ -270,7 +270,7 @@ def test_an_attached_model_that_was_stored_is_attached(name: str) -> None:
     file.seek(0)
     read = torch.load(file, weights_only=False)
     kvant.detach(model)
-    assert isinstance(made(read), HostCache)
+    assert isinstance(made(read), TransformersCache)
     assert torch.equal(read.generate(ids(), max_new_tokens=3), stored_alone(model))
     kvant.detach(read)
     assert isinstance(made(read), DynamicCache)

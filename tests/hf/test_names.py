@@ -9,9 +9,9 @@ import pytest
 
 import kvant
 from hf.zoo import FAMILIES, build
-from kvant.generation.decoder import HostDecoder
-from kvant.hf import cache_name
-from kvant.probing.predictions import forward
+from kvant.generation.decoder import TransformersDecoder
+from kvant.hf import get_cache_argument
+from kvant.probing.divergence import compute_logits
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def test_a_cache_goes_in_by_the_name_that_the_host_has_now(family: str) -> None:
     model, inputs = build(family), FAMILIES[family].inputs(tokens=6)
     cache = kvant.cache_for(model, "raw")
     plain = model.generate(**inputs, max_new_tokens=3, do_sample=False)
-    given = {cache_name(model): cache}
+    given = {get_cache_argument(model): cache}
     assert plain.equal(model.generate(**inputs, **given, max_new_tokens=3, do_sample=False))
     assert cache.get_seq_length() > 0
     with kvant.attach(model, "raw"):
@@ -36,10 +36,10 @@ def test_a_cache_goes_in_by_the_name_that_the_host_has_now(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "mamba"])
 def test_our_own_loop_uses_that_name(family: str) -> None:
     model, ids = build(family), FAMILIES[family].inputs(tokens=6)["input_ids"]
-    decoder = HostDecoder(model)
-    decoder.logits(ids[0].tolist(), decoder.memory("raw"))
+    decoder = TransformersDecoder(model)
+    decoder.compute_logits(ids[0].tolist(), decoder.make_cache("raw"))
     cache = kvant.cache_for(model, "raw")
-    assert forward(model, ids, cache).shape[0] == 6
+    assert compute_logits(model, ids, cache).shape[0] == 6
 
 
 def test_so_does_what_is_fitted_to_a_model() -> None:

@@ -16,7 +16,7 @@ from hf.parity import text_of
 from hf.zoo import FAMILIES, NAMES, build, worded
 from kvant import weights
 from kvant.checkpoints import load
-from kvant.hf import identity
+from kvant.hf import compute_model_fingerprint
 from packing import find_unpacked_reasons
 
 DEFAULT = ("llama", "gpt2", "gpt_oss", "deepseek_v3", "falcon_h1", "mamba", "bart")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(REASONS != "", reason=f"kvant.pack leaves layers
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the families are."""
-    monkeypatch.setattr(weights, "SMALLEST", 1)
+    monkeypatch.setattr(weights, "MIN_PACKED_VALUES", 1)
 
 
 @torch.no_grad()
@@ -64,8 +64,8 @@ def test_a_family_computes_the_same_to_the_bit(name: str, monkeypatch: pytest.Mo
     expected = [outputs(model, name, attached=attached) for attached in (False, True)]
     assert kvant.pack(model, tied=True).layers
     made: list[Any] = []
-    dense = weights._dense
-    monkeypatch.setattr(weights, "_dense", lambda weight: made.append(weight) or dense(weight))
+    dense = weights._make_dense
+    monkeypatch.setattr(weights, "_make_dense", lambda weight: made.append(weight) or dense(weight))
     for attached, same in zip((False, True), expected, strict=True):
         assert alike(outputs(model, name, attached=attached), same)
     assert not made
@@ -101,10 +101,15 @@ def test_a_saved_model_is_dense(tmp_path: Path) -> None:
 def test_a_packed_model_is_the_same_model() -> None:
     """A conversation that one of them saved goes on with the other."""
     model = build("llama").bfloat16()
-    told = identity(model), model.num_parameters(), model.dtype, model.get_memory_footprint()
+    told = (
+        compute_model_fingerprint(model),
+        model.num_parameters(),
+        model.dtype,
+        model.get_memory_footprint(),
+    )
     kvant.pack(model)
     assert told == (
-        identity(model),
+        compute_model_fingerprint(model),
         model.num_parameters(),
         model.dtype,
         model.get_memory_footprint(),

@@ -34,7 +34,7 @@ from hf.parity import (
     text_of,
 )
 from hf.zoo import FAMILIES, NAMES, OWN_ATTENTION
-from kvant.hf.masks import lazily
+from kvant.hf.masks import make_lazy_mask_function
 from thin import once
 
 CELLS = pairwise()
@@ -130,7 +130,7 @@ def test_no_mask_grows_with_the_context(
                 made.append(asked["q_length"])
             return found
 
-        return lazily(mask)
+        return make_lazy_mask_function(mask)
 
     names = AttentionMaskInterface._global_mapping
     monkeypatch.setitem(names, "kvant_sdpa", counted(sdpa_mask))

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 import test_models
 from hf.zoo import FAMILIES, build, names, worded
 from kvant import cache_for, plan
-from kvant.cache.layer import Attention, kind_of, pages_nbytes
+from kvant.cache.layer import PagedLayer, make_layer_group, pages_nbytes
 from kvant.models import layer_shapes
 
 HUB = {  # config.json as the hub has it: much is left to the class that reads it
@@ -55,9 +55,9 @@ def leaves(states: Any, layer: int) -> list[Any]:
 
 def on_the_way(leaf: Any, context: int, sequences: int) -> tuple[int, int]:
     """Bytes of rows as they really came, token by token; and of a page of all sequences."""
-    if not isinstance(leaf, Attention):
+    if not isinstance(leaf, PagedLayer):
         return leaf.nbytes, 0
-    geometry, kind = leaf.storage.geometry, kind_of(leaf.spec)
+    geometry, kind = leaf.storage.geometry, make_layer_group(leaf.spec)
     most = pages_nbytes(geometry, leaf.spec, kind, [context] * sequences)
     step = max(1, kind.step // kind.page)
     return most, step * sequences * (leaf.storage.open_nbytes + leaf.storage.sealed_nbytes)

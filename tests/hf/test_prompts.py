@@ -12,11 +12,11 @@ from torch import Tensor
 
 import kvant
 from hf.zoo import build
-from kvant.attention.native import Native
-from kvant.native import library
+from kvant.attention.native import NativeBackend
+from kvant.native import get_library
 
 pytestmark = pytest.mark.skipif(
-    library().isa in ("", "plain"), reason="no kernel is sooner done here"
+    get_library().isa in ("", "plain"), reason="no kernel is sooner done here"
 )
 IDS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -25,14 +25,14 @@ IDS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(0))
 def counting() -> Iterator[list[int]]:
     """The number of queries of each call of the kernel."""
     calls: list[int] = []
-    right = Native.attend
+    right = NativeBackend.attend
 
-    def counted(self: Native, request: Any, pages: Any) -> Any:
+    def counted(self: NativeBackend, request: Any, pages: Any) -> Any:
         calls.append(request.q.shape[2])
         return right(self, request, pages)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Native, "attend", counted)
+        patch.setattr(NativeBackend, "attend", counted)
         yield calls
 
 

@@ -13,10 +13,10 @@ from generation.speakers import Numbers
 from hf.reading import attached, decoded, read, text
 from hf.zoo import FAMILIES, build
 from kvant.engine import Engine
-from kvant.engine.batch import Batch, Seat
-from kvant.generation import HostDecoder, generate
-from kvant.generation.decoder import decoder_of
-from kvant.server.settings import Settings
+from kvant.engine.batch import Batch, EngineSequence
+from kvant.generation import TransformersDecoder, generate
+from kvant.generation.decoder import make_decoder
+from kvant.server.settings import ServerSettings
 
 SPEC, ADAPTIVE = "affine8,prune=snapkv:25%", "affine8,prune=snapkv:25%:adaptive"
 FAMILIES_TRIED = ("llama", "gemma3", "gpt_oss", "falcon_h1", "qwen3_next")
@@ -28,8 +28,8 @@ def pruned_layers(cache: Any) -> list[int]:
     found = []
     for index, layer in cache.states.layers.items():
         attention = layer["attention"] if isinstance(layer, dict) else layer
-        extent = getattr(attention, "extent", None)
-        if extent is not None and extent.pruned.any():
+        extent = getattr(attention, "page_table", None)
+        if extent is not None and extent.pruned_at.any():
             assert attention.spec.retention.window is None
             found.append(index)
     return found
@@ -164,12 +164,12 @@ def test_assisted_generation_prunes_as_any_other() -> None:
 @pytest.mark.parametrize("kind", ["snapkv", "keydiff", "tova"])
 def test_a_sequence_that_was_put_aside_goes_on(kind: str, tmp_path: Path) -> None:
     model, spec = attached("llama"), f"raw,prune={kind}:64"
-    decoder = decoder_of(model)
-    assert isinstance(decoder, HostDecoder)
-    batch, said = Batch(decoder, decoder.memory(spec)), dict[bool, list[int]]()
+    decoder = make_decoder(model)
+    assert isinstance(decoder, TransformersDecoder)
+    batch, said = Batch(decoder, decoder.make_cache(spec)), dict[bool, list[int]]()
     for aside in (False, True):
-        seat = Seat(text(300))
-        logits, said[aside] = batch.read(seat, 300), []
+        seat = EngineSequence(text(300))
+        logits, said[aside] = batch.prefill(seat, 300), []
         for at in range(40):
             said[aside].append(int(logits.argmax()))
             seat.tokens.append(said[aside][-1])
@@ -177,9 +177,9 @@ def test_a_sequence_that_was_put_aside_goes_on(kind: str, tmp_path: Path) -> Non
             assert not failed
             logits = rows[0]
             if aside and at in (3, 20):
-                batch.put_aside(seat, tmp_path / f"{at}")
-                batch.take_back(seat)
-        batch.drop(seat)
+                batch.swap_out(seat, tmp_path / f"{at}")
+                batch.swap_in(seat)
+        batch.release(seat)
     assert said[True] == said[False]
 
 
@@ -203,7 +203,7 @@ def test_a_conversation_goes_on(tmp_path: Path) -> None:
     session, held = kvant.Session(model, Numbers(), SPEC), []
     for seed in range(3):
         list(session.send(text(120, seed=seed), **given))
-        held.append(int((session.memory.states[0].positions() >= 0).sum(-1).max()))
+        held.append(int((session.cache.states[0].positions() >= 0).sum(-1).max()))
     # A quarter of the tokens so far (and no fewer than 32), and the reply but for its last token.
     assert held == [32 + 7, 248 // 4 + 7, 376 // 4 + 7]
     assert session.stats()["tokens_reused"] == 127 + 255
@@ -218,12 +218,15 @@ def test_nothing_of_it_is_shared() -> None:
     model = build("llama")
     with pytest.raises(ValueError, match="leave the prune out"):
         Engine(model, Numbers(), SPEC, prefixes=kvant.Prefixes())
-    settings = Settings(kv_cache=SPEC)
+    settings = ServerSettings(kv_cache=SPEC)
     settings.check()
-    assert not settings.shares
-    assert Settings(kv_cache="affine8").shares and Settings(kv_cache="auto:1GiB").shares
+    assert not settings.shares_prefixes
+    assert (
+        ServerSettings(kv_cache="affine8").shares_prefixes
+        and ServerSettings(kv_cache="auto:1GiB").shares_prefixes
+    )
     with pytest.raises(kvant.SpecError, match="a store beside"):
-        Settings(kv_cache=SPEC, store=["memory"]).check()
+        ServerSettings(kv_cache=SPEC, store=["memory"]).check()
 
 
 def test_a_recode_to_another_format_goes_on_pruning() -> None:

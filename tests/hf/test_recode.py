@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 import kvant
 from hf.zoo import build
 from kvant import CacheError, CacheSpec, GroupSpec, LayerSpec, SpecError
-from kvant.hf import HostCache
+from kvant.hf import TransformersCache
 
 NAMES = ("llama", "mistral", "gemma3", "llama4", "deepseek_v3", "qwen3_next", "falcon_h1", "lfm2")
 
@@ -20,7 +20,7 @@ def tokens(count: int, sequences: int = 1, seed: int = 0) -> Tensor:
     return torch.randint(3, 128, (sequences, count), generator=generator)
 
 
-def step(model: PreTrainedModel, cache: HostCache, ids: Tensor, **more: Tensor) -> Tensor:
+def step(model: PreTrainedModel, cache: TransformersCache, ids: Tensor, **more: Tensor) -> Tensor:
     """Logits of the last token."""
     first = cache.get_seq_length()
     place = torch.arange(first, first + ids.shape[1])[None]
@@ -30,18 +30,18 @@ def step(model: PreTrainedModel, cache: HostCache, ids: Tensor, **more: Tensor) 
     return logits[:, -1]
 
 
-def decoded(model: PreTrainedModel, cache: HostCache, count: int) -> Tensor:
+def decoded(model: PreTrainedModel, cache: TransformersCache, count: int) -> Tensor:
     return torch.stack([step(model, cache, tokens(1, seed=9 + i)) for i in range(count)])
 
 
-def grown(name: str, spec: str, count: int = 150) -> tuple[PreTrainedModel, HostCache]:
+def grown(name: str, spec: str, count: int = 150) -> tuple[PreTrainedModel, TransformersCache]:
     model = build(name)
     cache = kvant.cache_for(model, spec)
     step(model, cache, tokens(count))
     return model, cache
 
 
-def attention(cache: HostCache) -> list[LayerSpec]:
+def attention(cache: TransformersCache) -> list[LayerSpec]:
     parts = [
         dict(recipe.parts)["attention"] if isinstance(recipe, GroupSpec) else recipe
         for recipe in cache.spec.layers
@@ -83,10 +83,10 @@ def test_a_window_of_the_policy_narrows_what_a_model_sees() -> None:
     same = kvant.cache_for(model, "raw,window=40,sinks=2")
     step(model, same, tokens(150))  # later layers have seen their own window in the prompt
     cache.recode("raw,window=40,sinks=2")
-    assert all(layer.narrow for layer in cache.layers)
+    assert all(layer.narrows_window for layer in cache.layers)
     first = [one.states[0].read()[0] for one in (cache, same)]
     assert torch.equal(*first)
-    assert cache.states.held == 42
+    assert cache.states.num_rows == 42
     decoded(model, cache, 5)
     assert torch.isfinite(step(model, cache, tokens(1))).all()
     with pytest.raises(SpecError, match=r"layer 0: window=90 .* last 40 are held"):
@@ -100,7 +100,7 @@ def test_windows_of_the_model_stay_beside_one_of_the_policy() -> None:
     cache.recode("affine4,window=100,sinks=3")
     assert cache.spec == kvant.cache_for(model, "affine4,window=100,sinks=3").spec
     assert [one.retention.window for one in attention(cache)] == [8, 8, 100, 8]
-    assert [layer.narrow for layer in cache.layers] == [False, False, True, False]
+    assert [layer.narrows_window for layer in cache.layers] == [False, False, True, False]
     cache.recode("affine4,window=20,sinks=0")
     assert [one.retention.window for one in attention(cache)] == [8, 8, 20, 8]
     decoded(model, cache, 5)

@@ -13,12 +13,12 @@ import kvant
 from hf.zoo import FAMILIES, build, names, worded
 from kvant import weights
 from kvant.cache import storage
-from kvant.generation.decoder import HostDecoder
+from kvant.generation.decoder import TransformersDecoder
 from kvant.hf import Replayer
-from kvant.native import library
+from kvant.native import get_library
 
 pytestmark = pytest.mark.skipif(
-    library().functions is None, reason="the native library is not here"
+    get_library().functions is None, reason="the native library is not here"
 )
 FEW = ("llama", "qwen3", "gemma3", "mistral", "phi3", "gptj", "mamba", "deepseek_v3")
 PROMPT, TOKENS = 55, 16  # a page falls due behind the first replays, and another begins
@@ -30,10 +30,13 @@ CELLS = [
 ]
 
 
-def both(model: Any, spec: str) -> list[tuple[HostDecoder, Any]]:
+def both(model: Any, spec: str) -> list[tuple[TransformersDecoder, Any]]:
     """By ordinary forwards, and by recordings."""
-    found = [(one, one.memory(spec)) for one in (HostDecoder(model), HostDecoder(model))]
-    found[0][0].__dict__["_records"] = False
+    found = [
+        (one, one.make_cache(spec))
+        for one in (TransformersDecoder(model), TransformersDecoder(model))
+    ]
+    found[0][0].__dict__["_captures_on_cpu"] = False
     return found
 
 
@@ -50,12 +53,12 @@ def test_tokens_are_those_of_ordinary_forwards(
     text = FAMILIES[family].inputs(tokens=PROMPT + TOKENS)["input_ids"][0].tolist()
     pair = both(model, spec)
     for decoder, cache in pair:
-        decoder.logits(text[:PROMPT], cache)
+        decoder.compute_logits(text[:PROMPT], cache)
     for token in text[PROMPT:]:
-        plain, again = (decoder.logits([token], cache) for decoder, cache in pair)
+        plain, again = (decoder.compute_logits([token], cache) for decoder, cache in pair)
         assert torch.equal(plain, again)
-    replays = pair[1][1].context.replays
-    assert (replays.tokens == TOKENS - 4) == (replays.refusal is None)
+    replays = pair[1][1].context.replay_stats
+    assert (replays.num_tokens == TOKENS - 4) == (replays.refusal is None)
     if family in ("llama", "qwen3", "phi3") or (attached and family in ("gemma3", "mistral")):
         assert replays.refusal is None
 
@@ -76,10 +79,10 @@ class Counting(nn.Module):
 def test_the_token_that_is_recorded_is_computed_once() -> None:
     model = build("llama")
     model.lm_head = Counting(model.lm_head)
-    decoder = HostDecoder(model)
-    cache = decoder.memory("raw")
+    decoder = TransformersDecoder(model)
+    cache = decoder.make_cache("raw")
     for count in range(1, 12):
-        decoder.logits([count], cache)
+        decoder.compute_logits([count], cache)
         assert int(model.lm_head.count) == count
     assert cache.stats()["replayed"] > 4
 
@@ -96,19 +99,19 @@ def test_a_model_that_changes_is_recorded_anew() -> None:
                 for weight in model.parameters():
                     weight.data = weight.data * 1.01
                 for decoder, cache in pair:  # something else is read
-                    decoder.logits([1, 2], cache)
-            plain, again = (decoder.logits([token], cache) for decoder, cache in pair)
+                    decoder.compute_logits([1, 2], cache)
+            plain, again = (decoder.compute_logits([token], cache) for decoder, cache in pair)
             assert torch.allclose(plain, again, atol=1e-4)
     finally:
         torch.set_num_threads(threads)
-    assert pair[1][1].context.replays.refusal is None
+    assert pair[1][1].context.replay_stats.refusal is None
     assert pair[1][1].stats()["replayed"] > 40
 
 
 def test_another_number_of_threads_is_seen_before_anything_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weights, "SMALLEST", 1)
+    monkeypatch.setattr(weights, "MIN_PACKED_VALUES", 1)
     model, threads = build("llama").bfloat16(), torch.get_num_threads()
     kvant.pack(model)
     (_, _), (decoder, cache) = both(model, "raw")
@@ -116,10 +119,10 @@ def test_another_number_of_threads_is_seen_before_anything_is_recorded(
         for token in range(3, 24):
             if token == 8:  # four were ordinary forwards, behind that of the first
                 torch.set_num_threads(threads + 1)
-            decoder.logits([token], cache)
+            decoder.compute_logits([token], cache)
     finally:
         torch.set_num_threads(threads)
-    assert cache.context.replays.refusal is None and cache.stats()["replayed"] > 8
+    assert cache.context.replay_stats.refusal is None and cache.stats()["replayed"] > 8
 
 
 def test_caches_of_one_decoder_are_recorded_apart() -> None:
@@ -127,14 +130,14 @@ def test_caches_of_one_decoder_are_recorded_apart() -> None:
     model = build("llama")
     texts = [[3 + (7 * at + who) % 90 for at in range(60)] for who in range(4)]
 
-    def logits(decoder: HostDecoder, text: list[int]) -> list[torch.Tensor]:
-        cache = decoder.memory("raw")
-        found = [decoder.logits([token], cache) for token in text]
+    def logits(decoder: TransformersDecoder, text: list[int]) -> list[torch.Tensor]:
+        cache = decoder.make_cache("raw")
+        found = [decoder.compute_logits([token], cache) for token in text]
         assert cache.stats()["replayed"] > 50
         return found
 
-    alone = [logits(HostDecoder(model), text) for text in texts]
-    shared = HostDecoder(model)
+    alone = [logits(TransformersDecoder(model), text) for text in texts]
+    shared = TransformersDecoder(model)
     with ThreadPoolExecutor(len(texts)) as threads:
         beside = threads.map(lambda text: logits(shared, text), texts)
         for one, other in zip(alone, beside, strict=True):
@@ -145,22 +148,22 @@ def test_caches_of_one_decoder_are_recorded_apart() -> None:
 def test_memory_that_another_cache_moves_meanwhile_takes_no_row(
     spec: str, moment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "RESERVED", 1)  # every growth moves
+    monkeypatch.setattr(storage, "RESERVE_FACTOR", 1)  # every growth moves
     pair = both(build("llama"), spec)
     for decoder, cache in pair:
-        decoder.logits(list(range(3, 70)), cache)
+        decoder.compute_logits(list(range(3, 70)), cache)
     decoder, cache = pair[1]
-    other, run, taken_back = cache.fork(), Replayer._run, list[int]()
+    other, run, taken_back = cache.fork(), Replayer._run_forward, list[int]()
 
     def running(replayer: Replayer) -> torch.Tensor:
         if cache.length == moment:
-            HostDecoder(decoder.model).logits(list(range(3, 90)), other)
+            TransformersDecoder(decoder.model).compute_logits(list(range(3, 90)), other)
             taken_back.append(moment)
         return run(replayer)
 
-    monkeypatch.setattr(Replayer, "_run", running)
+    monkeypatch.setattr(Replayer, "_run_forward", running)
     for token in range(5, 75):
-        plain, again = (one.logits([token], held) for one, held in pair)
+        plain, again = (one.compute_logits([token], held) for one, held in pair)
         assert torch.equal(plain, again), token
     assert taken_back == [moment]
     assert cache.stats()["replayed"] > 10
@@ -168,17 +171,17 @@ def test_memory_that_another_cache_moves_meanwhile_takes_no_row(
 
 
 def test_a_backend_that_is_asked_for_decodes() -> None:
-    decoder = HostDecoder(build("llama"))
-    cache = decoder.memory("affine8")
+    decoder = TransformersDecoder(build("llama"))
+    cache = decoder.make_cache("affine8")
     for backend, count in (("reference", 12), ("native", 24)):
         cache.states.backend = backend
         for token in range(12):
-            decoder.logits([token], cache)
+            decoder.compute_logits([token], cache)
         assert cache.stats()["attended"].keys() == {"reference", backend}
         assert (cache.stats()["replayed"] > 4) == (backend == "native") and cache.length == count
     cache.states.backend = "reference"
     before = cache.stats()["attended"]["native"]
-    decoder.logits([1], cache)
+    decoder.compute_logits([1], cache)
     assert cache.stats()["attended"]["native"] == before
 
 
@@ -187,12 +190,12 @@ def test_weights_that_autocast_made_are_not_recorded() -> None:
     pair = both(model, "raw")
     for token in range(12):
         with torch.autocast("cpu"):
-            plain, again = (decoder.logits([token], cache) for decoder, cache in pair)
+            plain, again = (decoder.compute_logits([token], cache) for decoder, cache in pair)
         assert torch.equal(plain, again)
         with torch.no_grad():
             for weight in model.parameters():
                 weight.mul_(1.01)
-    assert "autocast" in str(pair[1][1].context.replays.refusal)
+    assert "autocast" in str(pair[1][1].context.replay_stats.refusal)
 
 
 @pytest.mark.parametrize("before", [5, 9], ids=["recorded", "replayed"])
@@ -202,15 +205,17 @@ def test_a_token_that_no_forward_takes_says_nothing_of_replays(before: int) -> N
         if token == 10**6:
             for one, held in pair:
                 with pytest.raises(IndexError):
-                    one.logits([token], held)
+                    one.compute_logits([token], held)
             continue
-        expected, again = (one.logits([token], held) for one, held in pair)
+        expected, again = (one.compute_logits([token], held) for one, held in pair)
         assert torch.equal(expected, again)
     assert cache.length == plain.length == before + 10
-    assert cache.context.replays.refusal is None and cache.stats()["replayed"] == before + 10 - 5
-    other = decoder.memory("raw")
+    assert (
+        cache.context.replay_stats.refusal is None and cache.stats()["replayed"] == before + 10 - 5
+    )
+    other = decoder.make_cache("raw")
     for token in range(3, 12):
-        decoder.logits([token], other)
+        decoder.compute_logits([token], other)
     assert other.stats()["replayed"] > 3
 
 
@@ -223,11 +228,11 @@ def test_a_model_that_cannot_be_recorded_is_not_tried_again(
         tried.append(1)
         raise KeyError("lost")
 
-    monkeypatch.setattr("kvant.generation.decoder.recorded", failing)
-    decoder = HostDecoder(build("llama"))
+    monkeypatch.setattr("kvant.generation.decoder.capture_forward", failing)
+    decoder = TransformersDecoder(build("llama"))
     for _ in range(2):
-        cache = decoder.memory("raw")
+        cache = decoder.make_cache("raw")
         for token in range(3, 15):
-            decoder.logits([token], cache)
-        assert cache.context.replays.refusal == "KeyError: 'lost'"
+            decoder.compute_logits([token], cache)
+        assert cache.context.replay_stats.refusal == "KeyError: 'lost'"
     assert len(tried) == 1

@@ -14,7 +14,7 @@ import kvant
 from hf.zoo import FAMILIES, build
 from kvant import CacheError, RewindError, SnapshotMismatch
 from kvant.contracts import Snapshot
-from kvant.hf import HostCache
+from kvant.hf import TransformersCache
 
 HYBRIDS = ("falcon_h1", "zaya", "qwen3_next", "jamba", "nemotron_h")
 STATEFUL = (*HYBRIDS, "mamba2", "mamba")
@@ -24,7 +24,7 @@ def tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randint(3, 128, (1, count), generator=torch.Generator().manual_seed(seed))
 
 
-def step(name: str, model: PreTrainedModel, cache: HostCache, ids: Tensor) -> Tensor:
+def step(name: str, model: PreTrainedModel, cache: TransformersCache, ids: Tensor) -> Tensor:
     """Logits of the last token."""
     first = cache.get_seq_length()
     arguments = {FAMILIES[name].cache_argument: cache, "use_cache": True}
@@ -35,7 +35,7 @@ def step(name: str, model: PreTrainedModel, cache: HostCache, ids: Tensor) -> Te
     return logits
 
 
-def begun(name: str, count: int = 11) -> tuple[PreTrainedModel, HostCache]:
+def begun(name: str, count: int = 11) -> tuple[PreTrainedModel, TransformersCache]:
     model = build(name)
     cache = kvant.cache_for(model, "raw")
     step(name, model, cache, tokens(count))
@@ -185,7 +185,7 @@ def test_a_forward_that_died_leaves_no_wrong_state_behind(
     cache.checkpoint()
     expected = step(name, model, cache, tokens(1, seed=1))
     cache.rewind(11)
-    attending = [i for i, layer in enumerate(cache.described) if layer.attends]
+    attending = [i for i, layer in enumerate(cache.layer_info) if layer.attends]
     dying = cache.layers[attending[0 if place == "first" else -1]]
     with monkeypatch.context() as patch:
         patch.setattr(dying, "update", None)
@@ -204,7 +204,7 @@ def test_a_first_forward_that_died_is_begun_anew(
     """The dead one was noticed at the first rows, when the first state was that of the new one."""
     model = build(name)
     cache, fresh = kvant.cache_for(model, "raw"), kvant.cache_for(model, "raw")
-    attending = [i for i, layer in enumerate(cache.described) if layer.attends]
+    attending = [i for i, layer in enumerate(cache.layer_info) if layer.attends]
     with monkeypatch.context() as patch:
         patch.setattr(cache.layers[attending[-1]], "update", None)
         with pytest.raises(TypeError):
@@ -249,7 +249,7 @@ def test_no_verb_finds_a_lost_state_again(
 ) -> None:
     model, cache = begun("jamba")
     cache.checkpoint()
-    attending = [i for i, layer in enumerate(cache.described) if layer.attends]
+    attending = [i for i, layer in enumerate(cache.layer_info) if layer.attends]
     with monkeypatch.context() as patch:
         patch.setattr(cache.layers[attending[0 if place == "first" else -1]], "update", None)
         with pytest.raises(TypeError):

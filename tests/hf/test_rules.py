@@ -9,7 +9,7 @@ from torch import Tensor
 import kvant
 from hf.zoo import build
 from kvant.contracts import Mask, View
-from kvant.hf.masks import rule_of
+from kvant.hf.masks import resolve_mask
 
 COUNT, LENGTH = 5, 90
 
@@ -32,9 +32,9 @@ def mask_of(
 
 
 def told(text: str, mask: Tensor, narrow: bool = False) -> tuple[object, list[int]]:
-    seen = rule_of(view_of(text), COUNT, mask, True, narrow)
+    seen = resolve_mask(view_of(text), COUNT, mask, True, narrow)
     assert seen is not None
-    return seen[1], seen[0].extent.begins.tolist()
+    return seen[1], seen[0].page_table.first_visible.tolist()
 
 
 def test_masks_that_are_rules() -> None:
@@ -58,9 +58,9 @@ def test_masks_that_are_not(place: tuple[int, ...]) -> None:
 
 def test_a_mask_that_is_written_to_is_compared_again() -> None:
     view, mask = view_of("raw"), mask_of()
-    assert rule_of(view, COUNT, mask, True, False) == (view, Mask())
+    assert resolve_mask(view, COUNT, mask, True, False) == (view, Mask())
     mask[0, 0, 0, 3] = False
-    seen = rule_of(view, COUNT, mask, True, False)
+    seen = resolve_mask(view, COUNT, mask, True, False)
     assert seen is not None and seen[1] is mask
 
 

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvant
 from hf.zoo import FAMILIES, build, names, worded
 from kvant import SpecError, demo
-from kvant.eval.outliers import with_heavy_values, with_outliers
-from kvant.recipes import attention_in
+from kvant.eval.outliers import scale_key_channels, scale_value_channels
+from kvant.recipes import iterate_attention
 
 TEXT = "def outliers(model, factor):\n    return [layer.scaled(factor) for layer in model]\n" * 9
 
 
 def scales(cache: kvant.hf.HostCache, side: str = "keys") -> list[torch.Tensor]:
-    frames = [layer.sides[side].frame for layer in attention_in(*cache.spec.layers)]
+    frames = [layer.sides[side].frame for layer in iterate_attention(*cache.spec.layers)]
     return [torch.tensor(getattr(f, "frames", (f,))[0].scale) for f in frames]
 
 
@@ -38,7 +38,7 @@ def test_scores_stay_what_they_are(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("larger", "side"), [(with_outliers, "keys"), (with_heavy_values, "values")]
+    ("larger", "side"), [(scale_key_channels, "keys"), (scale_value_channels, "values")]
 )
 def test_a_channel_that_is_thirty_times_as_large_has_a_thirtieth_of_the_scale(
     larger: Any, side: str
@@ -51,7 +51,7 @@ def test_a_channel_that_is_thirty_times_as_large_has_a_thirtieth_of_the_scale(
         assert (change[:, pair] / change[:, [0, 9]] - 1 / 30).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("larger", [with_outliers, with_heavy_values])
+@pytest.mark.parametrize("larger", [scale_key_channels, scale_value_channels])
 @pytest.mark.parametrize("spec", ["affine8", "affine4", "turbo4v4"])
 def test_a_model_with_outliers_is_stored_as_well_as_without(spec: str, larger: Any) -> None:
     plain = AutoModelForCausalLM.from_pretrained(demo.PATH, dtype=torch.float32).eval()

@@ -17,7 +17,7 @@ import kvant
 from attention.kernels import GPU, needed
 from hf.graphs import traced
 from hf.zoo import FAMILIES, OWN_ATTENTION, build, names, worded
-from kvant.generation.decoder import HostDecoder
+from kvant.generation.decoder import TransformersDecoder
 
 pytestmark = [
     needed,
@@ -37,7 +37,7 @@ REFUSED = {  # why single tokens of these families come from ordinary forwards
     "falcon": MASK,
     **dict.fromkeys(("minicpm3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"), "latents"),
     "deepseek_v32": "layers of DynamicIndexedLayer",
-    "mllama": "layers of CrossLayer",
+    "mllama": "layers of CrossAttentionLayer",
 }
 # By default fewer layers, one of each kind: the interpreter takes a second for each and each token.
 SHOWN: dict[str, dict[str, Any]] = {
@@ -74,8 +74,8 @@ class Pair:
     """The same tokens by ordinary forwards, and by steps."""
 
     def __init__(self, model: Any, spec: str) -> None:
-        self.decoders = HostDecoder(model), HostDecoder(model, capture=traced)
-        self.caches = [decoder.memory(spec) for decoder in self.decoders]
+        self.decoders = TransformersDecoder(model), TransformersDecoder(model, capture=traced)
+        self.caches = [decoder.make_cache(spec) for decoder in self.decoders]
 
     @property
     def stepped(self) -> Any:
@@ -84,7 +84,7 @@ class Pair:
     def read(self, *tokens: int) -> None:
         """They must agree on what follows; on the CPU sums are made in another order."""
         plain, stepped = (
-            decoder.logits(list(tokens), cache)
+            decoder.compute_logits(list(tokens), cache)
             for decoder, cache in zip(self.decoders, self.caches, strict=True)
         )
         assert (plain - stepped).abs().max() < 1e-4 * (plain.max() - plain.min())
@@ -110,13 +110,13 @@ def test_steps_are_ordinary_forwards(
     for token in text[prompt:]:
         pair.read(token)
     plain, stepped = (cache.stats() for cache in pair.caches)
-    why = pair.stepped.context.replays.refusal
+    why = pair.stepped.context.replay_stats.refusal
     if family in REFUSED:
         assert REFUSED[family] in why and stepped["replayed"] == 0
         assert f"tokens are not replayed: {why}" in str(kvant.explain(pair.stepped))
     else:
         assert why is None and stepped["replayed"] == count - 1
-        assert stepped["fused"] == stepped["appends"] - len(pair.stepped.context.notes)
+        assert stepped["fused"] == stepped["appends"] - len(pair.stepped.context.attention_stats)
     for name in ("length", "appends"):
         assert plain[name] == stepped[name]
 
@@ -152,7 +152,7 @@ def test_whatever_else_is_done_between_two_tokens(spec: str, seed: int, count: i
         elif verb == 3 and "window" not in spec:
             pair.each("recode", draw.choice(("affine8", "turbo4v4", "raw")))
     assert pair.stepped.stats()["replayed"] > count // 4
-    assert pair.stepped.context.replays.refusal is None
+    assert pair.stepped.context.replay_stats.refusal is None
 
 
 def test_steps_are_compiled_where_the_host_is_told_to() -> None:
@@ -197,7 +197,7 @@ def test_sinks_are_appended_after_a_rewind_below_them() -> None:
         pair.each("rewind", 2)
     for token in text[30:38]:
         pair.read(token)
-    assert pair.stepped.context.replays.refusal is None
+    assert pair.stepped.context.replay_stats.refusal is None
 
 
 def test_a_layer_that_was_away_is_found_where_it_came_back_to() -> None:
@@ -229,7 +229,7 @@ def test_a_forward_that_somebody_put_before_a_module_is_called_each_time() -> No
     for count in range(1, 6):
         pair.read(text[count])
         assert len(called) == 2 * count
-    assert "lm_head has a forward of its own" in pair.stepped.context.replays.refusal
+    assert "lm_head has a forward of its own" in pair.stepped.context.replay_stats.refusal
 
 
 def test_an_adapter_that_is_switched_between_two_turns_is_seen() -> None:
@@ -253,12 +253,12 @@ def test_a_model_out_of_training_is_replayed() -> None:
     pair.read(20, 21)  # with which another reply begins
     pair.read(7)
     pair.read(8)
-    assert "training" in pair.stepped.context.replays.refusal
+    assert "training" in pair.stepped.context.replay_stats.refusal
     model.eval()
     for token in (9, 10, 11):
         pair.read(token)
-    replays = pair.stepped.context.replays
-    assert replays.refusal is None and replays.tokens >= 2
+    replays = pair.stepped.context.replay_stats
+    assert replays.refusal is None and replays.num_tokens >= 2
 
 
 def test_a_forward_that_dies_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_a_forward_that_dies_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> N
         type(pair.stepped.states), "arrive", lambda *_: (_ for _ in ()).throw(KeyError("lost"))
     )
     pair.read(text[PROMPT + 1])
-    assert pair.stepped.context.replays.refusal == "KeyError: 'lost'"
+    assert pair.stepped.context.replay_stats.refusal == "KeyError: 'lost'"
     monkeypatch.undo()
     for token in text[PROMPT + 2 : PROMPT + 5]:
         pair.read(token)
@@ -299,36 +299,36 @@ def offloaded(model: Any) -> None:
 def test_a_model_that_does_more_than_its_kernels_is_not_replayed(change: Any, why: str) -> None:
     model = build("llama")
     change(model)
-    decoder = HostDecoder(model, capture=traced)
-    cache = decoder.memory("raw")
+    decoder = TransformersDecoder(model, capture=traced)
+    cache = decoder.make_cache("raw")
     for text in ([3, 4, 5], [6], [7], [8]):
-        decoder.logits(text, cache)
-    assert (cache.stats()["replayed"], cache.context.replays.refusal) == (0, why)
+        decoder.compute_logits(text, cache)
+    assert (cache.stats()["replayed"], cache.context.replay_stats.refusal) == (0, why)
 
 
 def test_a_format_that_the_kernels_do_not_read_is_not_replayed() -> None:
     pair = Pair(build("llama", **SMALL | TWO), "fp8")
     for text in ([3, 4, 5], [6], [7]):
         pair.read(*text)
-    assert "keys of Fp8" in pair.stepped.context.replays.refusal
+    assert "keys of Fp8" in pair.stepped.context.replay_stats.refusal
 
 
 def test_a_full_cache_refuses_a_token_as_it_always_did() -> None:
-    decoder = HostDecoder(build("llama", **SMALL | TWO), capture=traced)
-    cache = decoder.memory("raw,capacity=7")
+    decoder = TransformersDecoder(build("llama", **SMALL | TWO), capture=traced)
+    cache = decoder.make_cache("raw,capacity=7")
     for text in ([3, 4, 5], [6], [7], [8], [9]):
-        decoder.logits(text, cache)
+        decoder.compute_logits(text, cache)
     with pytest.raises(kvant.CapacityError, match="8 tokens for a capacity of 7"):
-        decoder.logits([10], cache)
+        decoder.compute_logits([10], cache)
     assert cache.stats()["replayed"] == 3 and cache.length == 7
 
 
 def test_no_cache_is_kept_alive() -> None:
-    decoder = HostDecoder(build("llama", **SMALL | TWO), capture=traced)
-    cache = decoder.memory("raw")
+    decoder = TransformersDecoder(build("llama", **SMALL | TWO), capture=traced)
+    cache = decoder.make_cache("raw")
     for text in ([3, 4, 5], [6], [7], [8]):
-        decoder.logits(text, cache)
-    room = weakref.ref(cache.layers[0].state.view().keys.open)
+        decoder.compute_logits(text, cache)
+    room = weakref.ref(cache.layers[0].paged_layer.view().keys.open)
     gone = weakref.ref(cache)
     del cache
     gc.collect()
@@ -338,7 +338,8 @@ def test_no_cache_is_kept_alive() -> None:
 @pytest.fixture
 def traced_sessions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(
-        "kvant.generation.session.decoder_of", lambda model: HostDecoder(model, capture=traced)
+        "kvant.generation.session.make_decoder",
+        lambda model: TransformersDecoder(model, capture=traced),
     )
     return
 
@@ -363,11 +364,11 @@ def test_a_reply_is_the_same() -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
 def test_on_a_gpu_tokens_come_from_a_graph(family: str) -> None:
     model, text = build(family).to("cuda"), tokens(family, PROMPT + 6)
-    plain, stepped = HostDecoder(model), HostDecoder(model)
+    plain, stepped = TransformersDecoder(model), TransformersDecoder(model)
     plain._capture = None
-    caches = [decoder.memory("affine4,tail=3,capacity=160") for decoder in (plain, stepped)]
+    caches = [decoder.make_cache("affine4,tail=3,capacity=160") for decoder in (plain, stepped)]
     for part in (text[:PROMPT], *([token] for token in text[PROMPT:])):
-        x, y = plain.logits(part, caches[0]), stepped.logits(part, caches[1])
+        x, y = plain.compute_logits(part, caches[0]), stepped.compute_logits(part, caches[1])
         assert (x - y).abs().max() < 1e-4 * (x.max() - x.min())
-    assert caches[1].context.replays.refusal is None
+    assert caches[1].context.replay_stats.refusal is None
     assert caches[1].stats()["replayed"] == 5

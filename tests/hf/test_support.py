@@ -20,7 +20,7 @@ import kvant
 from hf.shrinking import tiny
 from hf.zoo import COMMON, build
 from kvant import demo
-from kvant.hf import Level, support, support_of
+from kvant.hf import SupportLevel, get_support, support
 
 TOKENS = 8
 TOGETHER = ("llama", "gpt_oss", "deepseek_v3", "mamba2", "mixtral")
@@ -30,7 +30,7 @@ IN_TURNS = ("bloom", "mllama", "deepseek_v32")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """No verdict is known from another test."""
-    monkeypatch.setattr(support, "_known", {})
+    monkeypatch.setattr(support, "_known_support", {})
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +63,19 @@ def served(model: PreTrainedModel, tokenizer: Any, *lengths: int) -> list[list[i
 
 @pytest.mark.parametrize("name", TOGETHER)
 def test_sequences_of_different_lengths_decode_together(name: str) -> None:
-    assert support_of(build(name)) == (Level.TOGETHER, "")
+    assert get_support(build(name)) == (SupportLevel.RAGGED_BATCH, "")
 
 
 @pytest.mark.parametrize("name", IN_TURNS)
 def test_sequences_decode_in_turns_where_they_cannot_together(name: str) -> None:
-    found = support_of(build(name))
-    assert found.level is Level.ALONE
+    found = get_support(build(name))
+    assert found.level is SupportLevel.ONE_SEQUENCE
     assert found.reason
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3_next"])
 def test_rounding_of_16_bits_parts_no_sequences(name: str) -> None:
-    assert support_of(build(name).bfloat16()).level is Level.TOGETHER
+    assert get_support(build(name).bfloat16()).level is SupportLevel.RAGGED_BATCH
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def test_a_model_with_one_position_for_the_batch_decodes_in_turns(
     name: str, reason: str, tokenizer: Any
 ) -> None:
     model = tiny(name)
-    assert support_of(model).level is Level.ALONE
-    assert reason in support_of(model).reason
+    assert get_support(model).level is SupportLevel.ONE_SEQUENCE
+    assert reason in get_support(model).reason
     lengths = (5, 70, 33)
     alone = [stock(model, prompt(length)) for length in lengths]
     assert served(model, tokenizer, *lengths) == alone
@@ -130,7 +130,7 @@ def test_a_forward_that_needs_the_whole_text_is_left_to_generate(name: str, toke
         with pytest.raises(kvant.CacheError, match=r"does not continue.*kvant.cache_for"):
             ask(model, tokenizer, "raw")
     with kvant.attach(model, guard=False):
-        assert kvant.hf.attachments(model)
+        assert kvant.hf.get_attachments(model)
 
 
 def test_layers_in_loops_are_refused_for_what_they_are(tokenizer: Any) -> None:
@@ -146,7 +146,7 @@ def test_what_a_vision_model_keeps_between_forwards_is_no_state() -> None:
     config = Qwen2_5_VLConfig(text_config=text, vision_config=vision)
     model = Qwen2_5_VLForConditionalGeneration(config).eval()
     model.model.rope_deltas = kept = torch.ones(1, 1, dtype=torch.int64)
-    assert support_of(model).level is Level.TOGETHER
+    assert get_support(model).level is SupportLevel.RAGGED_BATCH
     assert model.model.rope_deltas is kept
 
 
@@ -178,15 +178,15 @@ class Noting(Counting):
 
 
 def test_state_is_found_by_what_it_changes(counting: PreTrainedModel) -> None:
-    found = support_of(counting)
-    assert found.level is Level.NOTHING
+    found = get_support(counting)
+    assert found.level is SupportLevel.NOTHING
     assert "keeps state" in found.reason
 
 
 def test_what_a_module_keeps_and_does_not_read_is_no_state() -> None:
     model = build("llama")
     model.model.norm = Noting(model.model.norm)
-    assert support_of(model).level is Level.TOGETHER
+    assert get_support(model).level is SupportLevel.RAGGED_BATCH
     assert not hasattr(model.model.norm, "last")
 
 
@@ -194,21 +194,21 @@ def test_the_check_leaves_the_model_as_it_was(counting: PreTrainedModel) -> None
     counting.train()
     counting.model.layers[0].eval()
     before = torch.random.get_rng_state()
-    support_of(counting)
+    get_support(counting)
     assert counting.training and not counting.model.layers[0].training
     assert counting.model.norm.calls == 0
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert not kvant.hf.attachments(counting)
+    assert not kvant.hf.get_attachments(counting)
     assert counting.config._attn_implementation == "sdpa"
 
 
 def test_an_attached_model_stays_attached() -> None:
     model = build("llama")
     with kvant.attach(model, "affine8", guard=False):
-        held = kvant.hf.attachments(model)
-        support._known.clear()
-        assert support_of(model).level is Level.TOGETHER
-        assert kvant.hf.attachments(model) == held
+        held = kvant.hf.get_attachments(model)
+        support._known_support.clear()
+        assert get_support(model).level is SupportLevel.RAGGED_BATCH
+        assert kvant.hf.get_attachments(model) == held
 
 
 def test_a_second_model_of_the_class_costs_no_forward(
@@ -234,15 +234,15 @@ def test_a_forward_that_failed_is_asked_again() -> None:
 
     model.forward = failing
     with pytest.raises(kvant.CacheError, match=r"\(RuntimeError: out of luck\)"):
-        support_of(model).require(Level.ALONE)
+        get_support(model).require_level(SupportLevel.ONE_SEQUENCE)
     model.forward = right
-    assert support_of(model).level is Level.TOGETHER
+    assert get_support(model).level is SupportLevel.RAGGED_BATCH
 
 
 def test_a_configuration_may_hold_what_is_no_json(tokenizer: Any) -> None:
     model = build("llama")
     model.config.extra = {("a", 1): object(), 2: {3}}
-    assert support_of(model).level is Level.TOGETHER
+    assert get_support(model).level is SupportLevel.RAGGED_BATCH
     assert len(served(model, tokenizer, 5)[0]) == TOKENS
 
 
@@ -255,17 +255,19 @@ def offload(module: torch.nn.Module) -> None:
     module.register_forward_hook(lambda *_: module._parameters.update({name: meta}))
 
 
-@pytest.mark.parametrize(("name", "level"), [("llama", Level.TOGETHER), ("bloom", Level.ALONE)])
-def test_a_model_with_some_weights_on_meta_is_checked(name: str, level: Level) -> None:
+@pytest.mark.parametrize(
+    ("name", "level"), [("llama", SupportLevel.RAGGED_BATCH), ("bloom", SupportLevel.ONE_SEQUENCE)]
+)
+def test_a_model_with_some_weights_on_meta_is_checked(name: str, level: SupportLevel) -> None:
     model = build(name)
     offload(model.get_input_embeddings())
     assert model.device.type == "meta"
-    assert support_of(model).level is level
+    assert get_support(model).level is level
     assert model.device.type == "meta"
 
 
 def test_a_model_that_is_all_on_meta_is_not_computed_with() -> None:
-    assert support_of(build("bloom").to("meta")) == (Level.TOGETHER, "")
+    assert get_support(build("bloom").to("meta")) == (SupportLevel.RAGGED_BATCH, "")
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 0.0])
@@ -273,18 +275,18 @@ def test_a_model_that_is_all_on_meta_is_not_computed_with() -> None:
 def test_logits_that_say_nothing_leave_no_verdict(value: float) -> None:
     model = build("llama")
     model.lm_head.weight.data.fill_(value)
-    found = support_of(model)
-    assert found.level is Level.ALONE
+    found = get_support(model)
+    assert found.level is SupportLevel.ONE_SEQUENCE
     assert "NaN or all alike" in found.reason
-    assert support_of(build("llama")).level is Level.TOGETHER
+    assert get_support(build("llama")).level is SupportLevel.RAGGED_BATCH
 
 
 def test_logits_that_are_nan_beside_others_leave_no_verdict() -> None:
     model = build("llama")
     hook = model.register_forward_hook(spoil_pairs)
-    assert support_of(model).level is Level.ALONE
+    assert get_support(model).level is SupportLevel.ONE_SEQUENCE
     hook.remove()
-    assert support_of(model).level is Level.TOGETHER
+    assert get_support(model).level is SupportLevel.RAGGED_BATCH
 
 
 def spoil_pairs(module: Any, args: Any, output: Any) -> None:
@@ -303,13 +305,13 @@ def test_two_sequences_that_failed_together_are_asked_again() -> None:
         return right(input_ids, position_ids=position_ids, use_cache=use_cache, cache=cache)
 
     model.forward = failing
-    assert support_of(model) == (Level.ALONE, "RuntimeError: not enough memory")
+    assert get_support(model) == (SupportLevel.ONE_SEQUENCE, "RuntimeError: not enough memory")
     model.forward = right
-    assert support_of(model).level is Level.TOGETHER
+    assert get_support(model).level is SupportLevel.RAGGED_BATCH
 
 
 @pytest.mark.parametrize("name", [*TOGETHER, *IN_TURNS, "inkling_text"])
 def test_a_verdict_on_finite_logits_is_kept(name: str) -> None:
     model = tiny(name) if name == "inkling_text" else build(name)
-    support_of(model)
-    assert len(support._known) == 1
+    get_support(model)
+    assert len(support._known_support) == 1

@@ -17,7 +17,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention
 import kvant
 from hf.zoo import build
 from kvant import LayerSpec, UnsupportedView
-from kvant.hf.masks import LazyMask, lazily
+from kvant.hf.masks import LazyMask, make_lazy_mask_function
 
 
 def tokens(batch: int, count: int, seed: int = 0) -> Tensor:
@@ -195,12 +195,12 @@ def test_a_lazy_mask_has_the_dtype_of_the_real_one() -> None:
     """Models build masks of their own beside it."""
     asked = {"batch_size": 1, "q_length": 2, "kv_length": 5, "q_offset": 3, "dtype": torch.bfloat16}
     for host in (sdpa_mask, eager_mask):
-        lazy = lazily(host)(**asked)
+        lazy = make_lazy_mask_function(host)(**asked)
         assert isinstance(lazy, LazyMask)
         assert (lazy.dtype, lazy.shape) == ((lazy + 0).dtype, (lazy + 0).shape) or (
             lazy.dtype == torch.bool
         )
-        assert lazy.dense("a test").dtype == lazy.dtype
+        assert lazy.materialize("a test").dtype == lazy.dtype
 
 
 def handles(count: int = 1) -> tuple[Tensor, Tensor]:

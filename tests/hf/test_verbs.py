@@ -15,7 +15,7 @@ from transformers import DynamicCache
 import kvant
 from hf.zoo import FAMILIES, build, worded
 from kvant import CacheError, CapacityError, RewindError
-from kvant.hf import HostCache, layers
+from kvant.hf import TransformersCache, layers
 
 SPECS = ("raw", "affine8", "turbo4v4", "raw,window=16,sinks=2")
 
@@ -27,18 +27,20 @@ def rows(first: int, count: int, batch: int = 1) -> tuple[Tensor, Tensor]:
     return keys.clone(), -keys
 
 
-def forward(cache: HostCache, count: int, batch: int = 1) -> list[tuple[Tensor, Tensor]]:
+def forward(cache: TransformersCache, count: int, batch: int = 1) -> list[tuple[Tensor, Tensor]]:
     first = cache.get_seq_length()
     return [cache.update(*rows(first, count, batch), i) for i in range(len(cache))]
 
 
-def grown(count: int = 20, spec: str = "raw", batch: int = 1, name: str = "llama") -> HostCache:
+def grown(
+    count: int = 20, spec: str = "raw", batch: int = 1, name: str = "llama"
+) -> TransformersCache:
     cache = kvant.cache_for(build(name), spec)
     forward(cache, count, batch)
     return cache
 
 
-def positions(cache: HostCache, sequence: int = 0, layer: int = 0) -> list[int]:
+def positions(cache: TransformersCache, sequence: int = 0, layer: int = 0) -> list[int]:
     keys, _ = cache.states[layer].read()
     return [round(x) for x in keys[sequence, 0, :, 0].tolist()]
 
@@ -322,7 +324,7 @@ def test_explain_says_what_is_fused_and_what_is_not() -> None:
 
 
 def test_gradients_that_would_be_lost_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    layers._warn_of_gradients.cache_clear()
+    layers._warn_about_gradients.cache_clear()
     cache = kvant.cache_for(build("llama"), "raw")
     for _ in range(2):
         for layer in range(4):
@@ -336,10 +338,10 @@ def test_padding_that_was_told_goes_with_its_sequences() -> None:
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
     cache = kvant.cache_for(build("llama"), "raw,sinks=2", attention_mask=mask)
     forward(cache, 4, batch=4)  # two beams of each
-    assert cache.states[0].view().extent.padding.tolist() == [2, 2, 0, 0]
+    assert cache.states[0].view().page_table.padding.tolist() == [2, 2, 0, 0]
     cache.reorder_cache(torch.tensor([1, 0, 2, 2]))
     cache.batch_select_indices(torch.tensor([2, 0]))
-    assert cache.states[0].view().extent.padding.tolist() == [0, 2]
+    assert cache.states[0].view().page_table.padding.tolist() == [0, 2]
     assert cache.context.padding == (0, 2)
 
 

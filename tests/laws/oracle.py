@@ -35,18 +35,20 @@ def is_sealed(spec: LayerSpec, position: Tensor, query: Tensor) -> Tensor:
 
 def decoded(codec: Codec, rows: Tensor, page: int) -> Tensor:
     """Every whole page of rows as it comes back from the codec, the rest as it went in."""
-    framed = codec.frame.rows(rows)
+    framed = codec.frame.transform_rows(rows)
     whole = framed.shape[2] // page * page
     batch, heads, _, dim = rows.shape
     pages = framed[:, :, :whole].reshape(batch, heads, whole // page, page, dim)
     opened = codec.open(codec.seal(pages)).reshape(batch, heads, whole, dim)
-    return codec.frame.outputs(torch.cat([opened, framed[:, :, whole:].float()], 2))
+    return codec.frame.restore_outputs(torch.cat([opened, framed[:, :, whole:].float()], 2))
 
 
 def side(codec: Codec, rows: Tensor, start: list[int], choice: Tensor, page: int) -> Tensor:
     """The rows of one side, sealed where `choice` says so; pages begin where sequences do."""
     count = choice.shape[1]
-    dense = codec.frame.outputs(codec.frame.rows(rows)).float()[:, :, :count].clone()
+    dense = (
+        codec.frame.restore_outputs(codec.frame.transform_rows(rows)).float()[:, :, :count].clone()
+    )
     for which, first in enumerate(start):
         if first >= count:
             continue

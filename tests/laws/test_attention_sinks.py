@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from hf import sink_model
-from kvant.attention import selecting
+from kvant.attention import page_selection
 from kvant.contracts import Mask, View
-from kvant.extent import Ints
-from kvant.probing.predictions import Divergence, divergence
+from kvant.page_table import Ints
+from kvant.probing.divergence import Divergence, measure_divergence
 
 SELECTIONS = ("affine8,select=25%", "raw,select=1", "turbo4,select=12%", "affine8,select=1:0")
 
 
 def damage(spec: str) -> Divergence:
-    return divergence(sink_model.build(), [sink_model.predictable_text(1000)], spec)
+    return measure_divergence(sink_model.build(), [sink_model.predictable_text(1000)], spec)
 
 
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine4"])
@@ -34,12 +34,12 @@ def test_a_selection_reads_the_first_tokens(spec: str) -> None:
 
 @pytest.mark.parametrize("spec", SELECTIONS)
 def test_bounds_alone_leave_them_out(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    ranges = selecting._ranges
+    ranges = page_selection._compute_page_ranges
 
     def bounds_alone(view: View, rule: Mask, queries: int) -> Ints:
         found = ranges(view, rule, queries)
-        found[..., selecting.FIRST] = found[..., selecting.LOW]
+        found[..., page_selection.FIRST_CANDIDATE] = found[..., page_selection.LOW_PAGE]
         return found
 
-    monkeypatch.setattr(selecting, "_ranges", bounds_alone)
+    monkeypatch.setattr(page_selection, "_compute_page_ranges", bounds_alone)
     assert damage(spec).mean_kl > 0.1

@@ -10,7 +10,7 @@ import torch
 
 from cache.tagged import One
 from kvant import Cache, CacheSpec, RewindError, Shape, attend, load, plan, save
-from kvant.cache.layer import kind_of, pages_nbytes
+from kvant.cache.layer import make_layer_group, pages_nbytes
 from kvant.contracts import Snapshot
 from kvant.recipes import LayerSpec
 from laws import oracle
@@ -79,7 +79,7 @@ def short_rewind_never_happened(case: Case) -> None:
     for state in (straight, detour):
         put(case, state, right[0], right[1])
     same(straight.snapshot(), detour.snapshot())
-    assert (detour.tally.rewinds_exact, detour.tally.rewinds_decoded) == (1, 0)
+    assert (detour.stats.rewinds_exact, detour.stats.rewinds_decoded) == (1, 0)
 
 
 def deep_rewind_is_said(case: Case) -> None:
@@ -107,7 +107,7 @@ def deep_rewind_is_said(case: Case) -> None:
         due(spec, 300 - start - spec.slack) > max(due(spec, 130 - start), spec.retention.sinks > 0)
         for start in case.start or [0]
     )
-    assert (state.tally.rewinds_exact, state.tally.rewinds_decoded) == (not reopened, reopened)
+    assert (state.stats.rewinds_exact, state.stats.rewinds_decoded) == (not reopened, reopened)
     put(case, state, *case.rows(3, 100))
     assert state.length == 230
 
@@ -156,7 +156,7 @@ def bytes_are_planned(case: Case) -> None:
         put(case, state, keys[:, :, length - 1 : length], values[:, :, length - 1 : length])
         if length in (1, 63, 64, 65, 150, 200) and case.start is None:
             assert state.nbytes == planned(shape, spec, length, case.sequences), length
-    most = pages_nbytes(state.storage.geometry, case.spec, kind_of(case.spec), [128])
+    most = pages_nbytes(state.storage.geometry, case.spec, make_layer_group(case.spec), [128])
     for chunks in ((200,), (500, 1, 1)):
         state, length = grown(case, *chunks), sum(chunks)
         told = planned(shape, spec, length, case.sequences)

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvant import Cache, CapacityError, RewindError, attend, load, merge, save
-from kvant.cache import Attention
+from kvant.cache import PagedLayer
 from kvant.contracts import Retention, View
 
 SPECS = (
@@ -69,7 +69,7 @@ class Life(RuleBasedStateMachine):
             return
         drafts = [[(self.next_tag + i) % 2000 for i in range(count)] for _ in self.tags]
         rows, tags = self.rows(drafts), self.tags
-        with self.cache.speculating():
+        with self.cache.speculation_mode():
             views = [self.cache[layer].append(rows, rows) for layer in range(LAYERS)]
         self.tags = [old + new for old, new in zip(tags, drafts, strict=True)]
         for layer, view in zip(self.cache, views, strict=True):
@@ -171,11 +171,11 @@ class Life(RuleBasedStateMachine):
         for cache, tags, _ in [(self.cache, self.tags, 0), *self.kept]:
             cache.check()
             for layer in cache:
-                assert isinstance(layer, Attention)
+                assert isinstance(layer, PagedLayer)
                 check(layer, tags)
 
 
-def check(layer: Attention, tags: list[list[int]]) -> None:
+def check(layer: PagedLayer, tags: list[list[int]]) -> None:
     length = max(map(len, tags))
     assert layer.length == length
     if length == 0:

@@ -13,7 +13,7 @@ from cache.tiled import Tiled
 from kvant import LayerSpec, attend
 from kvant.codecs import Affine, Codebook, Fp8, Raw
 from kvant.codecs.frames import Rotation
-from kvant.retention import All, Window
+from kvant.retention import KeepAll, Window
 from laws import oracle
 
 AFFINE = (Affine(8, 16), Affine(3, 16), Affine(4, 16, Rotation(5)))
@@ -26,7 +26,7 @@ recipes = st.builds(
     LayerSpec,
     keys=codecs,
     values=codecs,
-    retention=st.one_of(st.builds(All, sinks), st.builds(Window, st.integers(1, 40), sinks)),
+    retention=st.one_of(st.builds(KeepAll, sinks), st.builds(Window, st.integers(1, 40), sinks)),
     page=st.sampled_from([4, 8, 16]),
     tail=st.one_of(st.none(), st.integers(0, 30)),
     slack=st.integers(0, 12),
@@ -62,7 +62,7 @@ def life(spec: LayerSpec, script: list[tuple[int, int]], start: list[int], tiled
         to = max(state.length - back, furthest - spec.slack, 0)
         state.rewind(min(to, state.length))  # slack counts from the furthest length
         rows = [row[:, :, : state.length] for row in rows]
-        assert state.tally.rewinds_decoded == 0
+        assert state.stats.rewinds_decoded == 0
 
 
 def check(

@@ -17,7 +17,7 @@ from kvant import SpecError, attend, parse
 from kvant.codecs import Raw
 from kvant.contracts import Snapshot
 from kvant.recipes import LayerSpec
-from kvant.retention import All, Window
+from kvant.retention import KeepAll, Window
 from laws.cases import Case, everything, grown, pairwise, put, thinned
 
 Law = Callable[[Case, int], None]
@@ -136,14 +136,14 @@ def what_stays_is_not_encoded_again(case: Case, length: int) -> None:
     bits(state.snapshot(), before)
     recode(state, replace(case.spec, step=7))
     bits(state.snapshot(), before)
-    assert state.tally.sealed == grown(case, length).tally.sealed
+    assert state.stats.sealed_pages == grown(case, length).stats.sealed_pages
 
 
 def what_is_gone_is_refused(case: Case, length: int) -> None:
     state = grown(case, length)
     before, spec = state.snapshot(), state.spec
     held, sinks = state.held, spec.retention.sinks
-    refused: list[All | Window] = [All(), Window(length)] if held < length else []
+    refused: list[KeepAll | Window] = [KeepAll(), Window(length)] if held < length else []
     if held < length:
         refused.append(Window(1, sinks=sinks + 1))
     for retention in refused:

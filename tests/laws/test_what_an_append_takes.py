@@ -29,20 +29,20 @@ def test_an_append_takes_what_was_foreseen(
         given = {"start": None if cache.length else start}
         if spec.capacity is not None and cache.length + count > spec.capacity:
             with pytest.raises(CapacityError):
-                cache[0].nbytes_with(rows, rows, **given)
+                cache[0].nbytes_after_append(rows, rows, **given)
             break
         if dies:
             cache[0].append(rows, rows, **given)
             cache.rollback()
         for state in (cache[0], cache[1]):
             before = state.nbytes, state.length
-            foreseen = state.nbytes_with(rows, rows, **given)
+            foreseen = state.nbytes_after_append(rows, rows, **given)
             assert (state.nbytes, state.length) == before
             state.append(rows, rows, **given)
             if state is cache[0]:
                 assert state.nbytes == foreseen
             else:
-                assert cache.whole and state.nbytes <= foreseen
+                assert cache.is_complete and state.nbytes <= foreseen
         cache.rewind(cache.reachable(max(0, cache.length - back)))
 
 
@@ -51,12 +51,12 @@ def test_a_state_takes_what_was_foreseen(dtype: torch.dtype) -> None:
     state = One(RecurrentSpec())
     for count in (3, 1):
         given = {"conv": torch.zeros(1, 8, 3, dtype=dtype)}
-        foreseen = state.nbytes_with(count, given)
+        foreseen = state.nbytes_after_append(count, given)
         state.append(count, given)
         assert state.nbytes == foreseen
         state.checkpoint()
     with pytest.raises(ValueError, match="for a layer of"):
-        state.nbytes_with(1, {"conv": torch.zeros(1, 8, 4)})
+        state.nbytes_after_append(1, {"conv": torch.zeros(1, 8, 4)})
 
 
 def test_what_an_append_refuses_is_refused() -> None:
@@ -65,9 +65,9 @@ def test_what_an_append_refuses_is_refused() -> None:
     cache[0].append(rows, rows)
     for wrong, error in ((rows[:, :1], ValueError), (rows, CapacityError)):
         with pytest.raises(error) as foreseen:
-            cache[0].nbytes_with(wrong, wrong)
+            cache[0].nbytes_after_append(wrong, wrong)
         with pytest.raises(error) as done:
             cache[0].append(wrong, wrong)
         assert str(foreseen.value) == str(done.value)
     with pytest.raises(ValueError, match="prefill"):
-        cache[0].nbytes_with(rows, rows, prefill="both")
+        cache[0].nbytes_after_append(rows, rows, prefill="both")

@@ -17,34 +17,42 @@ import pytest
 import torch
 
 from kvant import Cache, attend
-from kvant.attention.native import records
-from kvant.extent import BEGINS, FIRST_OPEN, FIRST_SEALED, LENGTH, STOP_SEALED
-from kvant.native import MAP, NORM, PRODUCT, ROTATION, STEP, library, rotated
+from kvant.attention.native import structs
+from kvant.native import (
+    MAP_STRUCT,
+    MULTIPLY_STRUCT,
+    NORM_STRUCT,
+    ROTATE_STRUCT,
+    STEP_STRUCT,
+    get_library,
+    rotate_rows,
+)
+from kvant.page_table import FIRST_OPEN, FIRST_SEALED, FIRST_VISIBLE, LENGTH, STOP_SEALED
 from native.cases import AFFINE, FOUR, FP8, Case, nbytes_of
 from native.interface import ENTRIES, STRUCTS, Pointer, all_places, loaded, places
 from native.memory import memory
 
 pytestmark = pytest.mark.skipif(
-    library().functions is None, reason="the native library is not here"
+    get_library().functions is None, reason="the native library is not here"
 )
 RECORDS = {
-    "kvant_side": records.SIDE,
-    "kvant_extent": records.EXTENT,
-    "kvant_request": records.REQUEST,
-    "kvant_store_request": records.STORE,
-    "kvant_steps": records.STEPS,
-    "kvant_rotate_request": ROTATION,
-    "kvant_norm_request": NORM,
-    "kvant_choose_request": records.CHOOSE,
-    "kvant_multiply_request": PRODUCT,
-    "kvant_map_request": MAP,
-    "kvant_step": STEP,
+    "kvant_side": structs.SIDE_STRUCT,
+    "kvant_extent": structs.PAGE_TABLE_STRUCT,
+    "kvant_request": structs.ATTEND_STRUCT,
+    "kvant_store_request": structs.STORE_STRUCT,
+    "kvant_steps": structs.PLAN_STRUCT,
+    "kvant_rotate_request": ROTATE_STRUCT,
+    "kvant_norm_request": NORM_STRUCT,
+    "kvant_choose_request": structs.CHOOSE_STRUCT,
+    "kvant_multiply_request": MULTIPLY_STRUCT,
+    "kvant_map_request": MAP_STRUCT,
+    "kvant_step": STEP_STRUCT,
 }
 
 
 @pytest.fixture(scope="module")
 def functions() -> ctypes.CDLL:
-    found = library().functions
+    found = get_library().functions
     assert found is not None
     return loaded(found._name)
 
@@ -265,7 +273,7 @@ def test_a_page_that_is_not_there_is_refused(functions: ctypes.CDLL, slot: int, 
             assert case.call(functions) == SLOTS_OF[table]
 
 
-@pytest.mark.parametrize("number", [LENGTH, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, BEGINS])
+@pytest.mark.parametrize("number", [LENGTH, FIRST_SEALED, STOP_SEALED, FIRST_OPEN, FIRST_VISIBLE])
 @pytest.mark.parametrize("value", [1 << 62, -(1 << 63), (1 << 63) - 1])
 def test_a_sequence_that_is_nowhere_is_refused(
     functions: ctypes.CDLL, number: int, value: int
@@ -398,12 +406,16 @@ def test_python_says_what_is_refused() -> None:
     view = state.append(*torch.randn(2, 1, 2, 200, 32))
     q = torch.randn(1, 2, 1, 32)
     attend(q, view, backend="native")
-    extent = view.extent
-    lost = view._replace(extent=replace(extent, sealed=extent.sealed + 1000, memo={}, shared={}))
+    extent = view.page_table
+    lost = view._replace(
+        page_table=replace(
+            extent, sealed_table=extent.sealed_table + 1000, derived={}, derived_from_tables={}
+        )
+    )
     with pytest.raises(RuntimeError, match="refuses what it was asked: sealed: slots"):
         attend(q, lost, backend="native")
     with pytest.raises(RuntimeError, match="signs: fewer than channels"):
-        rotated(torch.randn(1, 1, 1, 64), (ctypes.c_float * 32)(), last=False)
+        rotate_rows(torch.randn(1, 1, 1, 64), (ctypes.c_float * 32)(), signs_last=False)
 
 
 def test_no_sequence_has_nothing_to_attend_to(functions: ctypes.CDLL) -> None:

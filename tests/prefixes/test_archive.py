@@ -14,15 +14,15 @@ import torch
 import kvant
 from generation.speakers import Numbers
 from hf.zoo import build
-from kvant.cache.pieces import Pieces
-from kvant.generation import HostDecoder
+from kvant.cache.page_set import PageSet
+from kvant.generation import TransformersDecoder
 from kvant.prefixes import Prefixes
-from kvant.stores import Folder, Tiers
+from kvant.stores import FolderStore, Tiers
 from prefixes.test_prefixes import FOREIGN, SPECS, families, leave_nothing, said, text
 
 
 def folder(path: Path) -> Tiers:
-    return Tiers([Folder(path, min_free=0)])
+    return Tiers([FolderStore(path, min_free=0)])
 
 
 def told(prefixes: Prefixes) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def after_a_restart(model: Any, spec: str, path: Path) -> None:
 @pytest.mark.parametrize("name", families())
 def test_what_hit_before_hits_after_a_restart(name: str, tmp_path: Path) -> None:
     model = build(name)
-    if name in FOREIGN or not HostDecoder(model).continues:
+    if name in FOREIGN or not TransformersDecoder(model).supports_chunked_prefill:
         conversation_of_nothing(model, tmp_path)
     else:
         after_a_restart(model, "raw", tmp_path)
@@ -66,7 +66,7 @@ def test_what_hit_before_hits_after_a_restart(name: str, tmp_path: Path) -> None
 def conversation_of_nothing(model: Any, path: Path) -> None:
     with Prefixes(store=folder(path)) as prefixes:
         said(model, text(200, seed=0), prefixes=prefixes)
-    assert not list(Folder(path))
+    assert not list(FolderStore(path))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -145,7 +145,9 @@ def test_a_prefix_that_was_evicted_comes_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build("llama")
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    monkeypatch.setattr(
+        Prefixes, "_record_prefill_time", lambda *given: None
+    )  # to read it is never sooner
     page = kvant.plan(model, "raw", context=64).nbytes
     prompts = [text(250, seed=seed) for seed in range(6)]
     with Prefixes(6 * page, store=folder(tmp_path)) as prefixes:
@@ -183,7 +185,7 @@ def test_pages_are_written_once(tmp_path: Path) -> None:
         for seed in range(5):
             said(model, text(192, seed=0) + text(30, seed=1 + seed), prefixes=prefixes)
         prefixes.flush()
-        names = [entry.part for entry in Folder(tmp_path)]
+        names = [entry.part for entry in FolderStore(tmp_path)]
         assert sorted(name for name in names if name.startswith("k")) == ["k0-0", "k0-1", "k0-2"]
         assert told(prefixes)["stores"][0]["written"] == len(names) == 3 + 10
     with Prefixes(store=folder(tmp_path)) as prefixes:  # another process
@@ -197,23 +199,23 @@ def test_who_lets_go_of_a_prefix_has_its_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while its pages are being copied, to be written."""
-    model, copies, go, copy = build("llama"), Event(), Event(), Pieces.copy
+    model, copies, go, copy = build("llama"), Event(), Event(), PageSet.copy_pages
 
-    def halting(self: Pieces, *given: Any) -> None:
+    def halting(self: PageSet, *given: Any) -> None:
         copies.set()
         go.wait(10)
         copy(self, *given)
 
-    monkeypatch.setattr(Pieces, "copy", halting)
+    monkeypatch.setattr(PageSet, "copy_pages", halting)
     held: list[int] = []
     with Prefixes(store=folder(tmp_path)) as prefixes:
         said(model, text(200, seed=0), prefixes=prefixes)
-        (home,) = prefixes._homes.values()
+        (home,) = prefixes._pool_caches.values()
         assert copies.wait(10)
 
         def let_go() -> None:
             assert prefixes.evict(prefixes.nbytes)
-            held.append(home.states.pooled()["nbytes_held"])
+            held.append(home.states.measure_pools()["nbytes_held"])
 
         evicting = Thread(target=let_go)
         evicting.start()
@@ -224,7 +226,7 @@ def test_who_lets_go_of_a_prefix_has_its_memory(
         assert held == [0]
 
 
-class Dead(Folder):
+class Dead(FolderStore):
     """A store that is gone."""
 
     def has(self, pages: Any) -> Any:
@@ -249,7 +251,7 @@ def test_what_takes_longer_than_reading_is_read(tmp_path: Path) -> None:
         said(model, prompt, prefixes=prefixes)
     with Prefixes(store=folder(tmp_path)) as prefixes:
         said(model, text(200, seed=1), prefixes=prefixes)  # now it is known how long that takes
-        assert prefixes.archive is not None
-        prefixes.archive.restores.late(400, 1e3)
+        assert prefixes.prefix_store is not None
+        prefixes.prefix_store.restore_times.record_timeout(400, 1e3)
         said(model, prompt, prefixes=prefixes)
         assert prefixes.stats()["tokens_hit"] == 0

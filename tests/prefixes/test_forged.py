@@ -15,7 +15,7 @@ from engine.test_engine import alone, engine_for
 from generation.speakers import Numbers
 from hf.zoo import build
 from kvant.prefixes import Prefixes
-from kvant.stores import Blob, Folder, Payload, Tiers, opened, packed
+from kvant.stores import Blob, BlobPayload, FolderStore, Tiers, pack_blob, parse_blob
 from prefixes.test_archive import folder, told
 from prefixes.test_prefixes import said, text
 
@@ -36,7 +36,7 @@ def with_tensors(change: Callable[[str, torch.Tensor], torch.Tensor]) -> Change:
     def changed(blob: Blob) -> Blob:
         fields = blob.payload.fields.items()
         held = {n: x if n.endswith("numbers") else change(n, x).contiguous() for n, x in fields}
-        return replace(blob, payload=Payload.of(held))
+        return replace(blob, payload=BlobPayload.from_fields(held))
 
     return changed
 
@@ -76,7 +76,7 @@ def forge(path: Path, change: Change) -> int:
     for file in path.rglob("*"):
         if file.is_file():
             data = file.read_bytes()
-            forged = packed(change(opened(data)))
+            forged = pack_blob(change(parse_blob(data)))
             count += forged != data
             file.write_bytes(forged)
     return count
@@ -130,14 +130,14 @@ def test_blobs_that_are_cut_short_are_all_written_at_the_first_miss(
     hit(model, spec, prompt, expected, folder(tmp_path))
     assert hit(model, spec, prompt, expected, folder(tmp_path)) == most > 0
     for file in tmp_path.rglob("*"):
-        assert file.is_dir() or opened(file.read_bytes())
+        assert file.is_dir() or parse_blob(file.read_bytes())
 
 
 @pytest.mark.parametrize(("name", "spec"), CASES)
 def test_a_bad_blob_hides_no_good_one_farther_away(name: str, spec: str, tmp_path: Path) -> None:
     model, prompt = build(name), text(330, seed=0)
     expected, near, far = said(model, prompt, spec), tmp_path / "near", tmp_path / "far"
-    both = [Folder(near, min_free=0), Folder(far, min_free=0)]
+    both = [FolderStore(near, min_free=0), FolderStore(far, min_free=0)]
     hit(model, spec, prompt, expected, Tiers(both))
     most = hit(model, spec, prompt, expected, Tiers(both))
     forge(near, more_heads)
@@ -150,7 +150,9 @@ def test_a_bad_blob_hides_no_good_one_farther_away(name: str, spec: str, tmp_pat
 def test_an_engine_reads_blobs_that_do_not_fit_as_misses(
     name: str, spec: str, forgery: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    monkeypatch.setattr(
+        Prefixes, "_record_prefill_time", lambda *given: None
+    )  # to read it is never sooner
     model, prompt = build(name), text(330, seed=0)
     expected = alone(model, prompt, spec, max_new_tokens=4)
     restored = []
@@ -195,7 +197,9 @@ def test_a_prefix_with_which_a_model_fails_is_read_no_more(
 def test_an_engine_fails_once_with_a_prefix(
     name: str, spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Prefixes, "_took", lambda *given: None)  # to read it is never sooner
+    monkeypatch.setattr(
+        Prefixes, "_record_prefill_time", lambda *given: None
+    )  # to read it is never sooner
     model, prompt = build(name), text(330, seed=0)
     expected = alone(model, prompt, spec, max_new_tokens=4)
     asked = {"max_new_tokens": 4, "ignore_end": True}

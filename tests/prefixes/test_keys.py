@@ -14,9 +14,9 @@ import torch
 import kvant
 from generation.speakers import Numbers
 from hf.zoo import build
-from kvant.generation import HostDecoder
+from kvant.generation import TransformersDecoder
 from kvant.prefixes import Prefixes, fingerprint
-from kvant.prefixes.keys import digest, key, root, salted
+from kvant.prefixes.keys import digest, make_page_key, make_root_key, salt_key
 from kvant.recipes import CacheSpec
 from kvant.spec import to_json
 from kvant.weights import is_packed
@@ -76,12 +76,12 @@ def test_another_spec(spec: str) -> None:
 
 def test_another_rope() -> None:
     model, told = build("llama"), set()
-    spec = HostDecoder(model).memory("raw").spec
-    told.add(root(model, spec))
+    spec = TransformersDecoder(model).make_cache("raw").spec
+    told.add(make_root_key(model, spec))
     model.config.rope_parameters["rope_theta"] *= 2
-    told.add(root(model, spec))
+    told.add(make_root_key(model, spec))
     model.model.rotary_emb.inv_freq *= 0.5
-    told.add(root(model, spec))
+    told.add(make_root_key(model, spec))
     assert len(told) == 3
 
 
@@ -94,23 +94,23 @@ def root_of_before(model: Any, spec: CacheSpec) -> bytes:
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine8,window=64,sinks=0"])
 def test_a_root_of_before_is_found(spec: str) -> None:
     model = build("llama")
-    full = HostDecoder(model).memory(spec).spec
-    assert root(model, full) == root_of_before(model, full)
+    full = TransformersDecoder(model).make_cache(spec).spec
+    assert make_root_key(model, full) == root_of_before(model, full)
 
 
 def test_a_root_of_before_is_of_other_rows_where_pages_are_selected() -> None:
     model = build("llama")
-    full = HostDecoder(model).memory("affine8,select=1:1").spec
-    assert root(model, full) != root_of_before(model, full)
+    full = TransformersDecoder(model).make_cache("affine8,select=1:1").spec
+    assert make_root_key(model, full) != root_of_before(model, full)
 
 
 def test_another_salt() -> None:
     """vLLM #53347: a salt is no part of the text, and none is another with something behind it."""
     model = build("llama")
-    spec = HostDecoder(model).memory("raw").spec
+    spec = TransformersDecoder(model).make_cache("raw").spec
     salts = (("", ""), ("a", ""), ("", "a"), ("a", "b"), ("ab", ""), ("", "ab"))
-    top = root(model, spec)
-    assert len({top} | {salted(top, *words) for words in salts}) == 7
+    top = make_root_key(model, spec)
+    assert len({top} | {salt_key(top, *words) for words in salts}) == 7
     one, other = Prefixes(salt="a"), Prefixes(salt="b")
     assert hit(one, model) == hit(other, model) == 0
 
@@ -165,13 +165,13 @@ def test_nothing_is_kept_of_a_model_that_may_do_anything() -> None:
 def test_another_image() -> None:
     before, page = digest(b"root"), text(64, seed=0)
     names = {
-        key(before, page),
-        key(before, page, [(3, b"cat")]),
-        key(before, page, [(3, b"dog")]),
-        key(before, page, [(4, b"cat")]),
-        key(before, page, [(3, b"cat"), (9, b"dog")]),
-        key(digest(b"other"), page),
-        key(before, [*page[:-1], 999]),
+        make_page_key(before, page),
+        make_page_key(before, page, [(3, b"cat")]),
+        make_page_key(before, page, [(3, b"dog")]),
+        make_page_key(before, page, [(4, b"cat")]),
+        make_page_key(before, page, [(3, b"cat"), (9, b"dog")]),
+        make_page_key(digest(b"other"), page),
+        make_page_key(before, [*page[:-1], 999]),
     }
     assert len(names) == 7
 
@@ -182,7 +182,9 @@ def test_parts_have_their_lengths() -> None:
 
 def test_a_collision_of_keys_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     """openvino.genai #3722: tokens are compared, whatever their key says."""
-    monkeypatch.setattr("kvant.prefixes.tree.key", lambda before, tokens, media=(): before + b"x")
+    monkeypatch.setattr(
+        "kvant.prefixes.tree.make_page_key", lambda before, tokens, media=(): before + b"x"
+    )
     prefixes, model = Prefixes(), build("llama")
     assert hit(prefixes, model) == 0
     other = text(200, seed=5)

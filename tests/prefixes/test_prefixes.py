@@ -13,11 +13,11 @@ import torch
 import kvant
 from generation.speakers import Numbers
 from hf.zoo import FAMILIES, build
-from kvant.generation import HostDecoder
-from kvant.generation.reader import Reader
-from kvant.hf import HostCache
+from kvant.generation import TransformersDecoder
+from kvant.generation.prefill import Prefiller
+from kvant.hf import TransformersCache
 from kvant.prefixes import Prefixes
-from kvant.prefixes.keys import key
+from kvant.prefixes.keys import make_page_key
 from laws.cases import FORMATS
 from thin import once
 
@@ -43,14 +43,14 @@ def families() -> list[Any]:
 
 def leave_nothing(prefixes: Prefixes) -> None:
     """Once all is let go, no page is held."""
-    homes = list(prefixes._homes.values())
+    homes = list(prefixes._pool_caches.values())
     for home in homes:
         home.states.check()
     prefixes.clear()
     gc.collect()
     for home in homes:
         home.states.check()
-        assert home.states.pooled()["nbytes_held"] == 0
+        assert home.states.measure_pools()["nbytes_held"] == 0
 
 
 @pytest.mark.parametrize("name", families())
@@ -63,7 +63,11 @@ def test_a_hit_gives_the_tokens_of_a_cold_run(name: str) -> None:
         before = prefixes.stats()["tokens_hit"]
         assert said(model, prompt, prefixes=prefixes) == said(model, prompt)
         hit = prefixes.stats()["tokens_hit"] - before
-        if number >= 2 and name not in FOREIGN and HostDecoder(model).continues:
+        if (
+            number >= 2
+            and name not in FOREIGN
+            and TransformersDecoder(model).supports_chunked_prefill
+        ):
             assert hit >= 128, f"{hit} tokens of a prefix of 150"
     leave_nothing(prefixes)
 
@@ -99,16 +103,16 @@ WINDOWS = ("", "sinks=3", "window=70,sinks=4", "window=200")
 @pytest.mark.parametrize(("name", "codec", "window"), once(product(EXACT, FORMATS, WINDOWS)))
 def test_exact_hits_have_the_bits_of_a_cold_run(name: str, codec: str, window: str) -> None:
     model, spec = build(name), ",".join(filter(None, (codec, window, "prefill=stored")))
-    decoder, shared = HostDecoder(model), text(1100, seed=0)
+    decoder, shared = TransformersDecoder(model), text(1100, seed=0)
 
     def logits(prompt: list[int], prefixes: Prefixes) -> torch.Tensor:
-        memory = decoder.memory(spec)
-        reader = Reader(decoder, memory, prefixes=prefixes.shelf(model, memory))
-        found = reader.prompt(prompt)
+        memory = decoder.make_cache(spec)
+        reader = Prefiller(decoder, memory, prefixes=prefixes.open_namespace(model, memory))
+        found = reader.prefill(prompt)
         for token in text(4, seed=9):  # tokens of a reply, whose pages are no prompt's
             prompt = [*prompt, token]
-            reader.next(prompt)
-        reader.keep()
+            reader.compute_next_logits(prompt)
+        reader.insert_prefix()
         return found
 
     warm = Prefixes(exact=True)
@@ -117,13 +121,13 @@ def test_exact_hits_have_the_bits_of_a_cold_run(name: str, codec: str, window: s
         assert torch.equal(logits(prompt, warm), logits(prompt, Prefixes(exact=True)))
     assert warm.stats()["tokens_hit"] >= 1024
     with pytest.raises(ValueError, match="prefill=stored"):
-        Prefixes(exact=True).shelf(model, decoder.memory("affine8"))
+        Prefixes(exact=True).open_namespace(model, decoder.make_cache("affine8"))
 
 
 def test_pages_that_are_shared_never_change() -> None:
     model, prefixes, chance = build("llama"), Prefixes(), random.Random(3)
     texts = [text(70 * n + 9, seed=n % 3) for n in range(1, 5)]
-    seen: dict[int, tuple[HostCache, list[torch.Tensor]]] = {}
+    seen: dict[int, tuple[TransformersCache, list[torch.Tensor]]] = {}
     for turn in range(24):
         prompt = chance.choice(texts)[: chance.randrange(60, 300)] + text(chance.randrange(9), turn)
         steps = kvant.generate(
@@ -247,9 +251,9 @@ def test_an_interrupt_while_something_is_kept_leaves_a_tree(
         calls.append(1)
         if len(calls) == 1 + least:
             raise KeyboardInterrupt
-        return key(*given)
+        return make_page_key(*given)
 
-    monkeypatch.setattr("kvant.prefixes.keys.key", interrupted)
+    monkeypatch.setattr("kvant.prefixes.keys.make_page_key", interrupted)
     with pytest.raises(KeyboardInterrupt):
         said(model, text(64, seed=0) + text(200, seed=1), prefixes=prefixes)
     monkeypatch.undo()

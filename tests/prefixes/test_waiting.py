@@ -13,12 +13,12 @@ import pytest
 import kvant
 from cache.test_pieces import filled, put
 from hf.zoo import build
-from kvant.cache.arrival import Arrival
-from kvant.cache.pieces import Pieces
-from kvant.prefixes import Prefixes, Waiting
-from kvant.prefixes import shelf as shelves
+from kvant.cache.page_set import PageSet
+from kvant.cache.restore_buffer import RestoreBuffer
+from kvant.prefixes import LookupDeadline, Prefixes
+from kvant.prefixes import namespace as shelves
 from kvant.prefixes.threads import Daemons
-from kvant.stores import Folder, Tiers
+from kvant.stores import FolderStore, Tiers
 from kvant.stores import tiers as stores
 from prefixes.test_prefixes import said, text
 
@@ -27,34 +27,34 @@ from prefixes.test_prefixes import said, text
 @pytest.mark.parametrize("spec", ["raw", "affine8", "affine8,sinks=4"])
 def test_who_leaves_holds_nothing(spec: str, when: str) -> None:
     cache, memory = filled(spec, 300), filled(spec, 128)
-    nbytes, waiting = memory.pooled()["nbytes_held"], Waiting()
-    pieces, shares = Pieces(cache), memory.fork()
-    waiting.hold(lambda: shares)
+    nbytes, waiting = memory.measure_pools()["nbytes_held"], LookupDeadline()
+    pieces, shares = PageSet(cache), memory.fork()
+    waiting.allocate(lambda: shares)
     if when == "before":
-        waiting.leave()
-    arrival = waiting.hold(lambda: Arrival(shares, 300, pieces.rest()))
+        waiting.cancel()
+    arrival = waiting.allocate(lambda: RestoreBuffer(shares, 300, pieces.snapshot_tail_state()))
     assert (arrival is None) == (when == "before")
     if arrival is not None:
         with arrival:
             if when == "taken":
-                waiting.leave()
+                waiting.cancel()
             put(arrival, pieces)
             if when == "put":
-                waiting.leave()
-            again = arrival.settled(300 if when != "settled" else 256)
+                waiting.cancel()
+            again = arrival.finish(300 if when != "settled" else 256)
             assert again.length == {"settled": 256, "ended": 300}.get(when, 0)
             if when == "settled":
-                waiting.leave()
-    waiting.drop(shares)
-    assert waiting.over == (when != "ended")
-    if waiting.over:
-        assert not waiting.left()
-        assert waiting.hold(lambda: kvant.Cache(3, spec)) is None
+                waiting.cancel()
+    waiting.release(shares)
+    assert waiting.is_cancelled == (when != "ended")
+    if waiting.is_cancelled:
+        assert not waiting.compute_seconds_left()
+        assert waiting.allocate(lambda: kvant.Cache(3, spec)) is None
     else:
-        assert waiting.left() and memory.pooled()["nbytes_held"] > nbytes
-        waiting.leave()
+        assert waiting.compute_seconds_left() and memory.measure_pools()["nbytes_held"] > nbytes
+        waiting.cancel()
     memory.check()
-    assert memory.pooled()["nbytes_held"] == nbytes
+    assert memory.measure_pools()["nbytes_held"] == nbytes
 
 
 def test_what_cannot_be_cleared_keeps_nobody(caplog: pytest.LogCaptureFixture) -> None:
@@ -62,14 +62,14 @@ def test_what_cannot_be_cleared_keeps_nobody(caplog: pytest.LogCaptureFixture) -
         def clear(self) -> None:
             raise RuntimeError("no memory to clear it with")
 
-    memory, waiting = filled("raw", 128), Waiting()
-    waiting.hold(Broken)
-    waiting.hold(lambda: memory)
-    waiting.leave()
+    memory, waiting = filled("raw", 128), LookupDeadline()
+    waiting.allocate(Broken)
+    waiting.allocate(lambda: memory)
+    waiting.cancel()
     assert not memory.length and "no memory to clear it with" in caplog.text
 
 
-class Hung(Folder):
+class Hung(FolderStore):
     """A folder on a disk that went away."""
 
     def __init__(self, path: Path) -> None:
@@ -99,16 +99,16 @@ def test_a_reply_waits_for_a_store_that_hangs_no_longer_than_it_may(
 PROGRAM = """
 import sys, threading, time
 import kvant
-import kvant.prefixes.shelf, kvant.engine.reuse
+import kvant.prefixes.namespace, kvant.engine.prefix_reuse
 from kvant import demo
-from kvant.stores import Folder, Tiers, tiers
+from kvant.stores import FolderStore, Tiers, tiers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-class Hung(Folder):
+class Hung(FolderStore):
     def has(self, pages):
         threading.Event().wait()
 
-kvant.prefixes.shelf.STORE_TIMEOUT_S = kvant.engine.reuse.PATIENCE = 0.1
+kvant.prefixes.namespace.STORE_TIMEOUT_S = kvant.engine.prefix_reuse.MAX_STORE_WAIT_S = 0.1
 tiers.UNANSWERED = 0.1
 model = AutoModelForCausalLM.from_pretrained(demo.PATH)
 tokenizer = AutoTokenizer.from_pretrained(demo.PATH)

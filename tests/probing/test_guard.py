@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvant
 from kvant import demo, hf
-from kvant.eval.outliers import with_outliers
+from kvant.eval.outliers import scale_key_channels
 from kvant.probing import assessment, guard
 from kvant.probing import verdicts as kept
-from kvant.probing.guard import attached, harm
-from kvant.probing.judgement import trial
+from kvant.probing.evaluator import make_trial
+from kvant.probing.guard import attach_checked, explain_harm
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +46,17 @@ def slow_clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
 def test_a_harmless_format_is_clear_after_a_few_tokens(
     plain: Any, tokenizer: Any, steps: list[tuple[int, int]]
 ) -> None:
-    tried = trial(plain, tokenizer)
-    assert harm(plain, "affine8", tried, lambda *step: steps.append(step)) is None
+    tried = make_trial(plain, tokenizer)
+    assert explain_harm(plain, "affine8", tried, lambda *step: steps.append(step)) is None
     assert steps[0] == (0, tried.ids.shape[1] - 1) and steps[-1][0] <= 256
 
 
 def test_a_harmful_format_is_clear_after_a_few_tokens(
     plain: Any, tokenizer: Any, steps: list[tuple[int, int]]
 ) -> None:
-    broken = with_outliers(plain, 100.0, channels=(3, 11))
-    told = harm(
-        broken, "affine4,tail=0", trial(broken, tokenizer), lambda *step: steps.append(step)
+    broken = scale_key_channels(plain, 100.0, channels=(3, 11))
+    told = explain_harm(
+        broken, "affine4,tail=0", make_trial(broken, tokenizer), lambda *step: steps.append(step)
     )
     assert told is not None and "affine4,tail=0 changes what" in told and steps[-1][0] <= 256
 
@@ -67,7 +67,7 @@ def test_what_the_seconds_do_not_suffice_for_is_unknown(
     """Never harmless: nothing of it is kept, and the next start tries again."""
     monkeypatch.setattr(guard, "BUDGET", 2.0)
     slow_clock(monkeypatch, 0.7)
-    told = harm(plain, "affine8", trial(plain, tokenizer))
+    told = explain_harm(plain, "affine8", make_trial(plain, tokenizer))
     assert told is not None and told.startswith("unknown what affine8 does to Qwen3ForCausalLM")
     assert "of 1023 tokens were read in 2 s" in told and "kvant eval" in told
     assert not verdicts.exists()
@@ -77,7 +77,7 @@ def test_a_second_start_tries_nothing(
     plain: Any, tokenizer: Any, steps: list[tuple[int, int]], verdicts: Path
 ) -> None:
     for _ in range(2):
-        found = attached(
+        found = attach_checked(
             plain, "affine8", tokenizer, guard=True, progress=lambda *step: steps.append(step)
         )
         assert found.warning is None
@@ -88,7 +88,7 @@ def test_a_second_start_tries_nothing(
 
 
 def test_a_harmful_format_is_warned_of_at_each_start(plain: Any, tokenizer: Any) -> None:
-    broken = with_outliers(plain, 100.0, channels=(3, 11))
+    broken = scale_key_channels(plain, 100.0, channels=(3, 11))
     for _ in range(2):
         with pytest.warns(UserWarning, match="affine4 changes what"):
             kvant.attach(broken, "affine4", tokenizer=tokenizer)
@@ -104,11 +104,11 @@ WRONG_KL = '{"harmless": false, "mean_kl": null, "top1": 1, "tokens": 1, "total"
 def test_a_damaged_verdict_is_none(
     content: str, plain: Any, tokenizer: Any, steps: list[tuple[int, int]], verdicts: Path
 ) -> None:
-    tried = trial(plain, tokenizer)
-    assert harm(plain, "affine8", tried) is None
+    tried = make_trial(plain, tokenizer)
+    assert explain_harm(plain, "affine8", tried) is None
     (file,) = verdicts.iterdir()
     file.write_text(content)
-    assert harm(plain, "affine8", tried, lambda *step: steps.append(step)) is None
+    assert explain_harm(plain, "affine8", tried, lambda *step: steps.append(step)) is None
     assert steps
 
 
@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(
 ) -> None:
     verdicts.parent.mkdir(parents=True)
     verdicts.write_text("a file")
-    assert harm(plain, "affine8", trial(plain, tokenizer)) is None
+    assert explain_harm(plain, "affine8", make_trial(plain, tokenizer)) is None
 
 
 def test_one_value_that_differs_is_another_key(plain: Any) -> None:
@@ -153,7 +153,7 @@ def test_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_auto_is_chosen_once(plain: Any, tokenizer: Any, steps: list[tuple[int, int]]) -> None:
     found = [
-        attached(
+        attach_checked(
             plain,
             "auto,max_kl=1,max_lost=1",
             tokenizer,
@@ -172,10 +172,10 @@ def test_a_choice_that_auto_cannot_make_is_found_anew(
     spec: object, plain: Any, tokenizer: Any, verdicts: Path
 ) -> None:
     auto = "auto,max_kl=1,max_lost=1"
-    first = attached(plain, auto, tokenizer, guard=True)
+    first = attach_checked(plain, auto, tokenizer, guard=True)
     (file,) = verdicts.iterdir()
     file.write_text(json.dumps({"spec": spec, "candidates": []}))
-    assert attached(plain, auto, tokenizer, guard=True) == first
+    assert attach_checked(plain, auto, tokenizer, guard=True) == first
     hf.detach(plain)
 
 
@@ -186,7 +186,7 @@ def test_a_key_of_many_weights_takes_none_of_the_budget(
     monkeypatch.setattr(guard, "BUDGET", 2.0)
     monkeypatch.setattr(guard, "assess", lambda *_, **given: seconds.append(given["seconds"]))
     with pytest.raises(AttributeError):  # no verdict
-        harm(plain, "affine8", trial(plain, tokenizer))
+        explain_harm(plain, "affine8", make_trial(plain, tokenizer))
     assert seconds == [2.0]
 
 
@@ -202,5 +202,5 @@ def test_a_write_that_fails_leaves_no_file(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nothing_is_tried_without_a_guard(plain: Any, verdicts: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kvant.attach(with_outliers(plain, 100.0, channels=(3, 11)), "affine4", guard=False)
+        kvant.attach(scale_key_channels(plain, 100.0, channels=(3, 11)), "affine4", guard=False)
     assert not verdicts.exists()

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf import zoo
-from kvant.attention import attending
-from kvant.attention.reference import Reference
+from kvant.attention import dispatch
+from kvant.attention.reference import ReferenceBackend
 from kvant.codecs.affine import Affine
-from kvant.probing.predictions import Divergence, compared, divergence
+from kvant.probing.divergence import Divergence, compare_logits, measure_divergence
 
 SPECS = ("affine4", "turbo4v2", "affine3,sinks=4,tail=0", "affine8,window=96")
 
@@ -26,8 +26,8 @@ def pieces(*lengths: int) -> list[Tensor]:
 
 
 def test_raw_does_no_damage_at_all() -> None:
-    found = divergence(zoo.build("llama"), pieces(150, 80), "raw", chunk=64)
-    assert found.positions == 149 + 79
+    found = measure_divergence(zoo.build("llama"), pieces(150, 80), "raw", chunk=64)
+    assert found.num_positions == 149 + 79
     assert (found.mean_kl, found.quantile(1.0), found.perplexity_change) == (0.0, 0.0, 0.0)
     assert found.top1 == 1.0
 
@@ -40,11 +40,11 @@ def test_chunks_and_what_the_spec_says_of_prompts_change_nothing(spec: str) -> N
     measured: what raw rows change, and what codes do where weights move by a part in a million.
     """
     model, text = zoo.build("llama"), pieces(200)
-    whole = divergence(model, text, spec)
+    whole = measure_divergence(model, text, spec)
     assert whole.mean_kl > 1e-4
-    assert torch.equal(divergence(model, text, f"{spec},prefill=dense").kl, whole.kl)
-    other = divergence(model, text, spec, chunk=37)
-    moved = divergence(with_moved_weights(model), text, spec)
+    assert torch.equal(measure_divergence(model, text, f"{spec},prefill=dense").kl, whole.kl)
+    other = measure_divergence(model, text, spec, chunk=37)
+    moved = measure_divergence(with_moved_weights(model), text, spec)
     rounding = (other.raw_loss - whole.raw_loss).abs().max()
     assert rounding < (moved.raw_loss - whole.raw_loss).abs().max()
     tipped = (moved.kl - whole.kl).abs().quantile(0.9)
@@ -65,7 +65,7 @@ def with_moved_weights(model: PreTrainedModel) -> PreTrainedModel:
 @pytest.mark.parametrize("name", ["gemma3", "qwen3_next", "gpt2"])
 def test_losses_are_those_of_the_model(name: str) -> None:
     model, (ids,) = zoo.build(name), pieces(90)
-    found = divergence(model, [ids], "affine8,tail=0")
+    found = measure_divergence(model, [ids], "affine8,tail=0")
     with torch.no_grad():
         logits = model(ids, use_cache=False).logits[0, :-1]
     expected = torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
@@ -75,9 +75,9 @@ def test_losses_are_those_of_the_model(name: str) -> None:
 
 def test_each_piece_begins_anew() -> None:
     model, (one, other) = zoo.build("llama"), pieces(100, 70)
-    together = divergence(model, [one, other], "affine4")
-    apart = Divergence.joined(
-        [divergence(model, [one], "affine4"), divergence(model, [other], "affine4")]
+    together = measure_divergence(model, [one, other], "affine4")
+    apart = Divergence.concatenate(
+        [measure_divergence(model, [one], "affine4"), measure_divergence(model, [other], "affine4")]
     )
     for field in fields(Divergence):
         assert torch.equal(getattr(together, field.name), getattr(apart, field.name))
@@ -86,12 +86,12 @@ def test_each_piece_begins_anew() -> None:
 def test_numbers_of_known_distributions() -> None:
     raw = torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.5, 0.0]]).log()
     ours = torch.tensor([[0.25, 0.5, 0.25], [0.5, 0.25, 0.25]]).log()
-    found = compared(raw + 7, ours - 3, torch.tensor([0, 1]))
+    found = compare_logits(raw + 7, ours - 3, torch.tensor([0, 1]))
     kl = [0.25 * math.log(2), 0.5 * math.log(2)]
     assert found.kl.tolist() == pytest.approx(kl)
     assert found.raw_loss.tolist() == pytest.approx([math.log(2), math.log(2)])
     assert found.loss.tolist() == pytest.approx([math.log(4), math.log(4)])
-    assert found.same.tolist() == [False, True]
+    assert found.same_top1.tolist() == [False, True]
     assert (found.mean_kl, found.top1) == (pytest.approx(sum(kl) / 2), 0.5)
     assert (found.raw_perplexity, found.perplexity) == (pytest.approx(2), pytest.approx(4))
     assert found.perplexity_change == pytest.approx(1.0)
@@ -100,18 +100,18 @@ def test_numbers_of_known_distributions() -> None:
 
 def test_half_precision_is_compared_in_float32() -> None:
     raw = torch.randn(4, 1000, dtype=torch.bfloat16) * 8
-    found = compared(raw, raw + 0.25, torch.zeros(4, dtype=torch.long))
-    wide = compared(raw.float(), (raw + 0.25).float(), torch.zeros(4, dtype=torch.long))
+    found = compare_logits(raw, raw + 0.25, torch.zeros(4, dtype=torch.long))
+    wide = compare_logits(raw.float(), (raw + 0.25).float(), torch.zeros(4, dtype=torch.long))
     assert found.kl.dtype == torch.float32 and torch.equal(found.kl, wide.kl)
 
 
 def test_rows_that_are_zeroed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = zoo.build("llama"), pieces(200)
-    sound = divergence(model, text, "affine8,tail=0")
+    sound = measure_divergence(model, text, "affine8,tail=0")
     opened = Affine.open
     monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * 0)
     with_reference(monkeypatch)
-    broken = divergence(model, text, "affine8,tail=0")
+    broken = measure_divergence(model, text, "affine8,tail=0")
     assert torch.equal(broken.kl[:63], torch.zeros(63))  # no page is sealed before
     assert broken.mean_kl > 100 * sound.mean_kl
 
@@ -120,14 +120,14 @@ def test_what_is_no_number_is_infinite_damage(monkeypatch: pytest.MonkeyPatch) -
     opened = Affine.open
     monkeypatch.setattr(Affine, "open", lambda self, fields: opened(self, fields) * torch.nan)
     with_reference(monkeypatch)
-    found = divergence(zoo.build("llama"), pieces(200), "affine8,tail=0")
+    found = measure_divergence(zoo.build("llama"), pieces(200), "affine8,tail=0")
     assert found.mean_kl == found.quantile(0.999) == found.perplexity_change == math.inf
-    assert found.same[:63].all() and not found.same[64:].any()
+    assert found.same_top1[:63].all() and not found.same_top1[64:].any()
 
 
 def with_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels open pages themselves; the reference asks the codec."""
-    monkeypatch.setattr(attending, "BACKENDS", [Reference()])
+    monkeypatch.setattr(dispatch, "BACKENDS", [ReferenceBackend()])
 
 
 @pytest.mark.parametrize(
@@ -144,4 +144,4 @@ def test_what_cannot_be_compared_is_refused(
     name: str, spec: str, text: list[Tensor], why: str
 ) -> None:
     with pytest.raises(ValueError, match=why):
-        divergence(zoo.build(name), text, spec)
+        measure_divergence(zoo.build(name), text, spec)

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvant
 from hf.zoo import build
 from kvant import SpecError, demo
-from kvant.eval.outliers import with_outliers
-from kvant.probing import harm, resolved, trial
-from kvant.probing.finding import CHOICES, promoted, smallest
-from kvant.probing.judgement import MEANINGLESS
-from kvant.spec.auto import MAX_KL, MAX_LOST, Tolerance, auto_tolerance
+from kvant.eval.outliers import scale_key_channels
+from kvant.probing import explain_harm, make_trial, resolve_auto
+from kvant.probing.evaluator import RANDOM_TOKENS_KL_SCALE
+from kvant.probing.recommendation import CANDIDATE_SPECS, find_smallest_spec, list_promotions
+from kvant.spec.auto import MAX_KL, MAX_LOST, Tolerance, parse_auto_tolerance
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def plain() -> Any:
 @pytest.fixture(scope="module")
 def outliers(plain: Any) -> Any:
     """The same function; a few channels of keys are a hundred times as large."""
-    return with_outliers(plain, 100.0, channels=(3, 11))
+    return scale_key_channels(plain, 100.0, channels=(3, 11))
 
 
 def test_a_harmless_format_is_left_as_it_is(plain: Any, tokenizer: Any) -> None:
@@ -100,8 +100,8 @@ def test_auto_is_the_smallest_that_does_little(
     model = request.getfixturevalue(name)
     shape = kvant.Shape(1, 8, 128, 128)
     raw = kvant.plan(shape, "raw").nbytes_per_token
-    chosen = resolved(model, "auto", trial(model, tokenizer))
-    assert isinstance(chosen, str) and chosen in CHOICES
+    chosen = resolve_auto(model, "auto", make_trial(model, tokenizer))
+    assert isinstance(chosen, str) and chosen in CANDIDATE_SPECS
     assert kvant.plan(shape, chosen).nbytes_per_token <= most * raw
     found = kvant.probe(model, tokenizer, chosen)
     assert found.harmless and abs(found.divergence.perplexity_change) < 0.01
@@ -119,9 +119,9 @@ def test_a_format_that_takes_what_a_model_recalls_does_harm(plain: Any, tokenize
 
 @pytest.mark.laws
 def test_what_auto_tolerates_is_an_argument(plain: Any, tokenizer: Any) -> None:
-    tried = trial(plain, tokenizer)
-    lax, usual = (resolved(plain, spec, tried) for spec in ("auto,max_lost=1", "auto"))
-    strict = resolved(plain, "auto,max_kl=1e-3,max_lost=0.005", tried)
+    tried = make_trial(plain, tokenizer)
+    lax, usual = (resolve_auto(plain, spec, tried) for spec in ("auto,max_lost=1", "auto"))
+    strict = resolve_auto(plain, "auto,max_kl=1e-3,max_lost=0.005", tried)
     row = [
         kvant.plan(plain, str(spec), context=1).nbytes_per_token for spec in (lax, usual, strict)
     ]
@@ -129,8 +129,8 @@ def test_what_auto_tolerates_is_an_argument(plain: Any, tokenizer: Any) -> None:
 
 
 def test_what_auto_tolerates_is_in_its_spec() -> None:
-    assert auto_tolerance("auto", Tolerance(0.5, 0.25)) == Tolerance(0.5, 0.25)
-    told = auto_tolerance("auto,max_kl=1e-3,max_lost=0.005", Tolerance())
+    assert parse_auto_tolerance("auto", Tolerance(0.5, 0.25)) == Tolerance(0.5, 0.25)
+    told = parse_auto_tolerance("auto,max_kl=1e-3,max_lost=0.005", Tolerance())
     assert told == Tolerance(max_kl=1e-3, max_lost=0.005)
 
 
@@ -153,14 +153,16 @@ def test_an_auto_that_contradicts_itself_is_refused(
     spec: str, error: str, plain: Any, tokenizer: Any
 ) -> None:
     with pytest.raises(ValueError, match=error):
-        resolved(plain, spec, trial(plain, tokenizer))
+        resolve_auto(plain, spec, make_trial(plain, tokenizer))
 
 
 def test_who_looks_sees_formats_being_tried(plain: Any, tokenizer: Any) -> None:
     seen: list[tuple[int, int]] = []
-    tried = trial(plain, tokenizer)
-    chosen = resolved(plain, "auto,max_lost=1", tried, lambda *step: seen.append(step))
-    assert seen == [(n, len(CHOICES)) for n in range(CHOICES.index(str(chosen)) + 1)]
+    tried = make_trial(plain, tokenizer)
+    chosen = resolve_auto(plain, "auto,max_lost=1", tried, lambda *step: seen.append(step))
+    assert seen == [
+        (n, len(CANDIDATE_SPECS)) for n in range(CANDIDATE_SPECS.index(str(chosen)) + 1)
+    ]
 
 
 def test_without_words_to_ask_in_auto_says_what_it_did_not_ask(plain: Any) -> None:
@@ -177,23 +179,23 @@ def test_auto_within_a_size() -> None:
         asked.append(spec)
         return "affine" in spec
 
-    assert smallest(judge, layers, 4096, None) == "affine4"
+    assert find_smallest_spec(judge, layers, 4096, None) == "affine4"
     assert asked[0] == "turbo2" and "affine8" not in asked
     nbytes = kvant.plan(layers, "turbo4v2", context=4096).nbytes
     with pytest.raises(SpecError, match=rf"auto:{nbytes}: nothing .* allow more bytes"):
-        smallest(judge, layers, 4096, str(nbytes))
-    assert smallest(lambda spec: False, layers, 4096, None) == "raw"
+        find_smallest_spec(judge, layers, 4096, str(nbytes))
+    assert find_smallest_spec(lambda spec: False, layers, 4096, None) == "raw"
 
 
 def test_what_is_promoted_keeps_what_was_asked_for() -> None:
-    told = [spec for spec, _ in promoted("turbo4v2,window=64,sinks=4")]
+    told = [spec for spec, _ in list_promotions("turbo4v2,window=64,sinks=4")]
     assert told[0] == "turbo4v2,window=64,sinks=4,smooth"
     assert told[1] == "affine8/turbo2,window=64,sinks=4"
     assert told[-1] == "raw,window=64,sinks=4"
-    told = [spec for spec, _ in promoted("affine4,tail=0,group=64")]
+    told = [spec for spec, _ in list_promotions("affine4,tail=0,group=64")]
     assert told[1] == "affine4,tail=0,group=64,sinks=4,smooth"
     assert told[2] == "affine4,group=64,tail=128,smooth"
-    assert not any("tail=128" in spec for spec, _ in promoted("affine4,tail=256"))
+    assert not any("tail=128" in spec for spec, _ in list_promotions("affine4,tail=256"))
     for word in (
         "turbo4v2",
         "affine4,tail=0",
@@ -203,7 +205,7 @@ def test_what_is_promoted_keeps_what_was_asked_for() -> None:
         "fp8",
         "bf16",
     ):
-        for spec, why in promoted(word):
+        for spec, why in list_promotions(word):
             kvant.parse(spec, 8)
             assert why
 
@@ -224,8 +226,8 @@ def test_attaching_warns_once_and_loudly(outliers: Any, plain: Any, tokenizer: A
 
 
 def test_tokens_that_mean_nothing_are_held_against_another_limit(plain: Any) -> None:
-    assert trial(plain).max_kl == MEANINGLESS * MAX_KL
-    assert trial(plain).ids.equal(trial(plain).ids)
+    assert make_trial(plain).max_kl == RANDOM_TOKENS_KL_SCALE * MAX_KL
+    assert make_trial(plain).ids.equal(make_trial(plain).ids)
 
 
 @pytest.mark.parametrize("name", ["gemma3", "falcon_h1", "t5", "bloom", "deepseek_v3"])
@@ -253,4 +255,4 @@ def test_a_size_that_is_none_is_refused_and_changes_nothing(plain: Any, tokenize
 
 
 def test_nothing_is_said_of_raw(plain: Any) -> None:
-    assert harm(plain, "raw", trial(plain)) is None
+    assert explain_harm(plain, "raw", make_trial(plain)) is None

@@ -9,7 +9,7 @@ import torch
 
 from kvant.checkpoints import load
 from kvant.probing import recall as module
-from kvant.probing.recall import DEPTHS, KINDS, exams, recall
+from kvant.probing.recall import PLANT_DEPTHS, PLANT_KINDS, make_exams, measure_recall
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +19,11 @@ def tokenizer() -> Any:
 
 def test_a_prompt_keeps_its_length_and_holds_what_is_asked_for(tokenizer: Any) -> None:
     text = list(range(4096))
-    for exam in exams(tokenizer, [torch.tensor([text[:900]])], 3, seed=1):
+    for exam in make_exams(tokenizer, [torch.tensor([text[:900]])], 3, seed=1):
         longest = max(len(one.question + one.answer) for one in exam.planted)
         assert len(exam.prompt) + longest == 900
         assert [(one.kind, one.depth) for one in exam.planted] == [
-            (kind, depth) for depth in DEPTHS for kind in KINDS
+            (kind, depth) for depth in PLANT_DEPTHS for kind in PLANT_KINDS
         ]
         places = [place(exam.prompt, one.line) for one in exam.planted]
         assert places == sorted(places)
@@ -33,35 +33,35 @@ def test_a_prompt_keeps_its_length_and_holds_what_is_asked_for(tokenizer: Any) -
 
 
 def test_the_rest_of_the_text_is_there_in_order(tokenizer: Any) -> None:
-    (exam,) = exams(tokenizer, [torch.arange(10_000, 10_900)[None]], 1, seed=1)
+    (exam,) = make_exams(tokenizer, [torch.arange(10_000, 10_900)[None]], 1, seed=1)
     left = [token for token in exam.prompt if token >= 10_000]
     assert left == [*range(10_000, 10_000 + len(left))]
 
 
 def test_a_short_text_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="too short to plant 8 things"):
-        exams(tokenizer, [torch.arange(100)[None]], 1, seed=0)
+        make_exams(tokenizer, [torch.arange(100)[None]], 1, seed=0)
 
 
 @pytest.mark.parametrize("lost", [None, 0.25])
 def test_a_perfect_copier_finds_all_that_it_saw(
     tokenizer: Any, lost: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = exams(tokenizer, [torch.arange(900)[None]], 2, seed=2)
+    asked = make_exams(tokenizer, [torch.arange(900)[None]], 2, seed=2)
     hidden = [one.line for exam in asked for one in exam.planted if one.depth == lost]
-    monkeypatch.setattr(module, "stored", lambda model, spec: spec)
-    monkeypatch.setattr(module, "empty_cache", lambda model, spec: Seen([]))
-    monkeypatch.setattr(module, "read", lambda model, ids, seen: model(ids, seen))
-    monkeypatch.setattr(module, "forward", lambda model, ids, seen: model(ids, seen))
-    found = recall(Copier(hidden), asked, "raw")
-    assert found == {kind: {str(d): float(d != lost) for d in DEPTHS} for kind in KINDS}
+    monkeypatch.setattr(module, "make_stored_prefill_spec", lambda model, spec: spec)
+    monkeypatch.setattr(module, "make_empty_cache", lambda model, spec: Seen([]))
+    monkeypatch.setattr(module, "read_prompt", lambda model, ids, seen: model(ids, seen))
+    monkeypatch.setattr(module, "compute_logits", lambda model, ids, seen: model(ids, seen))
+    found = measure_recall(Copier(hidden), asked, "raw")
+    assert found == {kind: {str(d): float(d != lost) for d in PLANT_DEPTHS} for kind in PLANT_KINDS}
 
 
 def test_the_model_inside_finds_what_it_read_lately_and_a_window_loses_the_rest() -> None:
     model, tokenizer = load(None)
     text = torch.tensor([tokenizer.encode("import os\n\n\ndef listed(path):\n    pass\n" * 60)])
-    asked = exams(tokenizer, [text[:, :600]], 2, seed=0)
-    raw, short = (recall(model, asked, spec) for spec in ("raw", "raw,window=64,sinks=0"))
+    asked = make_exams(tokenizer, [text[:, :600]], 2, seed=0)
+    raw, short = (measure_recall(model, asked, spec) for spec in ("raw", "raw,window=64,sinks=0"))
     assert raw["copy"]["0.75"] == 1.0
     assert all(share == 0 for depths in short.values() for share in depths.values())
 

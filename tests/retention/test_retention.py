@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvant.retention import RETENTIONS, All, Window
+from kvant.retention import RETENTIONS, KeepAll, Window
 
 lengths = st.integers(0, 200)
 
@@ -18,7 +18,7 @@ def seen(window: int, query: int) -> list[int]:
 
 @given(lengths, st.integers(1, 50))
 def test_window_keeps_what_the_last_token_and_all_later_ones_see(length: int, window: int) -> None:
-    kept = list(range(Window(window).keep(length), length))
+    kept = list(range(Window(window).find_first_retained(length), length))
     last = seen(window, length - 1) if length else []
     assert kept == last
     assert {key for key in seen(window, length) if key < length} <= set(kept)
@@ -26,20 +26,22 @@ def test_window_keeps_what_the_last_token_and_all_later_ones_see(length: int, wi
 
 @given(lengths, st.integers(1, 50))
 def test_keep_never_falls(length: int, window: int) -> None:
-    assert Window(window).keep(length) <= Window(window).keep(length + 1)
+    assert Window(window).find_first_retained(length) <= Window(window).find_first_retained(
+        length + 1
+    )
 
 
 def test_a_window_of_three() -> None:
-    assert [Window(3).keep(length) for length in range(7)] == [0, 0, 0, 0, 1, 2, 3]
+    assert [Window(3).find_first_retained(length) for length in range(7)] == [0, 0, 0, 0, 1, 2, 3]
 
 
 def test_sinks_do_not_move_the_window() -> None:
-    assert [Window(3, sinks=8).keep(length) for length in (2, 5)] == [0, 2]
+    assert [Window(3, sinks=8).find_first_retained(length) for length in (2, 5)] == [0, 2]
 
 
 def test_all_keeps_row_zero() -> None:
-    rule = All(sinks=4)
-    assert (rule.window, rule.sinks, rule.keep(1000)) == (None, 4, 0)
+    rule = KeepAll(sinks=4)
+    assert (rule.window, rule.sinks, rule.find_first_retained(1000)) == (None, 4, 0)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def test_all_keeps_row_zero() -> None:
         (lambda: Window(0), "window=0: at least 1"),
         (lambda: Window(-3), "window=-3: at least 1"),
         (lambda: Window(3, -1), "sinks=-1: at least 0"),
-        (lambda: All(-1), "sinks=-1: at least 0"),
+        (lambda: KeepAll(-1), "sinks=-1: at least 0"),
     ],
 )
 def test_numbers_out_of_range_are_refused(make, message: str) -> None:

@@ -18,14 +18,14 @@ NAME = "inside"
 def deployment() -> Iterator[str]:
     """The root of its URLs."""
     pytest.importorskip("ray", reason="pip install 'kvant[ray]'")
-    from kvant.serve.ray import Deployed, connected, deployed, free
+    from kvant.serve.ray import DeploymentSettings, connect, deploy, find_free_port
 
-    port = free("127.0.0.1", 0)
-    with redis_server() as redis, connected():
-        settings = Deployed(
+    port = find_free_port("127.0.0.1", 0)
+    with redis_server() as redis, connect():
+        settings = DeploymentSettings(
             name=NAME, replicas=2, cpus=1, max_bytes="256MiB", max_sequences=8, store=[redis.url]
         )
-        with deployed(settings, port):
+        with deploy(settings, port):
             yield f"http://127.0.0.1:{port}"
 
 

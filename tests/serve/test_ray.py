@@ -24,8 +24,14 @@ from ray import serve
 from ray.serve.schema import ServeDeploySchema
 
 from kvant.errors import SpecError
-from kvant.serve.asked import PAGE, Asked, begins
-from kvant.serve.ray import NAMED, TOLD_EACH, Deployed, app, wanted
+from kvant.serve.ray import (
+    REPLICA_HEADER,
+    STATS_PERIOD_S,
+    DeploymentSettings,
+    app,
+    choose_num_replicas,
+)
+from kvant.serve.routed_request import PAGE_BYTES, RoutedRequest, parse_prefix_pages
 
 pytestmark = pytest.mark.xdist_group("ray")  # one deployment for all
 PREFIXES, EACH = 12, 20
@@ -44,7 +50,7 @@ def asked(root: str, method: str, path: str, body: Any = None) -> Answer:
         connection.request(method, path, text, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         told = json.loads(answer.read())
-        return Answer(answer.status, answer.headers.get(NAMED.decode(), ""), told)
+        return Answer(answer.status, answer.headers.get(REPLICA_HEADER.decode(), ""), told)
     finally:
         connection.close()
 
@@ -134,7 +140,7 @@ def test_a_stream_whose_replica_dies_ends_with_an_error(deployment: str) -> None
     )
     answer = connection.getresponse()
     assert answer.readline().startswith(b"data: {")
-    replica = answer.headers[NAMED.decode()]
+    replica = answer.headers[REPLICA_HEADER.decode()]
     ray.kill(ray.get_actor(f"SERVE_REPLICA::kvant#replica#{replica}", namespace="serve"))
     events = [line for line in answer if line.startswith(b"data: ")]
     connection.close()
@@ -145,7 +151,7 @@ def test_a_stream_whose_replica_dies_ends_with_an_error(deployment: str) -> None
 @pytest.mark.laws  # what replicas had is told every ten seconds
 def test_a_front_that_begins_anew_is_told_where_things_are(deployment: str) -> None:
     homes = {number: one(deployment, "front", number, 0).replica for number in range(PREFIXES)}
-    time.sleep(TOLD_EACH + 2)
+    time.sleep(STATS_PERIOD_S + 2)
     (front,) = (
         actor["name"]
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -195,14 +201,18 @@ def test_pages_are_of_what_a_prompt_begins_with() -> None:
     system = {"role": "system", "content": "x" * 1000}
     first = {"messages": [system, {"role": "user", "content": "a"}], "temperature": 1}
     other = {"temperature": 0, "messages": [system, {"role": "user", "content": "b" * 600}]}
-    short, long = (begins(json.dumps(one).encode())[1] for one in (first, other))
-    assert len(short) == 1000 // PAGE + 1 and len(long) > len(short)
+    short, long = (parse_prefix_pages(json.dumps(one).encode())[1] for one in (first, other))
+    assert len(short) == 1000 // PAGE_BYTES + 1 and len(long) > len(short)
     assert short[:3] == long[:3]
-    assert begins(json.dumps({"prompt": list(range(200))}).encode())[1]
-    assert begins(json.dumps({"tools": [1] * 200} | first).encode())[1][0] != short[0]
+    assert parse_prefix_pages(json.dumps({"prompt": list(range(200))}).encode())[1]
+    assert parse_prefix_pages(json.dumps({"tools": [1] * 200} | first).encode())[1][0] != short[0]
     for nothing in (b"", b"[]", b"\xff", b"{", b'{"prompt": null}', b'{"prompt": "short"}'):
-        assert begins(nothing) == (None, [])
-    assert begins(b"[" * 100_000) == begins(b'{"prompt":' * 100_000) == (None, [])
+        assert parse_prefix_pages(nothing) == (None, [])
+    assert (
+        parse_prefix_pages(b"[" * 100_000)
+        == parse_prefix_pages(b'{"prompt":' * 100_000)
+        == (None, [])
+    )
 
 
 def test_keys_are_of_who_shares_prefixes() -> None:
@@ -210,7 +220,7 @@ def test_keys_are_of_who_shares_prefixes() -> None:
     scope = {"type": "http", "path": "/", "headers": []}
 
     def named(tenant: str, **more: Any) -> tuple[bytes, ...]:
-        return Asked.of(scope, json.dumps(body | more).encode(), tenant).keys
+        return RoutedRequest.from_scope(scope, json.dumps(body | more).encode(), tenant).page_keys
 
     assert len(named("")) == 1 and named("") == named("", temperature=1)
     assert len({named(""), named("a"), named("a", cache_salt="b"), named("a", cache_salt="c")}) == 4
@@ -227,10 +237,10 @@ class Context(NamedTuple):
 
 
 def test_it_grows_with_requests_and_with_bytes() -> None:
-    assert wanted(Context(9, {}))[0] == 9 / 4
-    assert wanted(Context(0, None))[0] == 0
-    assert wanted(Context(1, {"used": {"a": 0.9, "b": 0.9}}))[0] == pytest.approx(2)
-    assert wanted(Context(1, {"used": {"a": 1.0, "b": 1.0}}))[0] > 2
+    assert choose_num_replicas(Context(9, {}))[0] == 9 / 4
+    assert choose_num_replicas(Context(0, None))[0] == 0
+    assert choose_num_replicas(Context(1, {"used": {"a": 0.9, "b": 0.9}}))[0] == pytest.approx(2)
+    assert choose_num_replicas(Context(1, {"used": {"a": 1.0, "b": 1.0}}))[0] > 2
 
 
 def test_the_example_is_an_application() -> None:
@@ -238,11 +248,11 @@ def test_the_example_is_an_application() -> None:
     (one,) = ServeDeploySchema.model_validate(told).applications
     assert one.import_path == f"{app.__module__}:{app.__name__}"
     assert isinstance(app(one.args), serve.Application)
-    assert Deployed(store="a").store == Deployed(store=["a"]).store == ["a"]
+    assert DeploymentSettings(store="a").store == DeploymentSettings(store=["a"]).store == ["a"]
 
 
 def test_a_deployment_is_checked_before_anything_is_begun() -> None:
     with pytest.raises(SpecError):
-        app(Deployed(kv_cache="affine9000"))
+        app(DeploymentSettings(kv_cache="affine9000"))
     with pytest.raises(ValueError, match="nothing"):
         app({"nothing": 1})

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from kvant.serve.routing import DEPTHS, Router, keys
+from kvant.serve.routing import KEY_DEPTHS, PrefixRouter, make_keys
 
 ORDERS = ("in turn", "one after the other", "at random")
 
@@ -17,20 +17,20 @@ def pages(prefix: str, count: int, own: str = "") -> list[bytes]:
     return [f"{prefix} {number}".encode() for number in range(count)] + [own.encode()]
 
 
-def router(*servers: str) -> Router[str]:
-    made = Router[str]()
+def router(*servers: str) -> PrefixRouter[str]:
+    made = PrefixRouter[str]()
     for server in servers:
-        made.join(server)
+        made.add_server(server)
     return made
 
 
-def ask(made: Router[str], read: list[bytes], *, ends: bool = True) -> str:
-    named = keys(read)
-    server = made.ranked(named, len(read))[0]
-    made.give(server, named)
-    made.begin(server)
+def ask(made: PrefixRouter[str], read: list[bytes], *, ends: bool = True) -> str:
+    named = make_keys(read)
+    server = made.rank_servers(named, len(read))[0]
+    made.assign_request(server, named)
+    made.start_request(server)
     if ends:
-        made.end(server)
+        made.finish_request(server)
     return server
 
 
@@ -46,11 +46,11 @@ def many(order: str, seed: int) -> list[tuple[int, int]]:
 
 def test_keys_are_of_the_first_pages_and_of_the_salt() -> None:
     short, long = pages("a", 4, "x"), pages("a", 20, "y")
-    assert len(keys(short)) == 2 and len(keys(long)) == 3
-    assert keys(short) == keys(long)[:2]
-    assert not set(keys(long)) & set(keys(long, b"somebody else"))
-    assert keys([b"ab", b"c"])[0] == keys([b"ab", b"d"])[0] != keys([b"a", b"bc"])[0]
-    assert len(keys(pages("a", 1000))) == len(DEPTHS)
+    assert len(make_keys(short)) == 2 and len(make_keys(long)) == 3
+    assert make_keys(short) == make_keys(long)[:2]
+    assert not set(make_keys(long)) & set(make_keys(long, b"somebody else"))
+    assert make_keys([b"ab", b"c"])[0] == make_keys([b"ab", b"d"])[0] != make_keys([b"a", b"bc"])[0]
+    assert len(make_keys(pages("a", 1000))) == len(KEY_DEPTHS)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -85,7 +85,7 @@ def test_who_joins_is_given_its_part_and_nothing_else_moves() -> None:
     made, homes = router(*"abc"), dict[int, str]()
     for prefix in range(300):
         homes[prefix] = ask(made, pages(str(prefix), 16))
-    made.join("d")
+    made.add_server("d")
     assert all(ask(made, pages(str(prefix), 16, "again")) == homes[prefix] for prefix in homes)
     new = Counter(ask(made, pages(f"new {prefix}", 16)) for prefix in range(400))
     assert 60 <= new["d"] <= 1.25 * 100
@@ -95,7 +95,7 @@ def test_who_joins_is_asked_where_all_begin_alike() -> None:
     made = router(*"abc")
     for number in range(300):
         ask(made, pages("system", 1) + pages(str(number), 60))
-    made.join("d")
+    made.add_server("d")
     load = Counter(
         ask(made, pages("system", 1) + pages(f"new {number}", 60)) for number in range(400)
     )
@@ -105,13 +105,13 @@ def test_who_joins_is_asked_where_all_begin_alike() -> None:
 def test_who_leaves_is_asked_no_more_and_the_others_take_its_part() -> None:
     made = router(*"abcd")
     homes = {prefix: ask(made, pages(str(prefix), 16)) for prefix in range(400)}
-    made.leave("b")
+    made.remove_server("b")
     after = {prefix: ask(made, pages(str(prefix), 16, "again")) for prefix in homes}
     stayed = [prefix for prefix, home in homes.items() if home != "b"]
     assert "b" not in after.values()
     assert sum(after[prefix] == homes[prefix] for prefix in stayed) >= 0.95 * len(stayed)
     assert max(Counter(after.values()).values()) <= 1.3 * 400 / 3
-    made.end("b")  # of a request that ended with it
+    made.finish_request("b")  # of a request that ended with it
 
 
 def test_two_routers_that_know_nothing_choose_alike() -> None:
@@ -127,27 +127,27 @@ def test_a_router_that_begins_anew_is_told_by_the_servers() -> None:
     held: dict[str, list[bytes]] = {"a": [], "b": [], "c": []}
     for prefix in range(60):
         homes[prefix] = ask(before, pages(str(prefix), 16))
-        held[homes[prefix]] += keys(pages(str(prefix), 16))
+        held[homes[prefix]] += make_keys(pages(str(prefix), 16))
     after = router(*"cab")
     for server, of_it in held.items():
-        after.learn(server, of_it)
+        after.add_keys(server, of_it)
     for prefix, home in homes.items():
         assert ask(after, pages(str(prefix), 16, "again")) == home
 
 
 def test_what_is_known_is_bounded() -> None:
-    made = Router[str](most_keys=100)
-    made.join("a"), made.join("b")
+    made = PrefixRouter[str](max_keys=100)
+    made.add_server("a"), made.add_server("b")
     for prefix in range(1000):
         ask(made, pages(str(prefix), 16))
-    assert len(made._holders) <= 100
-    assert made.ranked([], 0) and Router[str]().ranked([], 0) == []
+    assert len(made._servers_by_key) <= 100
+    assert made.rank_servers([], 0) and PrefixRouter[str]().rank_servers([], 0) == []
 
 
 def test_counts_do_not_run_over() -> None:
     made = router("a", "b")
     for _ in range(200_000):
-        made.give("a", ())
-        made.begin("a")
-        made.end("a")
+        made.assign_request("a", ())
+        made.start_request("a")
+        made.finish_request("a")
     assert 0 < made.loads[0] < 400

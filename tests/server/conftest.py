@@ -13,17 +13,17 @@ pytest.importorskip("fastapi", reason="pip install 'kvant[server]'")
 
 from kvant import Engine, checkpoints
 from kvant.prefixes import Prefixes
-from kvant.server import Keys, Service, create_app, server_of
+from kvant.server import ApiKeys, Service, create_app, make_server
 
 
 @contextmanager
-def served(model: Any, tokenizer: Any, keys: Keys | None = None, **given: Any) -> Iterator[Any]:
+def served(model: Any, tokenizer: Any, keys: ApiKeys | None = None, **given: Any) -> Iterator[Any]:
     """A service under way, and the root of its URLs."""
     limits = {name: given.pop(name) for name in ("max_waiting", "max_new_tokens") if name in given}
     with Engine(model, tokenizer, "affine8", prefixes=Prefixes(None), **given) as engine:
-        service = Service(engine, "inside", keys or Keys(), **limits)
-        server, begun = server_of(create_app(service), "127.0.0.1", 0, 5), threading.Event()
-        server.begun = lambda port: begun.set()
+        service = Service(engine, "inside", keys or ApiKeys(), **limits)
+        server, begun = make_server(create_app(service), "127.0.0.1", 0, 5), threading.Event()
+        server.on_started = lambda port: begun.set()
         service.app_server = server  # for tests of its connections
         thread = threading.Thread(target=server.run, name="served")
         thread.start()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvant.server.app import LARGE, Bounded
+from kvant.server.app import TRIM_BODY_BYTES, BodyLimitMiddleware
 
 
 async def read_body(scope: Any, receive: Any, send: Any) -> None:
@@ -17,9 +17,9 @@ async def read_body(scope: Any, receive: Any, send: Any) -> None:
 def test_many_large_bodies_are_one_trim(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trim for each slowed down those who decode: a forward gets its pages anew after it."""
     trims: list[int] = []
-    monkeypatch.setattr("kvant.heap.trim", lambda: trims.append(1))
-    monkeypatch.setattr("kvant.server.app.TRIM_SECONDS", 0.01, raising=False)
-    app, scope = Bounded(read_body), {"type": "http", "headers": []}
+    monkeypatch.setattr("kvant.malloc.trim_heap", lambda: trims.append(1))
+    monkeypatch.setattr("kvant.server.app.TRIM_SECONDS", 0.01)
+    app, scope = BodyLimitMiddleware(read_body), {"type": "http", "headers": []}
 
     async def ask(size: int) -> None:
         async def receive() -> Any:
@@ -32,12 +32,12 @@ def test_many_large_bodies_are_one_trim(monkeypatch: pytest.MonkeyPatch) -> None
             await asyncio.sleep(0.001)
 
     async def life() -> None:
-        await ask(LARGE)
+        await ask(TRIM_BODY_BYTES)
         await asyncio.sleep(0.05)
         assert not trims
         for count in (1, 2):
             for _ in range(20):
-                await ask(LARGE + 1)
+                await ask(TRIM_BODY_BYTES + 1)
             await asyncio.wait_for(trimmed(count), 30)
             await asyncio.sleep(0.05)  # no other one follows
             assert len(trims) == count

@@ -11,7 +11,7 @@ import httpx2 as httpx
 import pytest
 
 from kvant.server import connections
-from kvant.server.connections import MAX_HEADERS, max_connections
+from kvant.server.connections import MAX_HEADER_BYTES, compute_max_connections
 from server.conftest import served
 
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -71,7 +71,7 @@ def test_where_all_connections_are_being_answered_a_new_one_is_refused(
 def test_a_request_has_a_deadline(
     inside: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, begin: bytes, status: bytes
 ) -> None:
-    monkeypatch.setattr(connections, "REQUEST_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "REQUEST_TIMEOUT_S", 0.2)
     with served(*inside) as (service, url):
         assert read_all(connect(url, begin)).startswith(status)
         body = b"Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
@@ -132,11 +132,11 @@ def test_clients_that_do_not_read_hold_no_files(inside: tuple[Any, Any]) -> None
 
 def test_headers_end_somewhere(running: tuple[Any, str]) -> None:
     line = b"X: " + b"a" * 10_000 + b"\r\n"
-    answer = read_all(connect(running[1], HALF + line * (MAX_HEADERS // len(line) + 2)))
+    answer = read_all(connect(running[1], HALF + line * (MAX_HEADER_BYTES // len(line) + 2)))
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 431 Request Header Fields Too Large")
     error = json.loads(body)["error"]
-    assert error["message"] == f"a request line and headers of more than {MAX_HEADERS} bytes"
+    assert error["message"] == f"a request line and headers of more than {MAX_HEADER_BYTES} bytes"
     for size, status in ((50_000, 200), (70_000, 431)):  # in one piece
         found = httpx.get(f"{running[1]}/health", headers={"X": "a" * size})
         assert found.status_code == status
@@ -147,4 +147,4 @@ def test_what_is_no_http_is_refused(running: tuple[Any, str]) -> None:
 
 
 def test_files_are_left_for_everything_else() -> None:
-    assert 16 <= max_connections() <= 1 << 20
+    assert 16 <= compute_max_connections() <= 1 << 20

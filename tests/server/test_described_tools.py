@@ -162,7 +162,7 @@ def test_an_agent_loops_and_its_prompts_are_read_once(free: Any) -> None:
 @pytest.fixture
 def without_response_template(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of most models: neither their tokenizer nor transformers knows how they write calls."""
-    monkeypatch.setattr("kvant.server.service.template_of", lambda model, tokenizer: None)
+    monkeypatch.setattr("kvant.server.service.find_template", lambda model, tokenizer: None)
 
 
 @pytest.mark.usefixtures("without_response_template")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvant.server import Keys
+from kvant.server import ApiKeys
 from server.conftest import served
 from server.speaking import speaker
 
@@ -127,7 +127,7 @@ def test_an_error_is_told(page: Any) -> None:
 
 
 def test_a_tenant_sees_its_own_figures(browser: Any, inside: tuple[Any, Any]) -> None:
-    with served(*inside, keys=Keys(["first-key"], admins=["admin-key"])) as (_, url):
+    with served(*inside, keys=ApiKeys(["first-key"], admins=["admin-key"])) as (_, url):
         page = browser.new_page()
         page.goto(url)
         for key, shown in (("first-key", "your requests: 0 running"), ("admin-key", "idle prefix")):

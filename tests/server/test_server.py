@@ -18,7 +18,7 @@ import httpx2 as httpx
 import pytest
 
 import kvant
-from kvant.server import Keys, check_host, keys_in
+from kvant.server import ApiKeys, check_host, parse_keys
 from server.conftest import served
 
 PROMPT = "import os\n\ndef read(path):\n"
@@ -138,7 +138,7 @@ def test_more_continuations_than_places_are_no_matter_of_the_context(
     error = httpx.post(f"{running[1]}/v1/completions", json=asked).json()["error"]
     assert error["message"].startswith("n=1000 with max_sequences=8") and error["code"] is None
     asked = {"prompt": "a", "n": 8, "max_tokens": 2000}
-    monkeypatch.setattr(running[0].engine._schedule, "max_bytes", 8 << 20)
+    monkeypatch.setattr(running[0].engine._scheduler, "max_bytes", 8 << 20)
     error = httpx.post(f"{running[1]}/v1/completions", json=asked).json()["error"]
     assert "of a limit of 8 MiB" in error["message"] and error["code"] is None
     asked = {"prompt": "a b " * 5000, "max_tokens": 1}
@@ -178,7 +178,7 @@ def test_an_error_behind_the_beginning_is_the_servers(
     def fails(going: Any, logits: Any) -> list[Exception]:
         return [ValueError("what nobody is to know")] * len(going)
 
-    monkeypatch.setattr("kvant.engine.engine.drawn_for", fails)
+    monkeypatch.setattr("kvant.engine.engine.sample_tokens", fails)
     found = httpx.post(f"{running[1]}/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
     assert found.status_code == 500
     error = found.json()["error"]
@@ -235,7 +235,7 @@ def test_a_full_house_is_told_when_to_come_back(inside: tuple[Any, Any]) -> None
 
 
 def test_keys_and_what_keeps_their_owners_apart(inside: tuple[Any, Any]) -> None:
-    keys = Keys(["first-key", "second-key"], "secret")
+    keys = ApiKeys(["first-key", "second-key"], "secret")
     with served(*inside, keys=keys) as (_, url):
         prompt = PROMPT * 20
 
@@ -265,20 +265,20 @@ def test_a_page_under_another_name_may_not_ask(running: tuple[Any, str]) -> None
 def test_keys_are_read_from_a_file_and_a_variable(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("# a comment\nfirst-key\n\nfirst-key\n")
-    assert keys_in(file, "second-key, ") == (["first-key", "second-key"], [])
+    assert parse_keys(file, "second-key, ") == (["first-key", "second-key"], [])
     file.write_text("first-key\nadmin  second-key\nadmin first-key\n")
-    assert keys_in(file, "admin third-key,third-key") == (
+    assert parse_keys(file, "admin third-key,third-key") == (
         ["first-key", "second-key", "third-key"],
         ["second-key", "first-key", "third-key"],
     )
     file.write_text("#\n")
     with pytest.raises(ValueError, match="there is no key in it"):
-        keys_in(file, None)
+        parse_keys(file, None)
     with pytest.raises(ValueError, match="a key of 5 characters"):
-        keys_in(None, "short")
+        parse_keys(None, "short")
     for wrong in ("first-key admin", "user first-key", "admin admin first-key", "admin"):
         with pytest.raises(ValueError, match="only the word 'admin' and a space") as caught:
-            keys_in(None, wrong)
+            parse_keys(None, wrong)
         assert "first-key" not in str(caught.value)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2 as httpx
 import pytest
 
-from kvant.server import Keys
+from kvant.server import ApiKeys
 from server.conftest import served
 from server.test_server import PROMPT, settled
 
@@ -39,10 +39,10 @@ def summed(url: str, service: Any) -> dict[str, int]:
     """The figures of all tenants, once nobody is served and every end was counted."""
     settled(service)
     until = time.monotonic() + 30
-    while any(service._asked.values()):
+    while any(service._num_under_way.values()):
         assert time.monotonic() < until
         time.sleep(0.01)
-    tenants = [service.stats_of(service.keys.tenant(key)) for key in NAMES]
+    tenants = [service.stats_of(service.keys.find_tenant(key)) for key in NAMES]
     assert not any(one["running"] or one["waiting"] for one in tenants)
     found = Counter[str]()
     for one in tenants:
@@ -51,7 +51,7 @@ def summed(url: str, service: Any) -> dict[str, int]:
 
 
 def test_a_tenant_sees_its_own_figures(inside: tuple[Any, Any]) -> None:
-    keys = Keys(NAMES[:2], admins=NAMES[2:])
+    keys = ApiKeys(NAMES[:2], admins=NAMES[2:])
     with served(*inside, keys=keys) as (service, url):
         usage = ask(url, "first-key", n=2, temperature=1).json()["usage"]
         again = ask(url, "first-key").json()["usage"]
@@ -70,7 +70,7 @@ def test_a_tenant_sees_its_own_figures(inside: tuple[Any, Any]) -> None:
 
 
 def test_a_tenant_sees_who_of_it_is_served(inside: tuple[Any, Any]) -> None:
-    keys = Keys(NAMES[:2], admins=NAMES[2:])
+    keys = ApiKeys(NAMES[:2], admins=NAMES[2:])
     headers = {"Authorization": "Bearer first-key"}
     body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
     with (
@@ -88,7 +88,7 @@ def test_figures_of_tenants_add_up_to_the_totals(
     inside: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever comes of a request: an end, a client that goes, a refusal, a failure."""
-    keys = Keys(NAMES[:2], admins=NAMES[2:])
+    keys = ApiKeys(NAMES[:2], admins=NAMES[2:])
     with served(*inside, keys=keys, max_sequences=2, max_waiting=64) as (service, url):
 
         def gone(number: int) -> None:
@@ -114,7 +114,7 @@ def test_figures_of_tenants_add_up_to_the_totals(
         def fails(going: Any, logits: Any) -> list[Exception]:
             return [ValueError("why")] * len(going)
 
-        monkeypatch.setattr("kvant.engine.engine.drawn_for", fails)
+        monkeypatch.setattr("kvant.engine.engine.sample_tokens", fails)
         assert ask(url, "second-key").status_code == 500
         told = summed(url, service)
         assert told == counts(service.stats()) and told["failed"] == 1
@@ -122,7 +122,7 @@ def test_figures_of_tenants_add_up_to_the_totals(
 
 
 def test_totals_are_for_an_admin(inside: tuple[Any, Any]) -> None:
-    with served(*inside, keys=Keys(["first-key"], admins=["admin-key"])) as (_, url):
+    with served(*inside, keys=ApiKeys(["first-key"], admins=["admin-key"])) as (_, url):
         refused = get(url, "/metrics", "first-key")
         assert get(url, "/metrics", "admin-key").status_code == 200
         assert ask(url, "admin-key").status_code == 200  # who is a tenant as well
@@ -133,15 +133,15 @@ def test_totals_are_for_an_admin(inside: tuple[Any, Any]) -> None:
 
 
 def test_keys_without_an_admin_show_totals_to_nobody(inside: tuple[Any, Any]) -> None:
-    with served(*inside, keys=Keys(["first-key"])) as (_, url):
+    with served(*inside, keys=ApiKeys(["first-key"])) as (_, url):
         assert get(url, "/metrics", "first-key").status_code == 403
         assert "nbytes_held" not in get(url, "/v1/stats", "first-key").json()
 
 
 def test_replicas_know_the_admins() -> None:
     """Ray sends keys to its replicas, each of which answers for itself."""
-    keys = Keys(NAMES[:2], "secret", NAMES[2:])
+    keys = ApiKeys(NAMES[:2], "secret", NAMES[2:])
     sent = pickle.loads(pickle.dumps(keys))
-    told = [sent.is_admin(keys.tenant(key)) for key in NAMES]
+    told = [sent.is_admin(keys.find_tenant(key)) for key in NAMES]
     assert told == [False, False, True]
     assert json.dumps(sorted(vars(sent)["_admins"])).count("admin-key") == 0

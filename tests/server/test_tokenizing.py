@@ -12,11 +12,17 @@ import pytest
 
 from kvant import ContextError
 from kvant.generation import Messages
-from kvant.generation.conversation import encode
-from kvant.server.tokenizing import MAX_WAITING, SHORT, Busy, Tokenizing, characters
+from kvant.generation.conversation import encode_text
+from kvant.server.tokenizer_pool import (
+    MAX_SHORT_CHARACTERS,
+    MAX_WAITING_CHARACTERS,
+    ServerBusy,
+    TokenizerPool,
+    count_characters,
+)
 from server.conftest import served
 
-LONG = "a" * (SHORT + 1)
+LONG = "a" * (MAX_SHORT_CHARACTERS + 1)
 
 
 def test_tenants_take_turns_with_long_prompts() -> None:
@@ -24,7 +30,7 @@ def test_tenants_take_turns_with_long_prompts() -> None:
     order: list[str] = []
 
     async def main() -> None:
-        queue, gate = Tokenizing(), threading.Event()
+        queue, gate = TokenizerPool(), threading.Event()
         first = asyncio.create_task(queue.run(LONG, "a", gate.wait))
         await asyncio.sleep(0)
         tasks = [
@@ -42,7 +48,7 @@ def test_tenants_take_turns_with_long_prompts() -> None:
 
 def test_a_turn_that_is_cancelled_as_it_comes_is_passed_on() -> None:
     async def main() -> list[Any]:
-        queue, gate = Tokenizing(), threading.Event()
+        queue, gate = TokenizerPool(), threading.Event()
         first = asyncio.create_task(queue.run(LONG, "", gate.wait))
         await asyncio.sleep(0)
         second = asyncio.create_task(queue.run(LONG, "", lambda: 2))
@@ -59,10 +65,10 @@ def test_a_turn_that_is_cancelled_as_it_comes_is_passed_on() -> None:
 
 def test_long_prompts_that_wait_are_bounded_in_characters() -> None:
     async def main() -> None:
-        queue, gate = Tokenizing(), threading.Event()
-        first = asyncio.create_task(queue.run("a" * MAX_WAITING, "", gate.wait))
+        queue, gate = TokenizerPool(), threading.Event()
+        first = asyncio.create_task(queue.run("a" * MAX_WAITING_CHARACTERS, "", gate.wait))
         await asyncio.sleep(0)
-        with pytest.raises(Busy, match="too many long prompts wait"):
+        with pytest.raises(ServerBusy, match="too many long prompts wait"):
             await queue.run(LONG, "", lambda: None)
         assert await queue.run("short", "", lambda: "at once") == "at once"
         gate.set()
@@ -75,8 +81,8 @@ def test_long_prompts_that_wait_are_bounded_in_characters() -> None:
 def test_the_characters_of_messages_are_those_of_all_their_fields() -> None:
     tools = [{"type": "function", "function": {"name": "f" * 100}}]
     asked = Messages([{"role": "user", "content": "x" * 50}], tools)
-    assert 150 < characters(asked) < 250
-    assert characters("abc") == 3 and characters([1, 2, 3]) == 0
+    assert 150 < count_characters(asked) < 250
+    assert count_characters("abc") == 3 and count_characters([1, 2, 3]) == 0
 
 
 def test_a_text_that_is_too_long_is_refused_by_its_front(inside: tuple[Any, Any]) -> None:
@@ -90,11 +96,11 @@ def test_a_text_that_is_too_long_is_refused_by_its_front(inside: tuple[Any, Any]
     with pytest.raises(
         ContextError, match="a prompt of 2000000 characters: its first 8448 have 2048 tokens"
     ):
-        encode(Counting(), "a " * 1_000_000, 2048)
+        encode_text(Counting(), "a " * 1_000_000, 2048)
     assert sum(seen) < 20_000
     text = "import os\n" * 600
     for most in (None, 10_000, len(tokenizer.encode(text)) + 1):
-        assert encode(Counting(), text, most) == tokenizer.encode(text)
+        assert encode_text(Counting(), text, most) == tokenizer.encode(text)
 
 
 def test_a_prompt_may_be_counted_that_is_longer_than_the_context(
@@ -113,20 +119,20 @@ def test_a_short_request_is_never_behind_a_long_prompt(
 ) -> None:
     gate = threading.Event()
     with served(*inside, max_sequences=2) as (service, url), ThreadPoolExecutor(8) as threads:
-        tokens_of = service.engine.tokens_of
+        tokens_of = service.engine.encode_prompt
 
         def slow(prompt: Any, limit: int | None = None) -> list[int]:
-            if len(prompt) > SHORT:
+            if len(prompt) > MAX_SHORT_CHARACTERS:
                 assert gate.wait(60)
             return list(tokens_of(prompt, limit))
 
-        monkeypatch.setattr(service.engine, "tokens_of", slow)
+        monkeypatch.setattr(service.engine, "encode_prompt", slow)
 
         def ask(prompt: str, path: str = "/v1/completions", **more: Any) -> httpx.Response:
             return httpx.post(f"{url}{path}", json={"prompt": prompt, **more}, timeout=90)
 
-        long = [threads.submit(ask, "a b " * SHORT, max_tokens=1) for _ in range(6)]
-        long += [threads.submit(ask, "a b " * SHORT, "/tokenize") for _ in range(2)]
+        long = [threads.submit(ask, "a b " * MAX_SHORT_CHARACTERS, max_tokens=1) for _ in range(6)]
+        long += [threads.submit(ask, "a b " * MAX_SHORT_CHARACTERS, "/tokenize") for _ in range(2)]
         assert ask("import os", max_tokens=1).status_code == 200
         assert ask("import os", "/tokenize").status_code == 200
         assert httpx.get(f"{url}/health").status_code == 200

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvant.codecs import CODECS, Affine, Codebook, Fp8, Raw
-from kvant.codecs.frames import Diagonal, Identity, Product, Rotation
-from kvant.contracts import Frame, Selection
+from kvant.codecs.frames import Diagonal, FrameProduct, Identity, Rotation
+from kvant.contracts import Frame, PageSelection
 from kvant.errors import SpecError
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
-from kvant.retention import All, Window
+from kvant.retention import KeepAll, Window
 from kvant.spec import from_json, parse, to_json
 
 
@@ -40,15 +40,18 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_a_codec_from_elsewhere_comes_back() -> None:
-    spec = CacheSpec((LayerSpec(Toy(Rotation(3), 7, 1.5, False, "b", ()), Toy(), All()),))
+    spec = CacheSpec((LayerSpec(Toy(Rotation(3), 7, 1.5, False, "b", ()), Toy(), KeepAll()),))
     assert from_json(to_json(spec)) == spec
 
 
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (LayerSpec(Toy(), Toy(), All()), "Toy has no name"),
-        (LayerSpec(Raw(), Raw(), All(), dtype=torch.int8), "dtype is torch.int8; allowed: float32"),
+        (LayerSpec(Toy(), Toy(), KeepAll()), "Toy has no name"),
+        (
+            LayerSpec(Raw(), Raw(), KeepAll(), dtype=torch.int8),
+            "dtype is torch.int8; allowed: float32",
+        ),
     ],
 )
 def test_what_a_header_could_not_hold_is_not_written(layer: LayerSpec, message: str) -> None:
@@ -63,7 +66,7 @@ simple_frames = st.one_of(
     st.builds(Rotation, st.integers(0, 2**64 - 1)),
     st.builds(Diagonal, st.tuples(st.tuples(scales, scales), st.tuples(scales, scales))),
 )
-frames = simple_frames | st.builds(Product, st.lists(simple_frames, max_size=3).map(tuple))
+frames = simple_frames | st.builds(FrameProduct, st.lists(simple_frames, max_size=3).map(tuple))
 codecs = st.one_of(
     st.just(Raw()),
     st.builds(
@@ -80,7 +83,7 @@ attention = st.builds(
     LayerSpec,
     codecs,
     codecs,
-    st.builds(All, numbers) | st.builds(Window, numbers, numbers),
+    st.builds(KeepAll, numbers) | st.builds(Window, numbers, numbers),
     page=numbers,
     tail=st.none() | numbers,
     slack=numbers,
@@ -98,7 +101,7 @@ attention = st.builds(
     ),
     chunk=st.none() | numbers,
     value_dim=st.none() | numbers,
-    select=st.none() | st.builds(Selection, numbers, st.floats(0, 100)),
+    select=st.none() | st.builds(PageSelection, numbers, st.floats(0, 100)),
 )
 recurrent = st.builds(RecurrentSpec, numbers)
 groups = st.builds(
@@ -231,7 +234,7 @@ def test_a_wrong_header_says_where(old: str, new: str, message: str) -> None:
 
 @pytest.mark.parametrize("value", ["1e999", "true", '"1"', "1" + "0" * 400, str(2**53 + 1)])
 def test_a_scale_is_a_float_that_comes_back(value: str) -> None:
-    spec = CacheSpec((LayerSpec(Affine(4, 32, Diagonal(((0.5,),))), Raw(), All()),))
+    spec = CacheSpec((LayerSpec(Affine(4, 32, Diagonal(((0.5,),))), Raw(), KeepAll()),))
     text = to_json(spec)
     assert from_json(text.replace("0.5", "2")).layers[0].keys.frame == Diagonal(((2.0,),))
     with pytest.raises(SpecError, match="allowed: a finite number"):

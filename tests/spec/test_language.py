@@ -13,8 +13,8 @@ from kvant.codecs.frames import Identity, Rotation
 from kvant.contracts import Frame
 from kvant.errors import SpecError
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec, SharedSpec
-from kvant.retention import All, Window
-from kvant.spec import as_spec, from_json, parse, split, to_json, words
+from kvant.retention import KeepAll, Window
+from kvant.spec import as_spec, describe_spec, from_json, parse, split_specs, to_json
 
 
 def first(text: str) -> LayerSpec:
@@ -94,7 +94,7 @@ def test_aliases_say_the_dtype_of_dense_rows(text: str, dtype: torch.dtype | Non
         ("window=4096", "retention", Window(4096, 4)),
         ("window=4096,sinks=0", "retention", Window(4096, 0)),
         ("window=2,sinks=4", "retention", Window(2, 4)),  # more sinks than window is a fine rule
-        ("sinks=4", "retention", All(4)),
+        ("sinks=4", "retention", KeepAll(4)),
         ("tail=0", "tail", 0),
         ("tail=128", "tail", 128),
         ("start=512", "dense_until", 512),
@@ -117,7 +117,7 @@ def test_the_words_of_llama_cpp_mean_groups_of_32(
     text: str, codec: Affine, bits_a_value: int
 ) -> None:
     """The same groups, and a bias beside each scale: half a bit a value more than there."""
-    assert parse(text, 2).layers == (LayerSpec(codec, codec, All()),) * 2
+    assert parse(text, 2).layers == (LayerSpec(codec, codec, KeepAll()),) * 2
     fields = codec.fields(128).values()
     assert sum(8 * field.dtype.itemsize * field.width for field in fields) == 128 * bits_a_value
     assert codec.tail == (0 if text == "q8_0" else 128)
@@ -137,18 +137,18 @@ def test_the_words_of_llama_cpp_mean_groups_of_32(
     ],
 )
 def test_words_say_how_many_sinks_there_are(text: str, expected: str) -> None:
-    assert words(parse(text, 3)) == expected
+    assert describe_spec(parse(text, 3)) == expected
     assert parse(expected, 3) == parse(text, 3)
 
 
 def test_a_recipe_built_by_hand_has_the_sinks_that_it_names() -> None:
     layer = LayerSpec(Raw(), Raw(), Window(8))
     assert as_spec(layer, 1).layers == (layer,) and layer.retention.sinks == 0
-    assert words(as_spec(layer, 1)) == "raw,window=8,sinks=0"
+    assert describe_spec(as_spec(layer, 1)) == "raw,window=8,sinks=0"
 
 
 def test_what_is_not_said_stays_as_the_contract_has_it() -> None:
-    assert parse("affine4", 2).layers == (LayerSpec(Affine(4, 32), Affine(4, 32), All()),) * 2
+    assert parse("affine4", 2).layers == (LayerSpec(Affine(4, 32), Affine(4, 32), KeepAll()),) * 2
 
 
 def test_order_of_options_and_space_around_commas_do_not_matter() -> None:
@@ -344,8 +344,8 @@ def test_as_spec_takes_text_a_recipe_or_all_recipes() -> None:
         (CacheSpec((RecurrentSpec(), SharedSpec(5), RecurrentSpec())), "nearest: 0"),
         (CacheSpec((1, 2, 3)), r"layers\[0\] is 1"),  # type: ignore[arg-type]
         (None, "None is no spec"),
-        (LayerSpec(Raw(), Raw(), All(), page=0), "page is 0; allowed: 1 to"),
-        (LayerSpec(Raw(), Raw(), All(), tail=-1), "tail is -1; allowed: 0 to"),
+        (LayerSpec(Raw(), Raw(), KeepAll(), page=0), "page is 0; allowed: 1 to"),
+        (LayerSpec(Raw(), Raw(), KeepAll(), tail=-1), "tail is -1; allowed: 0 to"),
         (LayerSpec(Raw(), Raw(), Window(2**40)), "retention.window is"),
         (CacheSpec((GroupSpec(()),) * 3), r"parts is \[\]"),
     ],
@@ -381,4 +381,4 @@ def test_a_codec_from_elsewhere_is_a_format_at_once(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_specs_are_told_from_their_options(text: str, specs: list[str]) -> None:
-    assert split(text) == specs
+    assert split_specs(text) == specs

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvant.errors import BlobError
-from kvant.stores import Blob, Payload, about, opened, opened_as, packed
-from kvant.stores.blob import HEAD, MAGIC, _aligned, _checksum
+from kvant.stores import Blob, BlobPayload, pack_blob, parse_blob, parse_named_blob, read_metadata
+from kvant.stores.blob import HEAD, MAGIC, _align, _compute_checksum
 
 SECRETS = (None, b"known to all who share the store", b"k" * 100)
 
@@ -26,7 +26,7 @@ def small() -> Blob:
         "0/scale": torch.tensor(0.5),
     }
     told = {"model": "llama", "spec": "raw"}
-    held = Payload.of(fields)
+    held = BlobPayload.from_fields(fields)
     return Blob("ab/" + "0" * 64, "k0-1", "ab/" + "1" * 64, (1, 2, 3), held, {"n": 5}, 3, told)
 
 
@@ -34,43 +34,43 @@ def small() -> Blob:
 @pytest.mark.parametrize("kind", [bytes, bytearray])
 def test_round_trip(secret: bytes | None, kind: Callable[[Any], Any]) -> None:
     blob = small()
-    again = opened(kind(packed(blob, secret)), secret)
+    again = parse_blob(kind(pack_blob(blob, secret)), secret)
     fields = again.payload.fields
     assert fields.keys() == blob.payload.fields.keys()
     for name, tensor in blob.payload.fields.items():
         assert torch.equal(fields[name], tensor), name
         assert fields[name].dtype == tensor.dtype
-    for name in ("page", "part", "before", "tokens", "numbers", "prompt", "about"):
+    for name in ("page", "part", "parent_page", "tokens", "numbers", "num_prefilled", "metadata"):
         assert getattr(again, name) == getattr(blob, name)
 
 
 @pytest.mark.parametrize("secret", SECRETS[:2])
 def test_every_byte_that_is_another_one_is_seen(secret: bytes | None) -> None:
-    data = packed(small(), secret)
+    data = pack_blob(small(), secret)
     for place in range(len(data)):
         for flip in (0x01, 0x80, 0xFF):
             wrong = bytearray(data)
             wrong[place] ^= flip
             with pytest.raises(BlobError):
-                opened(wrong, secret)
+                parse_blob(wrong, secret)
 
 
 @pytest.mark.parametrize("secret", SECRETS[:2])
 def test_every_beginning_is_refused(secret: bytes | None) -> None:
-    data = packed(small(), secret)
+    data = pack_blob(small(), secret)
     for size in range(len(data)):
         with pytest.raises(BlobError):
-            opened(data[:size], secret)
+            parse_blob(data[:size], secret)
     with pytest.raises(BlobError):
-        opened(data + b"\0", secret)
+        parse_blob(data + b"\0", secret)
 
 
 def test_who_does_not_know_the_secret_can_neither_read_nor_write() -> None:
-    mine, theirs = packed(small(), b"mine"), packed(small(), b"theirs")
-    plain = packed(small())
+    mine, theirs = pack_blob(small(), b"mine"), pack_blob(small(), b"theirs")
+    plain = pack_blob(small())
     for data, secret in ((mine, b"theirs"), (theirs, b"mine"), (plain, b"mine"), (mine, None)):
         with pytest.raises(BlobError):
-            opened(data, secret)
+            parse_blob(data, secret)
 
 
 Told = dict[str, Any]
@@ -78,16 +78,16 @@ Told = dict[str, Any]
 
 def forged(change: Callable[[Told, Told], object]) -> bytes:
     """A blob whose checksum is right, and whose header or layout says something else."""
-    data = bytes(packed(small()))
+    data = bytes(pack_blob(small()))
     _, length, more = HEAD.unpack_from(data)
     begin, stop = HEAD.size + length, HEAD.size + length + more
     header, layout = json.loads(data[HEAD.size : begin]), json.loads(data[begin:stop])
-    payload = data[_aligned(stop) : -4]
+    payload = data[_align(stop) : -4]
     layout = change(header, layout) or layout
     parts = [json.dumps(one).encode() for one in (header, layout)]
     body = HEAD.pack(MAGIC, *map(len, parts)) + b"".join(parts)
-    body += bytes(_aligned(len(body)) - len(body)) + payload
-    return body + _checksum(memoryview(body), None)
+    body += bytes(_align(len(body)) - len(body)) + payload
+    return body + _compute_checksum(memoryview(body), None)
 
 
 def _field(place: int, value: Any, name: str = "0/keys.codes") -> Callable[[Told, Told], None]:
@@ -128,32 +128,32 @@ FORGED = {
 
 @pytest.mark.parametrize("what", FORGED)
 def test_a_header_that_lies_is_refused(what: str) -> None:
-    assert opened(forged(lambda *_: None)).tokens == (1, 2, 3)
+    assert parse_blob(forged(lambda *_: None)).tokens == (1, 2, 3)
     with pytest.raises(BlobError):
-        opened(forged(FORGED[what]))
+        parse_blob(forged(FORGED[what]))
 
 
 def test_a_blob_is_of_the_names_it_is_kept_under() -> None:
     blob = small()
-    data = packed(blob)
-    assert opened_as(blob.page, blob.part, data).tokens == blob.tokens
-    for page, part in ((blob.before, blob.part), (blob.page, "k0-2")):
+    data = pack_blob(blob)
+    assert parse_named_blob(blob.page, blob.part, data).tokens == blob.tokens
+    for page, part in ((blob.parent_page, blob.part), (blob.page, "k0-2")):
         with pytest.raises(BlobError, match=f"it is of {blob.page} k0-1"):
-            opened_as(page, part, data)
+            parse_named_blob(page, part, data)
 
 
 def test_what_a_blob_says_for_people_needs_no_secret() -> None:
     blob = small()
-    data = packed(blob, b"a secret")
-    assert about(data) == blob.about
+    data = pack_blob(blob, b"a secret")
+    assert read_metadata(data) == blob.metadata
     for size in range(HEAD.size + HEAD.unpack_from(data)[1]):
-        assert about(data[:size]) == {}
+        assert read_metadata(data[:size]) == {}
     for raw in (b"[]", b"1", b'{"about": 1}', b'{"about": []}', b"\xff", b"[" * 100_000):
-        assert about(HEAD.pack(MAGIC, len(raw), 0) + raw) == {}
+        assert read_metadata(HEAD.pack(MAGIC, len(raw), 0) + raw) == {}
 
 
 @pytest.mark.parametrize("lengths", [(1 << 62, 0), (0, 1 << 62), (60, 60), (1 << 62, 1 << 62)])
 def test_a_header_longer_than_all_bytes_is_refused(lengths: tuple[int, int]) -> None:
     body = HEAD.pack(MAGIC, *lengths) + bytes(64)
     with pytest.raises(BlobError, match="a header of"):
-        opened(body + _checksum(memoryview(body), None))
+        parse_blob(body + _compute_checksum(memoryview(body), None))

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from kvant.errors import StoreError
-from kvant.stores import Entry, Folder, Tiers, packed
+from kvant.stores import BlobInfo, FolderStore, Tiers, pack_blob
 from kvant.stores import folder as folders
 from kvant.stores.contract import MAGIC
 from stores.writer import PAGES, blob, writers
@@ -33,11 +33,11 @@ def page(number: int, space: str = "ab") -> str:
     return f"{space}/{number:08x}"
 
 
-def held(store: Folder) -> int:
+def held(store: FolderStore) -> int:
     return sum(entry.nbytes for entry in store)
 
 
-def kept(store: Folder) -> list[str]:
+def kept(store: FolderStore) -> list[str]:
     return sorted(entry.page for entry in store)
 
 
@@ -45,7 +45,7 @@ def unfinished(path: Path) -> list[Path]:
     return sorted(path.rglob("*.part"))
 
 
-def used(store: Folder, name: str, seconds: float, part: str = "k0-1") -> None:
+def used(store: FolderStore, name: str, seconds: float, part: str = "k0-1") -> None:
     """Somebody used a blob so long ago."""
     space, _, key = name.partition("/")
     then = time.time() - seconds
@@ -75,7 +75,7 @@ def test_whoever_is_killed_while_writing_leaves_what_is_right_or_nothing(
 
 def all_are_right(path: Path) -> int:
     """How many there are: what cannot be opened would count as damaged."""
-    tiers = Tiers([Folder(path, min_free=0)])
+    tiers = Tiers([FolderStore(path, min_free=0)])
     count = 0
     for name in PAGES:
         (parts,) = tiers.has([name])
@@ -99,7 +99,7 @@ def test_two_processes_write_the_same(tmp_path: Path) -> None:
 
 
 def test_what_killed_writers_left_goes_after_an_hour(tmp_path: Path) -> None:
-    store = Folder(tmp_path, min_free=0)
+    store = FolderStore(tmp_path, min_free=0)
     store.put(page(1), "k0-1", b"x")
     beside = tmp_path / "ab" / "00" / "000001"
     names = {0.0: True, 3500.0: True, 3700.0: False, -3700.0: False}  # seconds ago: does it stay
@@ -111,7 +111,7 @@ def test_what_killed_writers_left_goes_after_an_hour(tmp_path: Path) -> None:
     foreign.write_bytes(b"of somebody else")
     os.utime(foreign, (0, 0))
     assert store.has([page(1)]) == [{"k0-1"}] and len(list(store)) == 1
-    Folder(tmp_path, min_free=0).put(page(2), "k0-1", b"x")  # the first that a process writes
+    FolderStore(tmp_path, min_free=0).put(page(2), "k0-1", b"x")  # the first that a process writes
     stays = [f"{number:016x}.part" for number, stay in enumerate(names.values()) if stay]
     assert [file.name for file in unfinished(tmp_path)] == [*stays, "notes.part"]
 
@@ -119,12 +119,12 @@ def test_what_killed_writers_left_goes_after_an_hour(tmp_path: Path) -> None:
 def test_a_file_that_is_being_written_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Folder(tmp_path, min_free=0)
+    store = FolderStore(tmp_path, min_free=0)
     write = os.write
 
     def half(file: int, data: memoryview) -> int:
         count = write(file, data[: len(data) // 2 + 1])
-        assert Folder(tmp_path).tidy() == 0 and len(unfinished(tmp_path)) == 1
+        assert FolderStore(tmp_path).delete_unfinished() == 0 and len(unfinished(tmp_path)) == 1
         return count
 
     monkeypatch.setattr(os, "write", half)
@@ -136,7 +136,7 @@ def test_a_file_that_is_being_written_stays(
 def test_a_folder_that_somebody_deletes_meanwhile_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Folder(tmp_path / "store", min_free=0)
+    store = FolderStore(tmp_path / "store", min_free=0)
     make, gone = os.mkdir, list[str]()
 
     def made(name: str, *args: int, dir_fd: int | None = None) -> None:
@@ -160,7 +160,7 @@ def test_a_folder_that_somebody_deletes_meanwhile_is_made_again(
 def test_a_disk_that_is_full_in_the_middle_of_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiers = Tiers([Folder(tmp_path, min_free=0)])
+    tiers = Tiers([FolderStore(tmp_path, min_free=0)])
     tiers.put(blob(PAGES[0]))
     write, calls = os.write, []
 
@@ -185,7 +185,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file(
 
 def test_a_file_that_the_system_lets_grow_no_more(tmp_path: Path) -> None:
     """The kernel itself cuts it off: no file of this process may have more than 100 KB."""
-    tiers = Tiers([Folder(tmp_path, min_free=0)])
+    tiers = Tiers([FolderStore(tmp_path, min_free=0)])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
@@ -216,11 +216,11 @@ def nobody() -> Iterator[None]:
 def test_a_folder_that_may_only_be_read() -> None:
     with TemporaryDirectory(prefix="kvant") as name:  # where everybody comes through
         path = Path(name)
-        Tiers([Folder(path, min_free=0)]).put(blob(PAGES[0]))
+        Tiers([FolderStore(path, min_free=0)]).put(blob(PAGES[0]))
         every = [path, *path.rglob("*")]
         for one in every:
             one.chmod(0o555 if one.is_dir() else 0o444)
-        tiers = Tiers([Folder(path, min_free=0)])
+        tiers = Tiers([FolderStore(path, min_free=0)])
         try:
             with nobody():
                 assert tiers.get(PAGES[0], "k0-1") is not None
@@ -234,7 +234,7 @@ def test_a_folder_that_may_only_be_read() -> None:
         assert tiers.has(PAGES[:2]) == [{"k0-1"}, frozenset()]
 
 
-def disk(monkeypatch: pytest.MonkeyPatch, store: Callable[[], Folder], nbytes: int) -> None:
+def disk(monkeypatch: pytest.MonkeyPatch, store: Callable[[], FolderStore], nbytes: int) -> None:
     """A disk of so many bytes, on which there is nothing but a store."""
 
     def usage(path: Path) -> SimpleNamespace:
@@ -244,7 +244,7 @@ def disk(monkeypatch: pytest.MonkeyPatch, store: Callable[[], Folder], nbytes: i
 
 
 def test_so_much_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Folder(tmp_path, min_free=4000)
+    store = FolderStore(tmp_path, min_free=4000)
     disk(monkeypatch, lambda: store, 10_000)
     for number in range(20):
         store.put(page(number), "k0-1", bytes(1000))
@@ -257,7 +257,7 @@ def test_so_much_of_the_disk_stays_free(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_others_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Folder(tmp_path, min_free=4000)
+    store = FolderStore(tmp_path, min_free=4000)
     disk(monkeypatch, lambda: store, 100_000)
     for number in range(10):
         store.put(page(number), "k0-1", bytes(1000))
@@ -270,7 +270,7 @@ def test_others_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_quota_is_never_exceeded_and_the_oldest_go_first(tmp_path: Path) -> None:
-    store = Folder(tmp_path, max_bytes=10_000, min_free=0)
+    store = FolderStore(tmp_path, max_bytes=10_000, min_free=0)
     for number in range(30):
         store.put(page(number), "k0-1", bytes(900))
         used(store, page(number), 600 * (30 - number))
@@ -280,7 +280,7 @@ def test_the_quota_is_never_exceeded_and_the_oldest_go_first(tmp_path: Path) -> 
 
 
 def test_what_is_used_stays(tmp_path: Path) -> None:
-    store = Folder(tmp_path, max_bytes=10_000, min_free=0)
+    store = FolderStore(tmp_path, max_bytes=10_000, min_free=0)
     for number in range(10):
         store.put(page(number), "k0-1", bytes(1000))
         used(store, page(number), 600 * (30 - number))
@@ -290,7 +290,7 @@ def test_what_is_used_stays(tmp_path: Path) -> None:
 
 
 def test_ends_go_before_beginnings_of_what_was_used_within_a_minute(tmp_path: Path) -> None:
-    store = Folder(tmp_path, min_free=0)
+    store = FolderStore(tmp_path, min_free=0)
     now = 60.0 * (time.time() // 60) + 30  # the middle of a minute
     for number, part in enumerate(("k0-2", "k0-10", "k1-1", "a-0123456789abcdef-64", "k0")):
         store.put(page(number), part, bytes(100))
@@ -303,7 +303,7 @@ def test_ends_go_before_beginnings_of_what_was_used_within_a_minute(tmp_path: Pa
 
 def test_two_processes_write_different_blobs(tmp_path: Path) -> None:
     """Each knows only what it wrote since it counted: so a sixteenth of the quota more."""
-    one, other = (Folder(tmp_path, max_bytes=160_000, min_free=0) for _ in range(2))
+    one, other = (FolderStore(tmp_path, max_bytes=160_000, min_free=0) for _ in range(2))
     most = 0
     for number in range(120):
         one.put(page(2 * number), "k0-1", bytes(1000))
@@ -317,7 +317,7 @@ def test_two_processes_write_different_blobs(tmp_path: Path) -> None:
 
 
 def test_times_that_are_still_to_come_tell_nothing(tmp_path: Path) -> None:
-    store = Folder(tmp_path, min_free=0)
+    store = FolderStore(tmp_path, min_free=0)
     for number in range(4):
         store.put(page(number), "k0-1", bytes(100))
     used(store, page(0), 10 * DAY)
@@ -328,7 +328,7 @@ def test_times_that_are_still_to_come_tell_nothing(tmp_path: Path) -> None:
 
 
 def test_a_clock_that_was_set_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Folder(tmp_path, max_bytes=3000, min_free=0)
+    store = FolderStore(tmp_path, max_bytes=3000, min_free=0)
     for number in range(3):
         store.put(page(number), "k0-1", bytes(1000))
     now = time.time() - 365 * DAY
@@ -353,7 +353,7 @@ def make_socket(path: Path) -> None:
 
 def make_link(path: Path) -> None:
     secret = path.with_name("secret.txt")
-    secret.write_bytes(packed(blob(PAGES[0])))
+    secret.write_bytes(pack_blob(blob(PAGES[0])))
     path.symlink_to(secret)
 
 
@@ -378,7 +378,7 @@ def make_holes_after_a_magic(path: Path) -> None:
 
 def make_holes_after_a_head(path: Path) -> None:
     """All of a blob but its tensors."""
-    data = packed(blob(PAGES[0]))
+    data = pack_blob(blob(PAGES[0]))
     make_holes(path)
     with path.open("r+b") as file:
         file.write(data[:4096])
@@ -394,7 +394,7 @@ def test_what_is_no_regular_file_is_damaged_and_written_anew(
 ) -> None:
     """A pipe in place of a blob blocked its reader for ever."""
     monkeypatch.chdir(tmp_path)
-    store = Folder(tmp_path, min_free=0)
+    store = FolderStore(tmp_path, min_free=0)
     tiers = Tiers([store])
     tiers.put(blob(PAGES[0]))
     (path,) = tmp_path.rglob("k0-1")
@@ -418,7 +418,7 @@ def test_what_is_no_regular_file_is_damaged_and_written_anew(
 
 
 def test_a_folder_with_files_in_place_of_a_blob_is_read_once(tmp_path: Path) -> None:
-    store = Folder(tmp_path, max_bytes=2_000_000, min_free=0)
+    store = FolderStore(tmp_path, max_bytes=2_000_000, min_free=0)
     tiers = Tiers([store])
     tiers.put(blob(PAGES[0]))
     (path,) = tmp_path.rglob("k0-1")
@@ -444,11 +444,11 @@ def test_a_folder_with_files_in_place_of_a_blob_is_read_once(tmp_path: Path) -> 
 def test_what_is_no_folder_in_place_of_a_page_has_no_blobs(
     make: Callable[[Path], object], tmp_path: Path
 ) -> None:
-    store = Folder(tmp_path, min_free=0)
+    store = FolderStore(tmp_path, min_free=0)
     (tmp_path / "ab" / "00").mkdir(parents=True)
     make(tmp_path / "ab" / "00" / "000001")
     assert store.has([page(1)]) == [frozenset()]
-    assert list(store) == [] and store.tidy() == 0
+    assert list(store) == [] and store.delete_unfinished() == 0
     assert Tiers([store]).get(page(1), "k0-1") is None
     with pytest.raises(OSError, match="000001"):
         store.put(page(1), "k0-1", b"x")
@@ -458,9 +458,9 @@ def test_what_is_no_folder_in_place_of_a_page_has_no_blobs(
 
 
 def test_nothing_is_made_before_something_is_written(tmp_path: Path) -> None:
-    store = Folder(tmp_path / "a" / "b")
+    store = FolderStore(tmp_path / "a" / "b")
     assert store.has([page(1)]) == [frozenset()] and store.get(page(1), "k0-1") is None
-    assert list(store) == [] and store.tidy() == 0 and store.shrink(0) == []
+    assert list(store) == [] and store.delete_unfinished() == 0 and store.shrink(0) == []
     store.drop(page(1), "k0-1")
     assert list(tmp_path.iterdir()) == []
 
@@ -469,7 +469,7 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(StoreError, match="a file, a folder is needed"):
-        Folder(file)
+        FolderStore(file)
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
@@ -478,12 +478,14 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     for name in others:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    store = Folder(tmp_path, min_free=0)
+    store = FolderStore(tmp_path, min_free=0)
     store.put(page(1), "k0-1", b"mine")
-    store.put(page(2), "k0-1", packed(blob(PAGES[0])))
+    store.put(page(2), "k0-1", pack_blob(blob(PAGES[0])))
     assert sorted(store) == [
-        Entry(page(1), "k0-1", 4, pytest.approx(time.time(), abs=1000)),
-        Entry(page(2), "k0-1", len(packed(blob(PAGES[0]))), pytest.approx(time.time(), abs=1000)),
+        BlobInfo(page(1), "k0-1", 4, pytest.approx(time.time(), abs=1000)),
+        BlobInfo(
+            page(2), "k0-1", len(pack_blob(blob(PAGES[0]))), pytest.approx(time.time(), abs=1000)
+        ),
     ]
     assert len(store.shrink(0)) == 2
     assert all((tmp_path / name).exists() for name in others)
@@ -493,7 +495,7 @@ def test_a_store_goes_on_where_its_name_was_relative(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    store = Folder("store", min_free=0)
+    store = FolderStore("store", min_free=0)
     store.put(page(1), "k0-1", b"x")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

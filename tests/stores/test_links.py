@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvant.stores import Folder, Tiers, packed
+from kvant.stores import FolderStore, Tiers, pack_blob
 from stores.writer import PAGES, blob
 
 PAGE = PAGES[0]
@@ -31,7 +31,7 @@ def test_a_linked_folder_is_empty_and_not_written_to(tmp_path: Path, level: int)
     outside, path = tmp_path / "outside", tmp_path / "store"
     victim = outside.joinpath(*LEVELS[level + 1 :])
     victim.mkdir(parents=True)
-    (victim / "k0-1").write_bytes(packed(blob(PAGE)))
+    (victim / "k0-1").write_bytes(pack_blob(blob(PAGE)))
     (victim / "notes").write_bytes(b"x" * 5000)
     (victim / STALE).write_bytes(b"half")
     for file in victim.iterdir():
@@ -41,8 +41,8 @@ def test_a_linked_folder_is_empty_and_not_written_to(tmp_path: Path, level: int)
     link.symlink_to(outside)
     before = state(outside)
 
-    store = Folder(path, max_bytes=4000, min_free=0)
-    assert list(store) == [] and store.tidy() == 0 and store.shrink(0) == []
+    store = FolderStore(path, max_bytes=4000, min_free=0)
+    assert list(store) == [] and store.delete_unfinished() == 0 and store.shrink(0) == []
     assert store.has([PAGE]) == [frozenset()]
     assert store.get(PAGE, "k0-1") is None and store.read(PAGE, "k0-1") is None
     store.drop(PAGE, "k0-1")
@@ -61,7 +61,7 @@ def test_an_empty_folder_behind_a_link_stays(tmp_path: Path) -> None:
     link = tmp_path.joinpath("store", *LEVELS[:2])
     link.parent.mkdir(parents=True)
     link.symlink_to(outside)
-    tiers = Tiers([Folder(tmp_path / "store", min_free=0)])
+    tiers = Tiers([FolderStore(tmp_path / "store", min_free=0)])
     assert not tiers.put(blob(PAGE))
     tiers.drop(PAGE, "k0-1")
     assert (outside / LEVELS[2]).is_dir()
@@ -70,7 +70,7 @@ def test_an_empty_folder_behind_a_link_stays(tmp_path: Path) -> None:
 def test_the_folder_of_a_store_may_itself_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "store").symlink_to("disk")
-    store = Folder(tmp_path / "store", min_free=0)
+    store = FolderStore(tmp_path / "store", min_free=0)
     store.put(PAGE, "k0-1", b"x")
     assert store.get(PAGE, "k0-1") == b"x"
     assert [entry.page for entry in store] == [PAGE]

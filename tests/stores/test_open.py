@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from kvant.errors import CacheError, StoreError
-from kvant.stores import STORES, Folder, Objects, Redis, open_store, open_tiers
-from kvant.stores.redis import TTL
+from kvant.stores import STORE_TYPES, FolderStore, ObjectStore, RedisStore, open_store, open_tiers
+from kvant.stores.redis import DEFAULT_TTL_S
 
 SECRET = "geheim"
 NEEDED = "az://, file://, gs://, memory://, redis://, rediss://, s3://, unix://, valkey://"
 
 REDIS = {  # what is opened: host or path, port, number, time to live
-    "redis://host": ("host", 6379, 0, TTL),
-    "redis://host/": ("host", 6379, 0, TTL),
+    "redis://host": ("host", 6379, 0, DEFAULT_TTL_S),
+    "redis://host/": ("host", 6379, 0, DEFAULT_TTL_S),
     "redis://host:7000/3?ttl=60": ("host", 7000, 3, 60),
-    "rediss://somebody:geheim@host:7000": ("host", 7000, 0, TTL),
-    "valkey://:geheim@host/1": ("host", 6379, 1, TTL),
-    "redis://[::1]:7000": ("::1", 7000, 0, TTL),
-    "unix:///run/redis.sock": ("/run/redis.sock", None, 0, TTL),
+    "rediss://somebody:geheim@host:7000": ("host", 7000, 0, DEFAULT_TTL_S),
+    "valkey://:geheim@host/1": ("host", 6379, 1, DEFAULT_TTL_S),
+    "redis://[::1]:7000": ("::1", 7000, 0, DEFAULT_TTL_S),
+    "unix:///run/redis.sock": ("/run/redis.sock", None, 0, DEFAULT_TTL_S),
     "unix://:geheim@/run/redis.sock?db=2&ttl=60": ("/run/redis.sock", None, 2, 60),
 }
 NO_REDIS = (
@@ -46,8 +46,8 @@ NO_STORES = (
 def test_a_redis_by_its_url(url: str) -> None:
     pytest.importorskip("redis")
     store = open_store(url)
-    assert isinstance(store, Redis)
-    told = store._server.connection_pool.connection_kwargs
+    assert isinstance(store, RedisStore)
+    told = store._client.connection_pool.connection_kwargs
     where, port, number, ttl = REDIS[url]
     assert (told.get("host", told.get("path")), told.get("port", 6379 if port else None)) == (
         where,
@@ -65,7 +65,7 @@ def test_a_redis_by_its_url(url: str) -> None:
 def test_objects_by_their_url(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")
     store = open_store(url)
-    assert isinstance(store, Objects) and store.url == url
+    assert isinstance(store, ObjectStore) and store.url == url
 
 
 def test_azure_needs_an_account(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,7 +112,7 @@ def test_a_folder_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     for name in ("store", "~/store", str(tmp_path / "store"), f"file://{tmp_path}/store"):
         store = open_store(name, max_bytes="1KiB")
-        assert isinstance(store, Folder)
+        assert isinstance(store, FolderStore)
         assert (store.path, store.max_bytes) == (tmp_path / "store", 1024)
     assert open_store(tmp_path / "store").url == str(tmp_path / "store")
     assert open_store("file:///a%20b").url == "/a b"
@@ -134,13 +134,18 @@ def test_no_name_is_no_store() -> None:
 
 
 def test_several_stores_are_tiers(tmp_path: Path) -> None:
-    mine = Folder(tmp_path / "mine")
+    mine = FolderStore(tmp_path / "mine")
     tiers = open_tiers([str(tmp_path / "a"), mine, tmp_path / "b"], b"secret", "1KiB")
     stores = [guarded.store for guarded in tiers.stores]
     assert [store.url for store in stores] == [str(tmp_path / one) for one in ("a", "mine", "b")]
     assert [getattr(store, "max_bytes", 0) for store in stores] == [1024, None, 1024]
     assert tiers.secret == b"secret"
-    for one in (tmp_path / "a", str(tmp_path / "a"), Folder(tmp_path / "a"), (tmp_path / "a",)):
+    for one in (
+        tmp_path / "a",
+        str(tmp_path / "a"),
+        FolderStore(tmp_path / "a"),
+        (tmp_path / "a",),
+    ):
         assert [guarded.store.url for guarded in open_tiers(one).stores] == [str(tmp_path / "a")]
     with pytest.raises(CacheError, match="no stores"):
         open_tiers([])
@@ -150,11 +155,11 @@ def test_a_bound_is_of_a_folder(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="max_bytes is of a folder"):
         open_store("redis://host", max_bytes="1GB")
     with pytest.raises(StoreError, match="none is named"):
-        open_tiers(Folder(tmp_path), max_bytes=1000)
+        open_tiers(FolderStore(tmp_path), max_bytes=1000)
     pytest.importorskip("redis")
     tiers = open_tiers([tmp_path, "redis://host"], max_bytes=1000)
     assert [guarded.store.url for guarded in tiers.stores] == [str(tmp_path), "redis://host"]
 
 
 def test_every_scheme_has_a_store() -> None:
-    assert {*STORES, "file"} == {word.removesuffix("://") for word in NEEDED.split(", ")}
+    assert {*STORE_TYPES, "file"} == {word.removesuffix("://") for word in NEEDED.split(", ")}

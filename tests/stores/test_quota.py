@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvant.errors import StoreError
-from kvant.stores import Folder
+from kvant.stores import FolderStore
 
 
 def page(number: int) -> str:
     return f"ab/{number:08x}"
 
 
-def keep(monkeypatch: pytest.MonkeyPatch, store: Folder, pages: set[str], code: int) -> None:
+def keep(monkeypatch: pytest.MonkeyPatch, store: FolderStore, pages: set[str], code: int) -> None:
     """Let the deletion of blobs of these pages fail."""
     drop = store.drop
 
@@ -28,7 +28,7 @@ def keep(monkeypatch: pytest.MonkeyPatch, store: Folder, pages: set[str], code: 
     monkeypatch.setattr(store, "drop", checked_drop)
 
 
-def fill(store: Folder, count: int) -> None:
+def fill(store: FolderStore, count: int) -> None:
     for number in range(count):
         store.put(page(number), "k0-1", bytes(1000))
         path = store.path / "ab" / "00" / f"{number:06x}" / "k0-1"
@@ -39,7 +39,7 @@ def test_blobs_that_cannot_be_deleted_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """14,000 bytes lay in a folder of 10,000."""
-    store = Folder(tmp_path, max_bytes=10_000, min_free=0)
+    store = FolderStore(tmp_path, max_bytes=10_000, min_free=0)
     fill(store, 10)
     keep(monkeypatch, store, {page(number) for number in range(10)}, errno.EACCES)
     for number in range(10, 14):
@@ -51,7 +51,7 @@ def test_blobs_that_cannot_be_deleted_count(
 def test_blobs_are_deleted_in_place_of_those_that_cannot_be(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Folder(tmp_path, max_bytes=10_000, min_free=0)
+    store = FolderStore(tmp_path, max_bytes=10_000, min_free=0)
     fill(store, 10)
     keep(monkeypatch, store, {page(number) for number in range(5)}, errno.EPERM)
     store.put(page(10), "k0-1", bytes(1000))
@@ -59,7 +59,7 @@ def test_blobs_are_deleted_in_place_of_those_that_cannot_be(
 
 
 def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Folder(tmp_path, max_bytes=10_000, min_free=0)
+    store = FolderStore(tmp_path, max_bytes=10_000, min_free=0)
     fill(store, 10)
     keep(monkeypatch, store, {page(0)}, errno.EIO)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)):
@@ -68,7 +68,7 @@ def test_a_disk_that_fails_is_an_error(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_blob_greater_than_the_quota_is_refused(tmp_path: Path) -> None:
-    store = Folder(tmp_path, max_bytes=1000, min_free=0)
+    store = FolderStore(tmp_path, max_bytes=1000, min_free=0)
     store.put(page(0), "k0-1", bytes(900))
     with pytest.raises(StoreError, match="the quota is 1000 B"):
         store.put(page(1), "k0-1", bytes(1001))

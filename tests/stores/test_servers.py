@@ -11,17 +11,26 @@ import pytest
 import torch
 
 from kvant.errors import BlobError, StoreError
-from kvant.stores import Blob, Folder, Objects, Payload, Redis, Store, Tiers, open_store
+from kvant.stores import (
+    Blob,
+    BlobPayload,
+    FolderStore,
+    ObjectStore,
+    RedisStore,
+    Store,
+    Tiers,
+    open_store,
+)
 from kvant.stores import tiers as module
-from kvant.stores.redis import TTL
-from kvant.stores.tiers import IN_A_ROW, REST
+from kvant.stores.redis import DEFAULT_TTL_S
+from kvant.stores.tiers import CIRCUIT_OPEN_S, MAX_FAILURES_IN_A_ROW
 from stores.servers import PASSWORD, QUOTED, Server, redis_server, s3_server
 
 PAGE = "ab/" + "0" * 64
 
 
 def blob(page: str = PAGE) -> Blob:
-    return Blob(page, "k0-1", PAGE, (1, 2), Payload.of({"0/keys": torch.ones(3)}))
+    return Blob(page, "k0-1", PAGE, (1, 2), BlobPayload.from_fields({"0/keys": torch.ones(3)}))
 
 
 def client(server: Server) -> Any:
@@ -36,7 +45,7 @@ def test_a_page_is_a_hash_that_lives_a_week(redis: Server) -> None:
     store.put(PAGE, "a-0123456789abcdef-64", b"y")
     key = f"kvant:{PAGE}"
     assert asked.hgetall(key) == {"k0-1": "x", "a-0123456789abcdef-64": "y"}
-    assert TTL - 1000 < asked.ttl(key) <= TTL
+    assert DEFAULT_TTL_S - 1000 < asked.ttl(key) <= DEFAULT_TTL_S
     asked.expire(key, 50)
     assert store.get(PAGE, "k0-1") == b"x" and asked.ttl(key) > 1000  # it was used
     asked.expire(key, 50)
@@ -81,10 +90,10 @@ def test_a_password_is_in_no_word_of_ours(redis: Server, caplog: pytest.LogCaptu
     wrong = redis.url.replace(QUOTED, "geheim")
     for url, written in ((redis.url, 1), (wrong, 0)):
         tiers = Tiers([open_store(url)])
-        for number in range(IN_A_ROW):
+        for number in range(MAX_FAILURES_IN_A_ROW):
             tiers.put(blob(f"password/{number:064}"))
         (stats,) = tiers.stats()["stores"]
-        assert (stats["written"], stats["rests"]) == (written * IN_A_ROW, 1 - written)
+        assert (stats["written"], stats["rests"]) == (written * MAX_FAILURES_IN_A_ROW, 1 - written)
         told = json.dumps(tiers.stats()) + caplog.text
         assert not any(word in told for word in ("geheim", PASSWORD, QUOTED))
     assert "rests for 30 seconds" in caplog.text
@@ -93,7 +102,7 @@ def test_a_password_is_in_no_word_of_ours(redis: Server, caplog: pytest.LogCaptu
 def test_a_server_that_dies_is_a_miss(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     with redis_server() as server:
         dies(open_store(server.url), server, monkeypatch)
-        near, far = Folder(tmp_path, min_free=0), open_store(server.url)
+        near, far = FolderStore(tmp_path, min_free=0), open_store(server.url)
         tiers = Tiers([near, far])
         tiers.put(blob())
         assert tiers.get(PAGE, "k0-1") is not None  # the folder has it
@@ -111,13 +120,13 @@ def dies(store: Store, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     tiers.put(blob())
     assert tiers.has([PAGE]) == [{"k0-1"}] and tiers.get(PAGE, "k0-1") is not None
     server.kill()
-    for _ in range(IN_A_ROW):
+    for _ in range(MAX_FAILURES_IN_A_ROW):
         assert tiers.get(PAGE, "k0-1") is None
     assert tiers.has([PAGE, PAGE]) == [frozenset()] * 2
     tiers.put(blob())
     (stats,) = tiers.stats()["stores"]
-    assert (stats["errors"], stats["rests"], stats["skipped"]) == (IN_A_ROW, 1, 2)
-    clock.now += REST
+    assert (stats["errors"], stats["rests"], stats["skipped"]) == (MAX_FAILURES_IN_A_ROW, 1, 2)
+    clock.now += CIRCUIT_OPEN_S
     assert tiers.has([PAGE]) == [frozenset()]
     assert tiers.stats()["stores"][0]["rests"] == 2
 
@@ -132,9 +141,9 @@ def test_a_redis_that_comes_back_is_used_again(redis: Server) -> None:
 
 def test_objects_lie_below_their_prefix(s3: Server) -> None:
     store, above = open_store(s3.url), open_store("s3://bucket")
-    assert isinstance(store, Objects) and isinstance(above, Objects)
+    assert isinstance(store, ObjectStore) and isinstance(above, ObjectStore)
     store.put(PAGE, "k0-1", b"x")
-    found = store._calls.list(above._bucket).collect()
+    found = store._obstore.list(above._bucket).collect()
     assert [one["path"] for one in found] == [f"some/prefix/{PAGE}/k0-1"]
     assert above.has([PAGE]) == [frozenset()]
     store.drop(PAGE, "k0-1")
@@ -154,7 +163,7 @@ def test_a_blob_beyond_all_bounds_is_not_read(s3: Server, monkeypatch: pytest.Mo
 
     store = open_store(s3.url)
     store.put(PAGE, "k0-1", bytes(1001))
-    monkeypatch.setattr(contract, "MAX_BLOB", 1000)
+    monkeypatch.setattr(contract, "MAX_BLOB_BYTES", 1000)
     with pytest.raises(BlobError, match="1001 bytes, 1000 at most"):
         store.get(PAGE, "k0-1")
     store.drop(PAGE, "k0-1")
@@ -162,5 +171,5 @@ def test_a_blob_beyond_all_bounds_is_not_read(s3: Server, monkeypatch: pytest.Mo
 
 def test_a_redis_is_what_it_says(redis: Server) -> None:
     store = open_store(redis.url)
-    assert isinstance(store, Redis)
+    assert isinstance(store, RedisStore)
     assert store.url == redis.url.replace(f":{QUOTED}@", "")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvant.errors import StoreError
-from kvant.stores import Blob, Payload, Store, Tiers, open_store
+from kvant.stores import Blob, BlobPayload, Store, Tiers, open_store
 from kvant.stores.contract import HEAD, MAGIC
 
 SIZES = (1, 100_000, 6_000_000)
@@ -29,7 +29,7 @@ def page(number: int, test: str = "") -> str:
 
 def blob(name: str, part: str = "k0-1", seed: int = 0) -> Blob:
     rows = torch.randn(4, 64, 32, generator=torch.Generator().manual_seed(seed))
-    held = Payload.of({"0/keys.open": rows})
+    held = BlobPayload.from_fields({"0/keys.open": rows})
     told = {"model": "llama", "spec": "raw"}
     return Blob(name, part, page(99), (1, 2, 3), held, {"n": 5}, 3, told)
 

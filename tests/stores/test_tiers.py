@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kvant.errors import CacheError
-from kvant.stores import Blob, Bytes, Payload, Tiers, packed
+from kvant.stores import Blob, BlobPayload, Bytes, Tiers, pack_blob
 from kvant.stores import tiers as module
-from kvant.stores.tiers import IN_A_ROW, REST, Behind
+from kvant.stores.tiers import CIRCUIT_OPEN_S, MAX_FAILURES_IN_A_ROW, BackgroundWriter
 
 PAGE = "ab/" + "0" * 64
 OTHER = "ab/" + "1" * 64
@@ -64,7 +64,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def blob(page: str = PAGE, part: str = "k0-1") -> Blob:
-    return Blob(page, part, OTHER, (1, 2), Payload.of({"0/keys": torch.ones(3)}))
+    return Blob(page, part, OTHER, (1, 2), BlobPayload.from_fields({"0/keys": torch.ones(3)}))
 
 
 def counts(tiers: Tiers, place: int = 0) -> dict[str, int]:
@@ -78,10 +78,10 @@ def counts(tiers: Tiers, place: int = 0) -> dict[str, int]:
 
 def test_the_nearest_is_asked_first_and_gets_what_a_far_one_has() -> None:
     near, middle, far = Shelf(), Shelf(), Shelf()
-    far.put(PAGE, "k0-1", packed(blob()))
+    far.put(PAGE, "k0-1", pack_blob(blob()))
     tiers = Tiers([near, middle, far])
     assert tiers.get(PAGE, "k0-1") is not None
-    assert tiers.behind.flush(60)
+    assert tiers.writer.flush(60)
     assert near.blobs == middle.blobs == far.blobs
     asked = far.calls
     assert tiers.get(PAGE, "k0-1") is not None and far.calls == asked
@@ -111,19 +111,19 @@ def test_parts_of_a_page_may_lie_in_several() -> None:
     [
         b"",
         b"no blob",
-        packed(blob())[:-1],
-        packed(blob(OTHER)),
-        packed(blob(PAGE, "k0-2")),
-        packed(blob(), b"of others"),
+        pack_blob(blob())[:-1],
+        pack_blob(blob(OTHER)),
+        pack_blob(blob(PAGE, "k0-2")),
+        pack_blob(blob(), b"of others"),
     ],
 )
 def test_what_is_damaged_is_dropped_and_the_next_one_is_asked(wrong: Bytes) -> None:
     near, far = Shelf(), Shelf()
     near.put(PAGE, "k0-1", wrong)
-    far.put(PAGE, "k0-1", packed(blob()))
+    far.put(PAGE, "k0-1", pack_blob(blob()))
     tiers = Tiers([near, far])
     assert tiers.get(PAGE, "k0-1") is not None
-    assert tiers.behind.flush(60)
+    assert tiers.writer.flush(60)
     assert near.blobs == far.blobs
     assert counts(tiers) == {"damaged": 1, "written": 1} and counts(tiers, 1) == {"hits": 1}
 
@@ -158,8 +158,8 @@ def test_an_error_of_a_store_is_a_miss(error: Exception) -> None:
     assert tiers.get(PAGE, "k0-1") is not None
     tiers.drop(PAGE, "k0-1")
     assert tiers.get(PAGE, "k0-1") is None
-    assert tiers.behind.flush(60)
-    assert counts(tiers)["errors"] >= IN_A_ROW and "written" not in counts(tiers)
+    assert tiers.writer.flush(60)
+    assert counts(tiers)["errors"] >= MAX_FAILURES_IN_A_ROW and "written" not in counts(tiers)
     alone = Tiers([bad])
     assert alone.has([PAGE, OTHER]) == [frozenset()] * 2 and alone.get(PAGE, "k0-1") is None
 
@@ -167,13 +167,18 @@ def test_an_error_of_a_store_is_a_miss(error: Exception) -> None:
 def test_who_fails_five_times_in_a_row_rests(clock: Clock) -> None:
     store = Shelf(OSError("gone"))
     tiers = Tiers([store])
-    for number in range(IN_A_ROW):
+    for number in range(MAX_FAILURES_IN_A_ROW):
         assert not tiers.stats()["stores"][0]["resting"]
         assert tiers.get(PAGE, "k0-1") is None
         assert store.calls == number + 1
-    told = {"errors": IN_A_ROW, "misses": IN_A_ROW, "rests": 1, "resting": True}
+    told = {
+        "errors": MAX_FAILURES_IN_A_ROW,
+        "misses": MAX_FAILURES_IN_A_ROW,
+        "rests": 1,
+        "resting": True,
+    }
     assert counts(tiers) == told
-    clock.now += REST - 0.01
+    clock.now += CIRCUIT_OPEN_S - 0.01
     for call in (
         lambda: tiers.has([PAGE]),
         lambda: tiers.get(PAGE, "k0-1"),
@@ -181,13 +186,13 @@ def test_who_fails_five_times_in_a_row_rests(clock: Clock) -> None:
         lambda: tiers.drop(PAGE, "k0-1"),
     ):
         call()
-    assert store.calls == IN_A_ROW and counts(tiers)["skipped"] == 4
+    assert store.calls == MAX_FAILURES_IN_A_ROW and counts(tiers)["skipped"] == 4
     clock.now += 0.01
     tiers.get(PAGE, "k0-1")  # once more, and it rests again
-    assert store.calls == IN_A_ROW + 1 and counts(tiers)["rests"] == 2
+    assert store.calls == MAX_FAILURES_IN_A_ROW + 1 and counts(tiers)["rests"] == 2
     tiers.get(PAGE, "k0-1")
-    assert store.calls == IN_A_ROW + 1
-    clock.now += REST
+    assert store.calls == MAX_FAILURES_IN_A_ROW + 1
+    clock.now += CIRCUIT_OPEN_S
     store.error = None
     tiers.put(blob())
     assert tiers.get(PAGE, "k0-1") is not None
@@ -199,8 +204,8 @@ def test_who_fails_five_times_in_a_row_rests(clock: Clock) -> None:
 def test_what_succeeds_between_failures_counts(clock: Clock) -> None:
     store = Shelf()
     tiers = Tiers([store])
-    for number in range(4 * IN_A_ROW):
-        store.error = OSError("gone") if number % IN_A_ROW else None
+    for number in range(4 * MAX_FAILURES_IN_A_ROW):
+        store.error = OSError("gone") if number % MAX_FAILURES_IN_A_ROW else None
         tiers.has([PAGE])
     assert "rests" not in counts(tiers)
 
@@ -224,7 +229,7 @@ class Hanging(Shelf):
 def test_a_store_that_does_not_answer_gets_no_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     near, far = Hanging(), Shelf()
     tiers, found = Tiers([near, far]), list[Any]()
-    tiers.stores[1].put(PAGE, "k0-1", packed(blob()))
+    tiers.stores[1].put(PAGE, "k0-1", pack_blob(blob()))
     asking = Thread(target=lambda: found.append(tiers.has([PAGE])), daemon=True)
     asking.start()
     assert near.asked.wait(60)
@@ -244,20 +249,20 @@ def test_nothing_waits_for_a_store_that_takes_nothing(monkeypatch: pytest.Monkey
     store = Hanging()
     tiers = Tiers([store])
     for _ in range(3):
-        assert tiers.behind.add(10, lambda: [int(tiers.put(blob()))])
+        assert tiers.writer.add(10, lambda: [int(tiers.put(blob()))])
     assert store.asked.wait(60)
     assert not tiers.flush(0.01)
     monkeypatch.setattr(module, "UNANSWERED", 0.0)
     assert not tiers.flush()
     tiers.close()
-    assert tiers.stats()["dropped"] == 2 and not tiers.behind.add(1, list[int])
+    assert tiers.stats()["dropped"] == 2 and not tiers.writer.add(1, list[int])
     store.go.set()
-    assert tiers.behind.flush(60)
+    assert tiers.writer.flush(60)
 
 
 def test_a_blob_that_a_store_refused_waits_no_more() -> None:
     tiers = Tiers([Shelf(OSError("no space left"))])
-    assert tiers.behind.add(10, lambda: [int(tiers.put(blob()))])
+    assert tiers.writer.add(10, lambda: [int(tiers.put(blob()))])
     assert tiers.flush(60)
     assert (counts(tiers)["unwritten"], counts(tiers).get("written", 0)) == (1, 0)
 
@@ -295,7 +300,7 @@ class Held:
     """A queue whose thread is in the middle of its first call."""
 
     def __init__(self, most: int, nbytes: int = 10) -> None:
-        self.behind, self.done = Behind(most), list[Any]()
+        self.behind, self.done = BackgroundWriter(most), list[Any]()
         self.go, self.begun = Event(), Event()
         assert self.behind.add(nbytes, self._first)
         assert self.begun.wait(60)
@@ -375,17 +380,17 @@ class Pieces:
 
 
 def test_it_works_a_part_of_the_time_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARE", 1e-9)  # the first pause would take years
-    monkeypatch.setattr(module, "IDLE", 0.0)  # somebody computes, it is taken to be
-    behind, work = Behind(10), Pieces()
+    monkeypatch.setattr(module, "WRITER_CPU_SHARE", 1e-9)  # the first pause would take years
+    monkeypatch.setattr(module, "IDLE_CPU_SHARE", 0.0)  # somebody computes, it is taken to be
+    behind, work = BackgroundWriter(10), Pieces()
     behind.add(1, work)
     assert work.first.wait(60) and not work.last.wait(0.1) and work.done == [0]
     assert behind.flush(60) and work.done == [0, 1, 2]
 
 
 def test_it_pauses_for_nobody_where_nobody_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SHARE", 1e-9)
-    behind, work = Behind(10), Pieces()
+    monkeypatch.setattr(module, "WRITER_CPU_SHARE", 1e-9)
+    behind, work = BackgroundWriter(10), Pieces()
     behind.add(1, work)
     assert work.last.wait(60) and work.done == [0, 1, 2]
 
@@ -399,7 +404,7 @@ def test_an_error_behind_ends_nothing() -> None:
 
 
 def test_an_unused_queue_closes() -> None:
-    behind = Behind(10)
+    behind = BackgroundWriter(10)
     assert behind.flush(60)
     behind.close(60)
     assert not behind.add(1, list[int])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from kvant.stores import Blob, Bytes, Folder, Payload, packed
+from kvant.stores import Blob, BlobPayload, Bytes, FolderStore, pack_blob
 
 PAGES = tuple(f"ab/{number:064x}" for number in range(4))
 ROWS = 1 << 17  # 512 KiB
@@ -25,7 +25,7 @@ PIECE = 1 << 12
 def blob(page: str) -> Blob:
     seed = torch.Generator().manual_seed(PAGES.index(page))
     rows = torch.randn(ROWS, generator=seed)
-    return Blob(page, "k0-1", PAGES[0], (1, 2), Payload.of({"0/keys.open": rows}))
+    return Blob(page, "k0-1", PAGES[0], (1, 2), BlobPayload.from_fields({"0/keys.open": rows}))
 
 
 class Writers:
@@ -55,7 +55,7 @@ def writers(folder: Path) -> Iterator[Writers]:
 
 
 def write(folder: str, rounds: int, blobs: Mapping[str, Bytes]) -> None:
-    store = Folder(folder, min_free=0)
+    store = FolderStore(folder, min_free=0)
     done = 0
     while not rounds or done < rounds:
         for page, data in blobs.items():
@@ -70,7 +70,7 @@ def write(folder: str, rounds: int, blobs: Mapping[str, Bytes]) -> None:
 
 def main(folder: str) -> None:
     torch.set_num_threads(1)
-    blobs = {page: packed(blob(page)) for page in PAGES}
+    blobs = {page: pack_blob(blob(page)) for page in PAGES}
     call = os.write
     # a disk that takes little at once: nearly always a file is half written
     os.write = lambda file, data: call(file, data[:PIECE])

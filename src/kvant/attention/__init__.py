@@ -1,23 +1,23 @@
 """Attention over pages, and rows on their way into them, by the first backend that can."""
 
-from kvant.attention.attending import (
+from kvant.attention.dispatch import (
     BACKENDS,
-    Explanation,
+    BackendExplanation,
     attend,
     check_backend,
     explain,
-    reads_prompts,
+    has_fast_prefill,
 )
-from kvant.attention.native import arrangement
-from kvant.attention.triton.step import Step
+from kvant.attention.native import select_tiles
+from kvant.attention.triton.decode_step import TritonDecodeStep
 
 __all__ = [
     "BACKENDS",
-    "Explanation",
-    "Step",
-    "arrangement",
+    "BackendExplanation",
+    "TritonDecodeStep",
     "attend",
     "check_backend",
     "explain",
-    "reads_prompts",
+    "has_fast_prefill",
+    "select_tiles",
 ]

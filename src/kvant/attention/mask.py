@@ -12,10 +12,10 @@ from torch import Tensor
 
 from kvant.contracts import Mask
 
-Relation = Literal["none", "some", "all"]
+BlockVisibility = Literal["none", "some", "all"]
 
 
-def visible(mask: Mask, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+def evaluate_mask(mask: Mask, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """Does a query at `q_pos` see a key at `k_pos`? Negative positions are padding."""
     seen = (k_pos >= 0) & (q_pos >= 0)
     if mask.causal:
@@ -27,7 +27,7 @@ def visible(mask: Mask, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     return seen
 
 
-def relation(mask: Mask, q0: int, q1: int, k_first: int, k_last: int) -> Relation:
+def classify_block(mask: Mask, q0: int, q1: int, k_first: int, k_last: int) -> BlockVisibility:
     """Do queries [q0, q1) see keys k_first to k_last, all or some? Sinks are the caller's."""
     if mask.causal and k_first > q1 - 1:
         return "none"

@@ -17,22 +17,22 @@ import torch
 import typer
 from torch import Tensor
 
-from kvant.bench.report import Json, numbers, run, show
+from kvant.bench.report import Json, parse_numbers, print_report, run
 from kvant.cache import Cache
 
-WAYS = {"paged": "", "stepped": ",step=256", "reserved": ",capacity={capacity}"}
-BUDGET = 4e9  # bytes that the baseline may copy for one figure
+GROWTH_OPTIONS = {"paged": "", "stepped": ",step=256", "reserved": ",capacity={capacity}"}
+MAX_COPIED_BYTES = 4e9  # bytes that the baseline may copy for one figure
 
 
-class Store(Protocol):
+class RowStore(Protocol):
     """What rows are appended to."""
 
     def append(self, rows: Tensor) -> None: ...
-    def lies(self) -> tuple[int, int]:
+    def locate_rows(self) -> tuple[int, int]:
         """Where its dense rows lie, and how many there is room for."""
 
 
-class Concat:
+class ConcatStore:
     """Keys and values as one tensor each, which every append makes anew."""
 
     def __init__(self, rows: Tensor) -> None:
@@ -42,11 +42,11 @@ class Concat:
         self.keys = torch.cat([self.keys, rows], 2)
         self.values = torch.cat([self.values, rows], 2)
 
-    def lies(self) -> tuple[int, int]:
+    def locate_rows(self) -> tuple[int, int]:
         return self.keys.data_ptr(), self.keys.shape[2]
 
 
-class Paged:
+class PagedStore:
     """One layer of a cache."""
 
     def __init__(self, spec: str, rows: Tensor) -> None:
@@ -56,45 +56,49 @@ class Paged:
     def append(self, rows: Tensor) -> None:
         self.layer.append(rows, rows)
 
-    def lies(self) -> tuple[int, int]:
-        slots = self.layer.storage.used[0]
+    def locate_rows(self) -> tuple[int, int]:
+        slots = self.layer.storage.used_slots[0]
         return self.layer.storage.sides["keys"].open.data_ptr(), slots * self.layer.spec.page
 
 
 @dataclass
-class Run:
+class AppendRun:
     """One way, and what each token appended to it took."""
 
-    store: Store
+    store: RowStore
     tokens: int
     seconds: list[float] = field(default_factory=list)
-    copied: int = 0
+    num_copied: int = 0
 
     def append(self, row: Tensor) -> None:
-        place, rows = self.store.lies()
+        place, rows = self.store.locate_rows()
         begin = time.perf_counter()
         self.store.append(row)
         self.seconds.append(time.perf_counter() - begin)
-        self.copied += rows if self.store.lies()[0] != place else 0
+        self.num_copied += rows if self.store.locate_rows()[0] != place else 0
 
-    def figures(self) -> dict[str, float]:
+    def summarize(self) -> dict[str, float]:
         return {
             "tokens": self.tokens,
             "median_us": statistics.median(self.seconds) * 1e6,
             "mean_us": statistics.fmean(self.seconds) * 1e6,
-            "copied": self.copied / self.tokens,
+            "copied": self.num_copied / self.tokens,
         }
 
 
-def measure(text: str, length: int, tokens: int, heads: int, dim: int) -> dict[str, Run]:
+def measure_appends(
+    spec_text: str, length: int, tokens: int, heads: int, dim: int
+) -> dict[str, AppendRun]:
     """Append to each in turn; the baseline stops when its budget is spent."""
-    affordable = int(BUDGET / (length * heads * dim * 8))  # keys and values, read and written
+    affordable = int(
+        MAX_COPIED_BYTES / (length * heads * dim * 8)
+    )  # keys and values, read and written
     rows = torch.zeros(1, heads, length, dim, dtype=torch.bfloat16)
     row = torch.randn(1, heads, 1, dim, dtype=torch.bfloat16)
-    runs = {"concat": Run(Concat(rows), max(1, min(tokens, max(8, affordable))))}
-    for way, option in WAYS.items():
-        spec = text + option.format(capacity=length + tokens)
-        runs[way] = Run(Paged(spec, rows), tokens)
+    runs = {"concat": AppendRun(ConcatStore(rows), max(1, min(tokens, max(8, affordable))))}
+    for way, option in GROWTH_OPTIONS.items():
+        spec = spec_text + option.format(capacity=length + tokens)
+        runs[way] = AppendRun(PagedStore(spec, rows), tokens)
     for done in range(tokens):
         for one in runs.values():
             if done < one.tokens:
@@ -112,15 +116,15 @@ def main(
 ) -> None:
     """The cost of one appended token, one layer, bf16, batch 1."""
     rows: list[dict[str, Any]] = []
-    for length in numbers("lengths", lengths):
-        runs = measure(kv_cache, length, tokens, heads, dim)
-        base = runs["concat"].figures()["median_us"]
+    for length in parse_numbers("lengths", lengths):
+        runs = measure_appends(kv_cache, length, tokens, heads, dim)
+        base = runs["concat"].summarize()["median_us"]
         for way, one in runs.items():
-            figures = one.figures()
+            figures = one.summarize()
             ratio = base / figures["median_us"]
             rows.append({"rows": length, "growth": way, **figures, "ratio": ratio})
     facts = {"kv_cache": kv_cache, "heads": heads, "dim": dim, "dtype": "bfloat16"}
-    show("append", rows, facts, quiet=json)
+    print_report("append", rows, facts, quiet=json)
 
 
 if __name__ == "__main__":

@@ -25,62 +25,73 @@ import typer
 from torch import Tensor
 
 from kvant.attention import attend, explain
-from kvant.bench.clock import Call, Clock, Lap
-from kvant.bench.device import Device, chosen_device
-from kvant.bench.report import Json, check_files, check_plot, draw, numbers, progress, run, show
+from kvant.bench.clock import Clock, Lap, TimedCall
+from kvant.bench.device import BenchDevice, choose_device
+from kvant.bench.report import (
+    Json,
+    check_files,
+    check_plot,
+    draw_curves,
+    parse_numbers,
+    print_report,
+    run,
+    show_progress,
+)
 from kvant.cache import Cache
 from kvant.contracts import View
-from kvant.native import library
-from kvant.spec import split
+from kvant.native import get_library
+from kvant.spec import split_specs
 
-CHUNK = 4096  # rows put into a cache at once
-Name = tuple[str, str]  # a format, or another way, and the backend that reads it
+APPEND_CHUNK = 4096  # rows put into a cache at once
+ResultKey = tuple[str, str]  # a format, or another way, and the backend that reads it
 
 
-def stored(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
+def store_rows(name: str, keys: Tensor, values: Tensor, queries: int) -> tuple[View, int]:
     """What the newest tokens see of these rows in a format, and their bytes."""
     cache = Cache(1, name)
     state: Any = cache[0]
     before = keys.shape[2] - queries
-    for first in range(0, before, CHUNK):
-        part = slice(first, min(first + CHUNK, before))
+    for first in range(0, before, APPEND_CHUNK):
+        part = slice(first, min(first + APPEND_CHUNK, before))
         state.append(keys[:, :, part], values[:, :, part], prefill="stored")
     return state.append(keys[:, :, before:], values[:, :, before:]), cache.nbytes_used
 
 
-def sets(
-    name: str, keys: Tensor, values: Tensor, queries: int, device: Device
+def store_copies(
+    name: str, keys: Tensor, values: Tensor, queries: int, device: BenchDevice
 ) -> list[tuple[View, int]]:
     """The same rows in a format, as often as the device needs them, and the bytes of each."""
-    first = stored(name, keys, values, queries)
-    more = range(1, copies(first[1], device.cached))
-    return [first, *(stored(name, keys, values, queries) for _ in more)]
+    first = store_rows(name, keys, values, queries)
+    more = range(1, count_copies(first[1], device.cache_nbytes))
+    return [first, *(store_rows(name, keys, values, queries) for _ in more)]
 
 
-def copies(nbytes: int, cached: int) -> int:
+def count_copies(nbytes: int, cache_nbytes: int) -> int:
     """How many inputs of so many bytes it takes, so that all but one fill a cache."""
-    return 1 + -(-cached // nbytes)
+    return 1 + -(-cache_nbytes // nbytes)
 
 
-def rotating(calls: Sequence[Call]) -> Call:
+def rotate_calls(calls: Sequence[TimedCall]) -> TimedCall:
     """One after the other."""
     following = cycle(calls)
     return lambda: next(following)()
 
 
-def in_turn(calls: Mapping[Name, Call], repeats: int, clock: Clock) -> dict[Name, list[Lap]]:
-    laps: dict[Name, list[Lap]] = {name: [] for name in calls}
+def time_calls_in_turn(
+    calls: Mapping[ResultKey, TimedCall], repeats: int, clock: Clock
+) -> dict[ResultKey, list[Lap]]:
+    laps: dict[ResultKey, list[Lap]] = {name: [] for name in calls}
     for turn in range(repeats + 1):
-        clock.turn()
+        clock.start_turn()
         for name, call in calls.items():
-            lap = clock.lap(call)
+            lap = clock.time_call(call)
             if turn:  # the first finds nothing in the caches
                 laps[name].append(lap)
     return laps
 
 
 @dataclass(frozen=True)
-class Task:
+class AttendTask:
     """What is asked of every way, and how often."""
 
     batch: int
@@ -96,52 +107,58 @@ class Task:
         return [None] if self.backend is None else [*self.backend.split(",")]
 
 
-def measure(
-    length: int, names: list[str], task: Task, device: Device
+def measure_attention(
+    length: int, names: list[str], task: AttendTask, device: BenchDevice
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A row for each way and backend, and a line for each way of torch that does not run."""
     shape = task.batch, task.heads, length, task.dim
     keys, values = torch.randn(2, *shape, device=device.name).bfloat16()
     asked = task.batch, task.heads * task.group, task.queries, task.dim
     q = torch.randn(asked, device=device.name).bfloat16()
-    held = {name: sets(name, keys, values, task.queries, device) for name in ["raw", *names]}
+    held = {
+        name: store_copies(name, keys, values, task.queries, device) for name in ["raw", *names]
+    }
     nbytes_of = {name: found[0][1] for name, found in held.items()}
     moved = nbytes_of["raw"]
-    calls, skipped = torch_calls(q, keys, values, device)
-    passes = range(copies(moved, device.cached))
-    calls["stream", ""] = rotating([device.stream(moved) for _ in passes])
-    calls |= our_calls(q, {name: [view for view, _ in found] for name, found in held.items()}, task)
-    laps = in_turn(calls, task.repeats, device.clock)
+    calls, skipped = make_torch_calls(q, keys, values, device)
+    passes = range(count_copies(moved, device.cache_nbytes))
+    calls["stream", ""] = rotate_calls([device.make_stream(moved) for _ in passes])
+    calls |= make_kvant_calls(
+        q, {name: [view for view, _ in found] for name, found in held.items()}, task
+    )
+    laps = time_calls_in_turn(calls, task.repeats, device.clock)
     nbytes = {name: nbytes_of.get(name[0], moved) for name in laps}
-    return [{"rows": length} | row for row in figures(laps, nbytes, device.clock)], skipped
+    return [{"rows": length} | row for row in summarize_laps(laps, nbytes, device.clock)], skipped
 
 
-def torch_calls(
-    q: Tensor, keys: Tensor, values: Tensor, device: Device
-) -> tuple[dict[Name, Call], list[str]]:
+def make_torch_calls(
+    q: Tensor, keys: Tensor, values: Tensor, device: BenchDevice
+) -> tuple[dict[ResultKey, TimedCall], list[str]]:
     """All ways of torch read the same inputs, each the one after that of the call before."""
-    ways, skipped = device.ways(q, keys, values)
-    more = copies(keys.nbytes + values.nbytes, device.cached) - 1
+    ways, skipped = device.list_torch_attention(q, keys, values)
+    more = count_copies(keys.nbytes + values.nbytes, device.cache_nbytes) - 1
     inputs = cycle([(keys, values), *((keys.clone(), values.clone()) for _ in range(more))])
 
-    def call(name: str) -> Call:
+    def call(name: str) -> TimedCall:
         way = ways[name]
         return lambda: way(*next(inputs))
 
     return {(name, ""): call(name) for name in ways}, skipped
 
 
-def our_calls(q: Tensor, views: Mapping[str, list[View]], task: Task) -> dict[Name, Call]:
+def make_kvant_calls(
+    q: Tensor, views: Mapping[str, list[View]], task: AttendTask
+) -> dict[ResultKey, TimedCall]:
     calls = {}
     for backend in task.backends:
         for name, same in views.items():
             runs = backend or explain(same[0]).backend
-            calls[name, runs] = rotating([partial(attend, q, v, backend=backend) for v in same])
+            calls[name, runs] = rotate_calls([partial(attend, q, v, backend=backend) for v in same])
     return calls
 
 
-def figures(
-    laps: Mapping[Name, Sequence[Lap]], nbytes: Mapping[Name, int], clock: Clock
+def summarize_laps(
+    laps: Mapping[ResultKey, Sequence[Lap]], nbytes: Mapping[ResultKey, int], clock: Clock
 ) -> list[dict[str, Any]]:
     seconds = {name: [lap.seconds for lap in found] for name, found in laps.items()}
     medians = {name: statistics.median(times) for name, times in seconds.items()}
@@ -158,7 +175,7 @@ def figures(
             "share": stream * nbytes[name] / median,
             "against_torch": best / median,
             "against_raw": raw / median,
-            **clock.beside(laps[name]),
+            **clock.describe_laps(laps[name]),
         }
         for name, median in medians.items()
     ]
@@ -186,32 +203,37 @@ def main(
     json: Json = False,
 ) -> None:
     """Attention of the newest tokens, one layer, bf16."""
-    where = chosen_device(device)
+    where = choose_device(device)
     check_files(plot=plot)
     check_plot(plot)
-    points = numbers("lengths", lengths)
+    points = parse_numbers("lengths", lengths)
     if min(points) < queries:
         raise ValueError(f"--lengths {lengths}: as many rows as queries ({queries}) or more")
     if threads is not None:
         torch.set_num_threads(threads)
-    task = Task(batch, heads, group, dim, queries, repeats, backend)
+    task = AttendTask(batch, heads, group, dim, queries, repeats, backend)
     rows: list[dict[str, Any]] = []
     skipped: list[str] = []
     for length in points:
-        progress(f"{length} rows")
-        found, lacking = measure(length, split(formats), task, where)
+        show_progress(f"{length} rows")
+        found, lacking = measure_attention(length, split_specs(formats), task, where)
         rows += found
         skipped += [f"{length} rows, {line}" for line in lacking]
-    progress("")
+    show_progress("")
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
-    facts = asdict(task) | {"dtype": "bfloat16", "isa": library().isa, "skipped": skipped}
+    facts = asdict(task) | {"dtype": "bfloat16", "isa": get_library().isa, "skipped": skipped}
     if plot is not None:
-        draw(curves(rows), f"attention of {queries} over N rows", plot, "milliseconds (median)")
-    show("attend", rows, facts, quiet=json, device=where)
+        draw_curves(
+            make_attention_curves(rows),
+            f"attention of {queries} over N rows",
+            plot,
+            "milliseconds (median)",
+        )
+    print_report("attend", rows, facts, quiet=json, device=where)
 
 
-def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+def make_attention_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     """Way to rows to median milliseconds."""
     found: dict[str, dict[int, float]] = {}
     first = next(row["backend"] for row in rows if row["way"] == "raw")

@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from kvant.bench.clock import Lap, alone
-from kvant.bench.device import CPU, DEVICES, DYNAMIC, STATIC, Device
-from kvant.bench.report import progress
-from kvant.generation import HostDecoder
-from kvant.hf import cache_for, cache_name
+from kvant.bench.clock import Lap, run_in_process
+from kvant.bench.device import CPU, DEVICES, DYNAMIC, STATIC, BenchDevice
+from kvant.bench.report import show_progress
+from kvant.generation import TransformersDecoder
+from kvant.hf import cache_for, get_cache_argument
 from kvant.weights import pack
 
-SHAPES: dict[str, dict[str, Any]] = {
+MODEL_SHAPES: dict[str, dict[str, Any]] = {
     "0.6b": {  # Qwen3-0.6B
         "hidden_size": 1024,
         "num_hidden_layers": 28,
@@ -61,31 +61,31 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
     },
 }
-FORMATS = "raw,affine8,affine4"
-CHUNK = 2048  # rows put into a cache of ours at once
-PACKED = " packed"  # said of a format whose model has packed weights
-FIRST = {  # tokens that each cache decodes before it is timed
+DEFAULT_FORMATS = "raw,affine8,affine4"
+APPEND_CHUNK = 2048  # rows put into a cache of ours at once
+PACKED_SUFFIX = " packed"  # said of a format whose model has packed weights
+WARMUP_TOKENS = {  # tokens that each cache decodes before it is timed
     DYNAMIC: 2,
     STATIC: 4,  # the first compiles, the second is captured as a CUDA graph
 }
 
 
 @dataclass(frozen=True)
-class Task:
+class RaceTask:
     """What is decoded with every cache, and where; another process can be given it."""
 
     layers: int | None = None  # those of the shape
     repeats: int = 9
     shape: str = "0.6b"
-    device: Device = CPU
+    device: BenchDevice = CPU
     baseline: str = CPU.baseline
     compiled: bool = False  # ours, too
     packed: bool = False  # ours once more, with packed weights
 
     def __post_init__(self) -> None:
         for option, given, known in (
-            ("shape", self.shape, SHAPES),
-            ("baseline", self.baseline, FIRST),
+            ("shape", self.shape, MODEL_SHAPES),
+            ("baseline", self.baseline, WARMUP_TOKENS),
         ):
             if given not in known:
                 raise ValueError(f"--{option} {given}: known are {', '.join(known)}")
@@ -95,13 +95,13 @@ class Task:
             raise ValueError(f"--pack: weights are packed for a CPU, not for {self.device.name}")
 
     @property
-    def first(self) -> int:
-        return FIRST[self.baseline]
+    def warmup_tokens(self) -> int:
+        return WARMUP_TOKENS[self.baseline]
 
     @property
-    def sizes(self) -> dict[str, Any]:
+    def model_sizes(self) -> dict[str, Any]:
         own = {} if self.layers is None else {"num_hidden_layers": self.layers}
-        return SHAPES[self.shape] | own
+        return MODEL_SHAPES[self.shape] | own
 
 
 @dataclass
@@ -110,9 +110,9 @@ class Contestant:
 
     name: str
     cache: Any
-    rest: int
+    cache_nbytes: int
     forward: Callable[..., Any]
-    device: Device = CPU
+    device: BenchDevice = CPU
     laps: list[Lap] = field(default_factory=list)
 
     @property
@@ -120,18 +120,18 @@ class Contestant:
         return [lap.seconds for lap in self.laps]
 
     @property
-    def replayed(self) -> int | None:
+    def num_replayed(self) -> int | None:
         """How many tokens came from a graph of ours, or a recording."""
-        return None if self.name in FIRST else self.cache.stats()["replayed"]
+        return None if self.name in WARMUP_TOKENS else self.cache.stats()["replayed"]
 
     def decode(self) -> None:
         """One token more, once all before it are there: a loop needs each to ask for the next."""
         token = torch.ones(1, 1, dtype=torch.int64, device=self.device.name)
         clock = self.device.clock
-        clock.settle()
-        self.laps.append(clock.lap(lambda: self.forward(token, self.cache)))
+        clock.synchronize()
+        self.laps.append(clock.time_call(lambda: self.forward(token, self.cache)))
 
-    def figures(self, baseline: Contestant, peak: int | None) -> dict[str, Any]:
+    def summarize(self, baseline: Contestant, peak: int | None) -> dict[str, Any]:
         seconds = self.seconds
         median = statistics.median(seconds)
         return {
@@ -140,23 +140,25 @@ class Contestant:
             "median_ms": median * 1e3,
             "best_ms": min(seconds) * 1e3,
             "ratio": statistics.median(baseline.seconds) / median,
-            "rest_mib": self.rest / 2**20,
+            "rest_mib": self.cache_nbytes / 2**20,
             "peak_mib": None if peak is None else peak / 2**20,
-            "replayed": self.replayed,
-            **self.device.clock.beside(self.laps),
+            "replayed": self.num_replayed,
+            **self.device.clock.describe_laps(self.laps),
         }
 
 
-def opened(shape: str, layers: int | None, threads: int | None) -> tuple[Any, Mapping[str, Any]]:
+def open_model(
+    shape: str, layers: int | None, threads: int | None
+) -> tuple[Any, Mapping[str, Any]]:
     """The model of a benchmark on a CPU, and its sizes, with so many threads of torch."""
     if threads is not None:
         torch.set_num_threads(threads)
-    sizes = Task(layers, shape=shape).sizes
-    progress("building the model")
-    return build(sizes), sizes
+    sizes = RaceTask(layers, shape=shape).model_sizes
+    show_progress("building the model")
+    return build_model(sizes), sizes
 
 
-def build(sizes: Mapping[str, Any], device: Device = CPU, compiled: bool = False) -> Any:
+def build_model(sizes: Mapping[str, Any], device: BenchDevice = CPU, compiled: bool = False) -> Any:
     """The model, in bf16: allocated once, and filled without the host's slow initialization."""
     config = Qwen3Config(**sizes, attn_implementation="sdpa")
     with torch.device("meta"):
@@ -178,7 +180,7 @@ def build(sizes: Mapping[str, Any], device: Device = CPU, compiled: bool = False
     return model
 
 
-def _packed(model: Any) -> Any:
+def _copy_packed(model: Any) -> Any:
     """A copy of the model with packed weights."""
     twin = copy.deepcopy(model)
     pack(twin)
@@ -193,34 +195,36 @@ def random_rows(model: Any, context: int) -> tuple[Tensor, Tensor]:
     return keys.to(model.device), values.to(model.device)
 
 
-def filled(model: Any, name: str, keys: Tensor, values: Tensor, tokens: int = 0) -> Contestant:
+def make_contestant(
+    model: Any, name: str, keys: Tensor, values: Tensor, tokens: int = 0
+) -> Contestant:
     """A cache of that name that holds these rows in every layer; so many tokens will follow."""
     device = DEVICES[model.device.type]
-    if name in FIRST:
-        cache, call = theirs(model, name, keys.shape[2] + tokens)
-        given = cache_name(model)
+    if name in WARMUP_TOKENS:
+        cache, call = make_transformers_cache(model, name, keys.shape[2] + tokens)
+        given = get_cache_argument(model)
 
-        def called(token: Tensor, cache: Any) -> Any:
+        def call_with_cache(token: Tensor, cache: Any) -> Any:
             return call(token, **{given: cache})
 
         for layer in cache.layers:
             layer.update(keys, values)
         rest = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        return Contestant(name, cache, rest, called, device)
+        return Contestant(name, cache, rest, call_with_cache, device)
     cache = cache_for(model, name)
-    for begin in range(0, keys.shape[2], CHUNK):
-        part = slice(begin, begin + CHUNK)
+    for begin in range(0, keys.shape[2], APPEND_CHUNK):
+        part = slice(begin, begin + APPEND_CHUNK)
         for state in cache.states:
             state.append(keys[:, :, part], values[:, :, part])
-    decoder = HostDecoder(model)
+    decoder = TransformersDecoder(model)
 
     def forward(token: Tensor, cache: Any) -> Tensor:
-        return decoder.logits([1], cache)  # the token, which this machine knows
+        return decoder.compute_logits([1], cache)  # the token, which this machine knows
 
     return Contestant(name, cache, cache.states.nbytes, forward, device)
 
 
-def theirs(model: Any, name: str, length: int) -> tuple[Any, Callable[..., Any]]:
+def make_transformers_cache(model: Any, name: str, length: int) -> tuple[Any, Callable[..., Any]]:
     """A cache of the host's for so many rows, and the forward that goes with it."""
     if name == DYNAMIC:
         return DynamicCache(config=model.config), model
@@ -231,64 +235,67 @@ def theirs(model: Any, name: str, length: int) -> tuple[Any, Callable[..., Any]]
 
 
 @torch.no_grad()
-def measure(
-    model: Any, name: str, context: int, task: Task, packed: Any = None
+def measure_pair(
+    model: Any, name: str, context: int, task: RaceTask, packed: Any = None
 ) -> list[Contestant]:
     """Decode with the baseline and with a format of ours in turn, also with a packed model."""
     rows = random_rows(model, context)
-    tokens = task.first + task.repeats
-    several = [filled(model, one, *rows, tokens) for one in (task.baseline, name)]
+    tokens = task.warmup_tokens + task.repeats
+    several = [make_contestant(model, one, *rows, tokens) for one in (task.baseline, name)]
     if packed is not None:
-        several.append(filled(packed, name, *rows, tokens))
-        several[-1].name += PACKED
+        several.append(make_contestant(packed, name, *rows, tokens))
+        several[-1].name += PACKED_SUFFIX
     del rows
     for _ in range(tokens):
         for one in several:
             one.decode()
     for one in several:
-        del one.laps[: task.first]
+        del one.laps[: task.warmup_tokens]
     return several
 
 
 @torch.no_grad()
-def peak(task: Task, name: str, context: int, threads: int) -> int | None:
+def measure_peak(task: RaceTask, name: str, context: int, threads: int) -> int | None:
     """What decoding needs beside the cache, in bytes, where this process does nothing else."""
     torch.set_num_threads(threads)
-    model = build(task.sizes, task.device, task.compiled)
-    contestant = filled(model, name, *random_rows(model, context), task.first + task.repeats)
+    model = build_model(task.model_sizes, task.device, task.compiled)
+    contestant = make_contestant(
+        model, name, *random_rows(model, context), task.warmup_tokens + task.repeats
+    )
     if name == STATIC:
-        for _ in range(task.first):  # what it takes to compile is not what decoding takes
+        for _ in range(task.warmup_tokens):  # what it takes to compile is not what decoding takes
             contestant.decode()
 
     def decode() -> None:
         for _ in range(task.repeats):
             contestant.decode()
 
-    return task.device.peak(decode)
+    return task.device.measure_peak(decode)
 
 
-def race(
-    lengths: Sequence[int], names: Sequence[str], task: Task, *, peaks: bool
+def run_race(
+    lengths: Sequence[int], names: Sequence[str], task: RaceTask, *, peaks: bool
 ) -> list[dict[str, Any]]:
     """A row for each length and each cache; the baseline has one beside every format."""
     if min(lengths) < 1:
         raise ValueError(f"contexts {', '.join(map(str, lengths))}: 1 row or more")
-    progress("building the model")
-    model = build(task.sizes, task.device, task.compiled)
-    packed = _packed(model) if task.packed else None
+    show_progress("building the model")
+    model = build_model(task.model_sizes, task.device, task.compiled)
+    packed = _copy_packed(model) if task.packed else None
     for name in names:
         cache_for(model, name)  # what does not fit is refused now
     rows: list[dict[str, Any]] = []
     for length in lengths:
         needs: dict[str, int | None] = dict.fromkeys((task.baseline, *names))
         for name in needs if peaks else ():
-            progress(f"{length} rows, {name}: the peak")
-            needs[name] = alone(peak, task, name, length, torch.get_num_threads())
+            show_progress(f"{length} rows, {name}: the peak")
+            needs[name] = run_in_process(measure_peak, task, name, length, torch.get_num_threads())
         for name in names:
-            progress(f"{length} rows, {name}: the time")
-            several = measure(model, name, length, task, packed)
+            show_progress(f"{length} rows, {name}: the time")
+            several = measure_pair(model, name, length, task, packed)
             rows += [
-                {"rows": length, **one.figures(several[0], needs.get(one.name))} for one in several
+                {"rows": length, **one.summarize(several[0], needs.get(one.name))}
+                for one in several
             ]
-    progress("")
+    show_progress("")
     return rows

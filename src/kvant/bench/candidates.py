@@ -15,12 +15,12 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvant.hf import cache_for, cache_name
+from kvant.hf import cache_for, get_cache_argument
 
-NONE = "none"  # no cache: everything is computed anew for every token
+NO_CACHE = "none"  # no cache: everything is computed anew for every token
 
 
-class Candidate(Protocol):
+class SequenceCacheCandidate(Protocol):
     """One sequence, at first empty."""
 
     @property
@@ -31,10 +31,10 @@ class Candidate(Protocol):
         """Read `tokens` after those before; the likeliest next."""
 
 
-Make = Callable[[], Candidate]
+MakeCandidate = Callable[[], SequenceCacheCandidate]
 
 
-class Recomputed:
+class UncachedCandidate:
     """No memory but the tokens themselves."""
 
     nbytes = 0
@@ -45,70 +45,72 @@ class Recomputed:
 
     def feed(self, tokens: Sequence[int]) -> int:
         self._tokens += tokens
-        return likeliest(self.model, self._tokens, use_cache=False)
+        return find_likeliest_token(self.model, self._tokens, use_cache=False)
 
 
-class Remembered:
+class CachedCandidate:
     """A cache that the model writes to and reads."""
 
-    def __init__(self, model: PreTrainedModel, cache: Any, size: Callable[[Any], int]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: Any, measure_nbytes: Callable[[Any], int]
+    ) -> None:
         self.model = model
         self.cache = cache
-        self._given = {cache_name(model): cache}
-        self._size = size
+        self._cache_argument = {get_cache_argument(model): cache}
+        self._measure_nbytes = measure_nbytes
 
     @property
     def nbytes(self) -> int:
-        return self._size(self.cache)
+        return self._measure_nbytes(self.cache)
 
     def feed(self, tokens: Sequence[int]) -> int:
-        return likeliest(self.model, tokens, **self._given)
+        return find_likeliest_token(self.model, tokens, **self._cache_argument)
 
 
 @torch.no_grad()
-def likeliest(model: PreTrainedModel, tokens: Sequence[int], **how: Any) -> int:
+def find_likeliest_token(model: PreTrainedModel, tokens: Sequence[int], **options: Any) -> int:
     """The token that the model finds likeliest; logits of the others' places are not computed."""
     ids = torch.tensor([list(tokens)], device=model.device)
-    return int(model(input_ids=ids, logits_to_keep=1, **how).logits[0, -1].argmax())
+    return int(model(input_ids=ids, logits_to_keep=1, **options).logits[0, -1].argmax())
 
 
-def dynamic(model: PreTrainedModel) -> Make:
+def make_dynamic(model: PreTrainedModel) -> MakeCandidate:
     """The host's own cache."""
-    return lambda: Remembered(model, DynamicCache(config=model.config), _dynamic_nbytes)
+    return lambda: CachedCandidate(model, DynamicCache(config=model.config), _measure_dynamic_cache)
 
 
-def ours(model: PreTrainedModel, names: Sequence[str]) -> dict[str, Make]:
+def make_candidates(model: PreTrainedModel, names: Sequence[str]) -> dict[str, MakeCandidate]:
     """Formats of the spec language, and "none"; one that the model cannot have is refused now."""
     takes = inspect.signature(model.forward).parameters
-    for name in (cache_name(model), "logits_to_keep"):
+    for name in (get_cache_argument(model), "logits_to_keep"):
         if name not in takes:
             raise ValueError(f"{type(model).__name__} takes no {name}: it cannot be measured so")
-    return {name: _make(model, name) for name in names}
+    return {name: _make_candidate(model, name) for name in names}
 
 
-def _make(model: PreTrainedModel, name: str) -> Make:
-    if name == NONE:
-        return lambda: Recomputed(model)
+def _make_candidate(model: PreTrainedModel, name: str) -> MakeCandidate:
+    if name == NO_CACHE:
+        return lambda: UncachedCandidate(model)
     cache_for(model, name)
-    return lambda: Remembered(model, cache_for(model, name), _our_nbytes)
+    return lambda: CachedCandidate(model, cache_for(model, name), _measure_kvant_cache)
 
 
-def _our_nbytes(cache: Any) -> int:
+def _measure_kvant_cache(cache: Any) -> int:
     return int(cache.states.nbytes)
 
 
-def _dynamic_nbytes(cache: DynamicCache) -> int:
+def _measure_dynamic_cache(cache: DynamicCache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 TRANSFORMERS = "transformers"
 
 
-class Absent(Exception):
+class PeerUnavailable(Exception):
     """Why a peer is left out."""
 
 
-class Mlx:
+class MlxCandidate:
     """A model and a cache of mlx-lm."""
 
     def __init__(self, model: Any) -> None:
@@ -128,54 +130,56 @@ class Mlx:
         return int(self._mx.argmax(logits).item())
 
 
-def transformers(model: PreTrainedModel, where: str) -> Make:
-    return dynamic(model)
+def make_transformers(model: PreTrainedModel, path: str) -> MakeCandidate:
+    return make_dynamic(model)
 
 
-def mlx_lm(model: PreTrainedModel, where: str) -> Make:
+def make_mlx_lm(model: PreTrainedModel, path: str) -> MakeCandidate:
     if find_spec("mlx_lm") is None:
-        raise Absent("mlx-lm is not installed")
+        raise PeerUnavailable("mlx-lm is not installed")
     try:
-        theirs = import_module("mlx_lm").load(where)[0]
+        theirs = import_module("mlx_lm").load(path)[0]
     except ImportError as error:
-        raise Absent(f"mlx-lm does not run on this machine: {_line(error)}") from error
+        raise PeerUnavailable(
+            f"mlx-lm does not run on this machine: {_first_line(error)}"
+        ) from error
     except (OSError, ValueError) as error:
-        raise Absent(f"mlx-lm cannot load this model: {_line(error)}") from error
-    return lambda: Mlx(theirs)
+        raise PeerUnavailable(f"mlx-lm cannot load this model: {_first_line(error)}") from error
+    return lambda: MlxCandidate(theirs)
 
 
-def llama_cpp(model: PreTrainedModel, where: str) -> Make:
+def make_llama_cpp(model: PreTrainedModel, path: str) -> MakeCandidate:
     """Never runs: its files are of a kind of their own, and making one is no benchmark's work."""
     if find_spec("llama_cpp") is None:
-        raise Absent("llama-cpp-python is not installed")
-    raise Absent("llama-cpp-python reads GGUF files, and this model is not one")
+        raise PeerUnavailable("llama-cpp-python is not installed")
+    raise PeerUnavailable("llama-cpp-python reads GGUF files, and this model is not one")
 
 
-PEERS: dict[str, Callable[[PreTrainedModel, str], Make]] = {
-    TRANSFORMERS: transformers,
-    "llama-cpp": llama_cpp,
-    "mlx-lm": mlx_lm,
+PEERS: dict[str, Callable[[PreTrainedModel, str], MakeCandidate]] = {
+    TRANSFORMERS: make_transformers,
+    "llama-cpp": make_llama_cpp,
+    "mlx-lm": make_mlx_lm,
 }
 
 
-def check_names(names: Sequence[str]) -> None:
+def check_peers(names: Sequence[str]) -> None:
     for name in names:
         if name not in PEERS:
             raise ValueError(f"--against {name}: known are {', '.join(PEERS)}")
 
 
-def present(
-    names: Sequence[str], model: PreTrainedModel, where: str
-) -> tuple[dict[str, Make], list[str]]:
+def find_peers(
+    names: Sequence[str], model: PreTrainedModel, path: str
+) -> tuple[dict[str, MakeCandidate], list[str]]:
     """The peers that can run the model at `where`, and a line for each that cannot."""
     makes, skipped = {}, []
     for name in names:
         try:
-            makes[name] = PEERS[name](model, where)
-        except Absent as reason:
+            makes[name] = PEERS[name](model, path)
+        except PeerUnavailable as reason:
             skipped.append(str(reason))
     return makes, skipped
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

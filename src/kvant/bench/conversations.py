@@ -22,48 +22,50 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.cache_race import SHAPES, filled, opened, random_rows
+from kvant.bench.cache_race import MODEL_SHAPES, make_contestant, open_model, random_rows
 from kvant.bench.device import CPU
-from kvant.bench.engine import Silent
-from kvant.bench.report import Json, progress, run, show
+from kvant.bench.engine import SilentTokenizer
+from kvant.bench.report import Json, print_report, run, show_progress
 from kvant.engine import Engine
 
 Prompts = Sequence[list[int]]
-STOCK = "generate of transformers"
+STOCK_GENERATE = "generate of transformers"
 
 
-class Served:
+class EngineTurns:
     """An engine, and what the requests of all turns took."""
 
-    def __init__(self, engine: Engine, reply: int) -> None:
-        self.engine, self.reply = engine, reply
-        self.asked = self.hit = self.restored = 0
+    def __init__(self, engine: Engine, num_reply_tokens: int) -> None:
+        self.engine, self.num_reply_tokens = engine, num_reply_tokens
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_restored_tokens = 0
 
-    def turn(self, prompts: Prompts) -> list[list[int]]:
+    def run_turn(self, prompts: Prompts) -> list[list[int]]:
         """The replies to all of them."""
-        submit = partial(self.engine.submit, max_new_tokens=self.reply, ignore_end=True)
+        submit = partial(self.engine.submit, max_new_tokens=self.num_reply_tokens, ignore_end=True)
         streams = [submit(prompt) for prompt in prompts]
         replies = []
         for stream in streams:
             replies.append(list(stream.result().tokens))
             usage = stream.usage
-            self.asked += usage.prompt_tokens
-            self.hit += usage.cached_tokens
-            self.restored += usage.restored_tokens
+            self.num_prompt_tokens += usage.prompt_tokens
+            self.num_cached_tokens += usage.cached_tokens
+            self.num_restored_tokens += usage.restored_tokens
         return replies
 
 
-def figures(took: Mapping[str, list[float]], users: int) -> list[dict[str, Any]]:
+def summarize_turns(
+    seconds_by_method: Mapping[str, list[float]], num_users: int
+) -> list[dict[str, Any]]:
     """Of each way, whose turns took so many seconds for all users."""
-    whole = {name: sum(seconds) for name, seconds in took.items()}
+    whole = {name: sum(seconds) for name, seconds in seconds_by_method.items()}
     return [
         {
             "way": name,
             "seconds": whole[name],
-            "a_turn": statistics.median(seconds) / users,
-            "times": whole[STOCK] / whole[name],
+            "a_turn": statistics.median(seconds) / num_users,
+            "times": whole[STOCK_GENERATE] / whole[name],
         }
-        for name, seconds in took.items()
+        for name, seconds in seconds_by_method.items()
     ]
 
 
@@ -75,7 +77,7 @@ def main(
     message: Annotated[int, typer.Option(min=1, help="tokens of what a user says")] = 32,
     reply: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 16,
     kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
-    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "0.6b",
+    shape: Annotated[str, typer.Option(help=", ".join(MODEL_SHAPES))] = "0.6b",
     layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     json: Json = False,
@@ -83,10 +85,10 @@ def main(
     """Many users in memory for a few: with prefixes and a store, and from the beginning."""
     if memory > users:
         raise ValueError(f"--memory {memory} of {users} users")
-    model, sizes = opened(shape, layers, threads)
+    model, sizes = open_model(shape, layers, threads)
     dice, vocabulary = random.Random(0), sizes["vocab_size"]
 
-    def said(count: int) -> list[int]:
+    def draw_tokens(count: int) -> list[int]:
         return [dice.randrange(vocabulary) for _ in range(count)]
 
     def stock(prompts: Prompts) -> None:
@@ -94,14 +96,16 @@ def main(
             ids = torch.tensor([prompt])
             model.generate(ids, min_new_tokens=reply, max_new_tokens=reply, pad_token_id=0)
 
-    begin = said(shared)
+    begin = draw_tokens(shared)
     talks = [begin.copy() for _ in range(users)]
     longest = shared + turns * (message + reply)
-    limit = memory * filled(model, kv_cache, *random_rows(model, longest)).rest
+    limit = memory * make_contestant(model, kv_cache, *random_rows(model, longest)).cache_nbytes
     took: dict[str, list[float]] = {}
 
-    def timed(name: str, served: int, serve: Callable[[Prompts], Any], prompts: Prompts) -> Any:
-        progress(f"{name}: {len(prompts[0])} tokens")
+    def time_system(
+        name: str, served: int, serve: Callable[[Prompts], Any], prompts: Prompts
+    ) -> Any:
+        show_progress(f"{name}: {len(prompts[0])} tokens")
         start = time.perf_counter()
         found = serve(prompts[:served])
         took.setdefault(name, []).append((time.perf_counter() - start) * users / served)
@@ -110,18 +114,18 @@ def main(
     options: Any = {"kv_cache": kv_cache, "max_sequences": memory, "pack": False}
     with (
         TemporaryDirectory(prefix="kvant-") as folder,
-        Engine(model, Silent(), max_bytes=limit, store=folder, **options) as keeping,
-        Engine(model, Silent(), max_bytes=limit, **options) as plain,
+        Engine(model, SilentTokenizer(), max_bytes=limit, store=folder, **options) as keeping,
+        Engine(model, SilentTokenizer(), max_bytes=limit, **options) as plain,
     ):
-        kept, anew = Served(keeping, reply), Served(plain, reply)
+        kept, anew = EngineTurns(keeping, reply), EngineTurns(plain, reply)
         for turn in range(turns):
-            prompts = [talk + said(message) for talk in talks]
-            replies = timed("engine with prefixes", users, kept.turn, prompts)
+            prompts = [talk + draw_tokens(message) for talk in talks]
+            replies = time_system("engine with prefixes", users, kept.run_turn, prompts)
             rotated = prompts[turn % users :] + prompts
-            timed("engine", memory, anew.turn, rotated)
-            timed(STOCK, 1, stock, rotated)
+            time_system("engine", memory, anew.run_turn, rotated)
+            time_system(STOCK_GENERATE, 1, stock, rotated)
             talks = [prompt + said for prompt, said in zip(prompts, replies, strict=True)]
-    progress("")
+    show_progress("")
     facts = {
         "model": f"{shape}, random",
         "layers": sizes["num_hidden_layers"],
@@ -130,13 +134,13 @@ def main(
         "tokens": longest,
         "cache": kv_cache,
         "max_mib": limit / 2**20,
-        "prompt_tokens": kept.asked,
-        "hit": kept.hit / kept.asked,
-        "in_memory": (kept.hit - kept.restored) / kept.asked,
-        "in_store": kept.restored / kept.asked,
+        "prompt_tokens": kept.num_prompt_tokens,
+        "hit": kept.num_cached_tokens / kept.num_prompt_tokens,
+        "in_memory": (kept.num_cached_tokens - kept.num_restored_tokens) / kept.num_prompt_tokens,
+        "in_store": kept.num_restored_tokens / kept.num_prompt_tokens,
         "transformers": version("transformers"),
     }
-    show("conversations", figures(took, users), facts, quiet=json, device=CPU)
+    print_report("conversations", summarize_turns(took, users), facts, quiet=json, device=CPU)
 
 
 if __name__ == "__main__":

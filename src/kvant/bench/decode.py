@@ -23,32 +23,38 @@ import typer
 
 from kvant import demo
 from kvant.bench import cache_race
-from kvant.bench.candidates import NONE, check_names, ours, present
-from kvant.bench.device import Device, chosen_device
+from kvant.bench.candidates import NO_CACHE, check_peers, find_peers, make_candidates
+from kvant.bench.device import BenchDevice, choose_device
 from kvant.bench.report import (
     Json,
     check_files,
     check_plot,
-    draw,
-    numbers,
-    progress,
+    draw_curves,
+    parse_numbers,
+    print_json,
+    print_report,
+    print_table,
     run,
-    show,
-    table,
-    tell,
+    show_progress,
 )
-from kvant.bench.speed import check_lengths, curves, latencies, lines, streams
+from kvant.bench.speed import (
+    check_lengths,
+    make_latency_curves,
+    make_latency_rows,
+    measure_generations,
+    measure_latencies,
+)
 from kvant.checkpoints import load
-from kvant.devices import AUTO, named_dtype
-from kvant.native import part_teams
-from kvant.spec import parse, split
+from kvant.devices import AUTO_DTYPE, parse_dtype
+from kvant.native import use_own_threads
+from kvant.spec import parse, split_specs
 
-ONE_MORE = "milliseconds for one more (median)"
-TEXT = "argparse"  # a long module of the standard library: its source is a text anybody has
+LATENCY_LABEL = "milliseconds for one more (median)"
+TEXT_MODULE = "argparse"  # a long module of the standard library: its source is a text anybody has
 
 
 @dataclass(frozen=True)
-class Settings:
+class DecodeSettings:
     """What is measured of a model; the defaults fit the one inside."""
 
     formats: str = "none,raw,step=1,raw,step=256,affine8,affine4"
@@ -58,11 +64,11 @@ class Settings:
     tokens: int = 512
     runs: int = 3
     repeats: int = 15
-    dtype: str = AUTO
+    dtype: str = AUTO_DTYPE
 
     def __post_init__(self) -> None:
-        check_names(self.peers)
-        named_dtype(self.dtype)
+        check_peers(self.peers)
+        parse_dtype(self.dtype)
         check_lengths(self.points, self.repeats)
         if self.tokens < 2:
             raise ValueError(f"--tokens {self.tokens}: 2 or more have a speed")
@@ -73,17 +79,17 @@ class Settings:
 
     @property
     def points(self) -> list[int]:
-        return numbers("lengths", self.lengths)
+        return parse_numbers("lengths", self.lengths)
 
     @property
-    def longest(self) -> int:
+    def max_length(self) -> int:
         return max(self.prompt + self.tokens, *self.points)
 
 
-def source(model: Any, tokenizer: Any, count: int) -> list[int]:
+def read_text_tokens(model: Any, tokenizer: Any, count: int) -> list[int]:
     """The first `count` tokens of a text, which the model has positions for."""
     most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    tokens: list[int] = tokenizer.encode(inspect.getsource(import_module(TEXT)))
+    tokens: list[int] = tokenizer.encode(inspect.getsource(import_module(TEXT_MODULE)))
     for limit, whose in ((most, "the context of the model"), (len(tokens), "the text")):
         if limit is not None and count > limit:
             raise ValueError(
@@ -92,34 +98,44 @@ def source(model: Any, tokenizer: Any, count: int) -> list[int]:
     return tokens[:count]
 
 
-def real(
-    name: str | None, settings: Settings, device: Device, plot: Path | None, *, quiet: bool
+def run_generation(
+    name: str | None,
+    settings: DecodeSettings,
+    device: BenchDevice,
+    plot: Path | None,
+    *,
+    quiet: bool,
 ) -> None:
     """A model that generates: two tables, a picture and a JSON line."""
-    progress("loading the model")
+    show_progress("loading the model")
     model, tokenizer = load(name, device=device.name, dtype=settings.dtype)
-    text = source(model, tokenizer, settings.longest)
-    makes = ours(model, split(settings.formats))
-    theirs, skipped = present(settings.peers, model, name or str(demo.PATH))
-    progress("")
+    text = read_text_tokens(model, tokenizer, settings.max_length)
+    makes = make_candidates(model, split_specs(settings.formats))
+    theirs, skipped = find_peers(settings.peers, model, name or str(demo.PATH))
+    show_progress("")
     for reason in skipped:
         print(f"skipped: {reason}", file=sys.stderr)
     makes |= theirs
     prompt = text[: settings.prompt]
-    generated = streams(makes, prompt, settings.tokens, settings.runs)
+    generated = measure_generations(makes, prompt, settings.tokens, settings.runs)
     if not quiet:
-        table(f"{settings.tokens} tokens after {settings.prompt}", generated)
-    steps = latencies(makes, text, settings.points, settings.repeats)
+        print_table(f"{settings.tokens} tokens after {settings.prompt}", generated)
+    steps = measure_latencies(makes, text, settings.points, settings.repeats)
     if not quiet:
-        table("milliseconds for one more token, against the length", lines(steps))
-    facts = described(name, model, settings)
+        print_table("milliseconds for one more token, against the length", make_latency_rows(steps))
+    facts = describe_model(name, model, settings)
     facts |= {"peers": {peer: version(peer) for peer in theirs}, "skipped": skipped}
     if plot is not None:
-        draw(curves(steps), f"one more token: {facts['model']}, {facts['dtype']}", plot, ONE_MORE)
-    tell("decode", facts | {"rows": generated, "latency": steps}, device, quiet=quiet)
+        draw_curves(
+            make_latency_curves(steps),
+            f"one more token: {facts['model']}, {facts['dtype']}",
+            plot,
+            LATENCY_LABEL,
+        )
+    print_json("decode", facts | {"rows": generated, "latency": steps}, device, quiet=quiet)
 
 
-def described(name: str | None, model: Any, settings: Settings) -> dict[str, Any]:
+def describe_model(name: str | None, model: Any, settings: DecodeSettings) -> dict[str, Any]:
     return {
         "model": name or "the model inside",
         "parameters": model.num_parameters(),
@@ -132,12 +148,14 @@ def described(name: str | None, model: Any, settings: Settings) -> dict[str, Any
     }
 
 
-def chosen(given: Mapping[str, Any], other: Mapping[str, Any], clause: str) -> dict[str, Any]:
+def choose_options(
+    options: Mapping[str, Any], excluded: Mapping[str, Any], clause: str
+) -> dict[str, Any]:
     """What was given of the options that count; one of the others is a mistake."""
-    for name, value in other.items():
+    for name, value in excluded.items():
         if value is not None:
             raise ValueError(f"--{name} is for a run {clause} --contexts")
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def main(
@@ -186,9 +204,9 @@ def main(
     json: Json = False,
 ) -> None:
     """What decoding costs: a model without a cache, with ours, with peers; or bare caches."""
-    where = chosen_device(device)
-    for spec in split(formats) if formats is not None else ():
-        if spec != NONE:
+    where = choose_device(device)
+    for spec in split_specs(formats) if formats is not None else ():
+        if spec != NO_CACHE:
             parse(spec, 1)
     check_files(plot=plot)
     check_plot(plot)
@@ -200,19 +218,21 @@ def main(
     racing = {"shape": shape, "layers": layers, "baseline": baseline}
     racing |= {"compiled": compiled, "pack": pack, "peaks": peaks, "apart": apart}
     if contexts is None:
-        given = chosen(both | generating, racing, "with")
-        real(model, Settings(**given), where, plot, quiet=json)
+        given = choose_options(both | generating, racing, "with")
+        run_generation(model, DecodeSettings(**given), where, plot, quiet=json)
     else:
-        given = chosen(both | racing, generating | {"model": model, "plot": plot}, "without")
-        bare(contexts, where, quiet=json, **given)
+        given = choose_options(
+            both | racing, generating | {"model": model, "plot": plot}, "without"
+        )
+        run_bare_race(contexts, where, quiet=json, **given)
 
 
-def bare(
+def run_bare_race(
     contexts: str,
-    device: Device,
+    device: BenchDevice,
     *,
     quiet: bool,
-    formats: str = cache_race.FORMATS,
+    formats: str = cache_race.DEFAULT_FORMATS,
     repeats: int = 9,
     shape: str = "0.6b",
     layers: int | None = None,
@@ -224,22 +244,22 @@ def bare(
 ) -> None:
     """The race: one table and a JSON line."""
     if apart:
-        part_teams()
-    points = numbers("contexts", contexts)
+        use_own_threads()
+    points = parse_numbers("contexts", contexts)
     base = baseline or device.baseline
-    task = cache_race.Task(layers, repeats, shape, device, base, compiled, pack)
-    rows = cache_race.race(points, split(formats), task, peaks=peaks)
+    task = cache_race.RaceTask(layers, repeats, shape, device, base, compiled, pack)
+    rows = cache_race.run_race(points, split_specs(formats), task, peaks=peaks)
     facts = {
         "model": f"{task.shape}, random",
-        "layers": task.sizes["num_hidden_layers"],
-        "sizes": task.sizes,
+        "layers": task.model_sizes["num_hidden_layers"],
+        "sizes": task.model_sizes,
         "baseline": task.baseline,
         "compiled": task.compiled,
         "dtype": "bfloat16",
         "transformers": version("transformers"),
         "apart": apart,
     }
-    show("decode", rows, facts, quiet=quiet, device=device)
+    print_report("decode", rows, facts, quiet=quiet, device=device)
 
 
 if __name__ == "__main__":

@@ -19,13 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvant.bench.clock import Call, Clock, Events, Wall, resident_peak
-from kvant.devices import named_device
+from kvant.bench.clock import Clock, CudaClock, TimedCall, WallClock, measure_resident_peak
+from kvant.devices import parse_device
 
-Way = Callable[[Tensor, Tensor], Any]
+AttentionFunction = Callable[[Tensor, Tensor], Any]
 
 
-def torch_ways(q: Tensor, heads: int, length: int) -> dict[str, Way]:
+def make_torch_attention(q: Tensor, heads: int, length: int) -> dict[str, AttentionFunction]:
     """For queries [B, heads * group, T, D], the newest of `length` rows."""
     batch, all_heads, queries, dim = q.shape
     folded = q.view(batch, heads, -1, dim)
@@ -48,11 +48,11 @@ def torch_ways(q: Tensor, heads: int, length: int) -> dict[str, Way]:
     }
 
 
-def gpu_ways(
+def make_gpu_attention(
     q: Tensor, heads: int, length: int, compiler: Callable[..., Any] = torch.compile
-) -> dict[str, Way]:
+) -> dict[str, AttentionFunction]:
     """Those, and what torch has for GPUs alone; which of them run is not said."""
-    ways = torch_ways(q, heads, length)
+    ways = make_torch_attention(q, heads, length)
     gqa, flex = ways["torch gqa"], compiler(flex_attention, dynamic=False)
     queries, blocks = q.shape[2], None
     if queries > 1:
@@ -73,12 +73,12 @@ def gpu_ways(
     return ways | own
 
 
-def running(
-    ways: Mapping[str, Way], keys: Tensor, values: Tensor
-) -> tuple[dict[str, Way], list[str]]:
+def filter_runnable(
+    functions: Mapping[str, AttentionFunction], keys: Tensor, values: Tensor
+) -> tuple[dict[str, AttentionFunction], list[str]]:
     """Those that run, found by running them once, and a line for each that does not."""
     found, skipped = {}, []
-    for name, way in ways.items():
+    for name, way in functions.items():
         try:
             way(keys, values)
             found[name] = way
@@ -91,7 +91,7 @@ def running(
 DYNAMIC, STATIC = "dynamic", "static"  # caches of the host's
 
 
-class Device(Protocol):
+class BenchDevice(Protocol):
     @property
     def name(self) -> str:
         """As torch and `--device` call it."""
@@ -99,64 +99,70 @@ class Device(Protocol):
     @property
     def clock(self) -> Clock: ...
     @property
-    def cached(self) -> int:
+    def cache_nbytes(self) -> int:
         """Bytes of inputs that it could find again in a cache; 0 where none are kept from it."""
 
     @property
     def baseline(self) -> str:
         """The host's cache, as it decodes fastest here."""
 
-    def stream(self, nbytes: int) -> Call:
+    def make_stream(self, nbytes: int) -> TimedCall:
         """A plain pass over memory that moves so many bytes."""
 
-    def ways(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[dict[str, Way], list[str]]:
+    def list_torch_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[dict[str, AttentionFunction], list[str]]:
         """What torch has, and a line for each way that does not run."""
 
-    def peak(self, work: Callable[[], None]) -> int | None:
+    def measure_peak(self, work: Callable[[], None]) -> int | None:
         """Bytes that `work` needs for a moment beside what is there."""
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What there is to say of it beside the processor."""
 
 
-class Cpu:
+class CpuDevice:
     name = "cpu"
-    clock: Clock = Wall()
-    cached = 0
+    clock: Clock = WallClock()
+    cache_nbytes = 0
     baseline = DYNAMIC
 
-    def stream(self, nbytes: int) -> Call:
+    def make_stream(self, nbytes: int) -> TimedCall:
         return torch.ones(nbytes // 4).sum
 
-    def ways(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[dict[str, Way], list[str]]:
-        return torch_ways(q, *keys.shape[1:3]), []
+    def list_torch_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[dict[str, AttentionFunction], list[str]]:
+        return make_torch_attention(q, *keys.shape[1:3]), []
 
-    def peak(self, work: Callable[[], None]) -> int | None:
-        return resident_peak(work)
+    def measure_peak(self, work: Callable[[], None]) -> int | None:
+        return measure_resident_peak(work)
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         return {}
 
 
-class Cuda:
+class CudaDevice:
     """The GPU that is current to torch."""
 
     name = "cuda"
-    clock: Clock = Events()
+    clock: Clock = CudaClock()
     baseline = STATIC
 
     @property
-    def cached(self) -> int:
+    def cache_nbytes(self) -> int:
         return int(torch.cuda.get_device_properties(self.name).L2_cache_size)
 
-    def stream(self, nbytes: int) -> Call:
+    def make_stream(self, nbytes: int) -> TimedCall:
         source, target = torch.zeros(2, nbytes // 2, dtype=torch.uint8, device=self.name)
         return partial(target.copy_, source)  # half is read and half is written
 
-    def ways(self, q: Tensor, keys: Tensor, values: Tensor) -> tuple[dict[str, Way], list[str]]:
-        return running(gpu_ways(q, *keys.shape[1:3]), keys, values)
+    def list_torch_attention(
+        self, q: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[dict[str, AttentionFunction], list[str]]:
+        return filter_runnable(make_gpu_attention(q, *keys.shape[1:3]), keys, values)
 
-    def peak(self, work: Callable[[], None]) -> int | None:
+    def measure_peak(self, work: Callable[[], None]) -> int | None:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -165,7 +171,7 @@ class Cuda:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    def facts(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         there = torch.cuda.get_device_properties(self.name)
         return {
             "gpu": there.name,
@@ -173,25 +179,25 @@ class Cuda:
             "gpu_l2": there.L2_cache_size,
             "multiprocessors": there.multi_processor_count,
             "cuda": torch.version.cuda,
-            "driver": _driver(),
+            "driver": _read_driver_version(),
         }
 
 
-CPU = Cpu()
-DEVICES: dict[str, Device] = {"cpu": CPU, "cuda": Cuda()}
+CPU = CpuDevice()
+DEVICES: dict[str, BenchDevice] = {"cpu": CPU, "cuda": CudaDevice()}
 
 
-def chosen_device(name: str | None) -> Device:
+def choose_device(name: str | None) -> BenchDevice:
     """What `--device` names, if it is there; unnamed, a GPU where there is one."""
     if name is not None and name.partition(":")[0] not in DEVICES:
         raise ValueError(f"--device {name}: known are {', '.join(DEVICES)}")
-    place = named_device(name)
+    place = parse_device(name)
     if place.index is not None:
         torch.cuda.set_device(place)
     return DEVICES[place.type]
 
 
-def _driver() -> str | None:
+def _read_driver_version() -> str | None:
     """Its version, as its own tool tells it: torch does not know."""
     tool = shutil.which("nvidia-smi")
     if tool is None:

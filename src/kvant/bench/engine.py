@@ -29,20 +29,26 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from kvant import openmp
-from kvant.bench.cache_race import SHAPES, opened
+from kvant.bench.cache_race import MODEL_SHAPES, open_model
 from kvant.bench.device import CPU
-from kvant.bench.report import Json, progress, run, show
+from kvant.bench.report import Json, print_report, run, show_progress
 from kvant.engine import Engine
 from kvant.generation import generate
-from kvant.hf import support_of
+from kvant.hf import get_support
 
-STOCK, PADDED, CONTINUOUS = "generate", "padded batch", "continuous batching"
-WHOLE = 1e3  # seconds that a chunk may take: else requests end while others are still read
-WARM = 2  # turns that do not count
-FEW = 8  # sequences of continuous batching, and of the engine beside it
+STOCK_GENERATE, PADDED_BATCH, CONTINUOUS_BATCHING = (
+    "generate",
+    "padded batch",
+    "continuous batching",
+)
+UNLIMITED_SECONDS = (
+    1e3  # seconds that a chunk may take: else requests end while others are still read
+)
+WARMUP_TURNS = 2  # turns that do not count
+CONTINUOUS_SEQUENCES = 8  # sequences of continuous batching, and of the engine beside it
 
 
-class Silent:
+class SilentTokenizer:
     """A tokenizer that costs nothing: what is measured is not text."""
 
     chat_template = None
@@ -52,69 +58,69 @@ class Silent:
 
 
 @dataclass(frozen=True)
-class Way:
+class ServingMethod:
     """One way to continue prompts."""
 
     name: str
-    sequences: int
-    go: Callable[[Any, list[list[int]]], object]
-    packs: bool = False  # needs weights of its own
+    num_sequences: int
+    run: Callable[[Any, list[list[int]]], object]
+    needs_own_weights: bool = False  # needs weights of its own
 
 
-class Turns:
+class SteppedMethod:
     """One way, which stops before each forward of a token of everybody until it is its turn."""
 
-    def __init__(self, way: Way, model: Any, prompts: list[list[int]]) -> None:
-        self.way = way
+    def __init__(self, method: ServingMethod, model: Any, prompts: list[list[int]]) -> None:
+        self.method = method
         self.seconds: list[float] = []  # from one of these forwards to the next
         self.error: BaseException | None = None
-        self.over = False
-        self._begin: float | None = None
-        self._ours, self._theirs = Semaphore(0), Semaphore(0)
+        self.is_done = False
+        self._step_start: float | None = None
+        self._may_step, self._has_stopped = Semaphore(0), Semaphore(0)
         self._model = model
-        self._hook = model.register_forward_pre_hook(self._stop, with_kwargs=True)
-        self._thread = Thread(target=self._go, args=[prompts[: way.sequences]], daemon=True)
+        self._hook = model.register_forward_pre_hook(self._pause, with_kwargs=True)
+        self._thread = Thread(target=self._run, args=[prompts[: method.num_sequences]], daemon=True)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Read the prompts."""
         self._thread.start()
-        self._theirs.acquire()
+        self._has_stopped.acquire()
 
-    def take(self) -> None:
+    def step(self) -> None:
         """A step, or what is left where there is no other."""
-        self._ours.release()
-        self._theirs.acquire()
+        self._may_step.release()
+        self._has_stopped.acquire()
         if self.error is not None:
             raise self.error
 
-    def _go(self, prompts: list[list[int]]) -> None:
+    def _run(self, prompts: list[list[int]]) -> None:
         try:
-            self.way.go(self._model, prompts)
+            self.method.run(self._model, prompts)
         except BaseException as error:
             self.error = error
         self._hook.remove()
-        self.over = True
-        self._theirs.release()
+        self.is_done = True
+        self._has_stopped.release()
 
-    def _stop(self, module: Any, args: Any, kwargs: Any) -> None:
+    def _pause(self, module: Any, args: Any, kwargs: Any) -> None:
         """Called before a forward, in whatever thread runs it."""
         ids: Tensor = kwargs["input_ids"]
-        if ids.numel() == self.way.sequences:
-            if self._begin is not None:
-                self.seconds.append(time.perf_counter() - self._begin)
-            openmp.release()  # of all ways, or each would slow the others down
-            self._theirs.release()
-            self._ours.acquire()
-            self._begin = time.perf_counter()
+        if ids.numel() == self.method.num_sequences:
+            if self._step_start is not None:
+                self.seconds.append(time.perf_counter() - self._step_start)
+            openmp.release_threads()  # of all ways, or each would slow the others down
+            self._has_stopped.release()
+            self._may_step.acquire()
+            self._step_start = time.perf_counter()
 
 
-def again(model: Any, *, packs: bool) -> Any:
+def copy_model(model: Any, *, own_weights: bool) -> Any:
     """The same model, to which something else may be attached; with the same weights if it may."""
-    tensors = [] if packs else [*model.parameters(), *model.buffers()]
+    tensors = [] if own_weights else [*model.parameters(), *model.buffers()]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
-def ways(spec: str, tokens: int, sequences: int) -> list[Way]:
+def list_methods(spec: str, tokens: int, sequences: int) -> list[ServingMethod]:
     given: dict[str, Any] = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
     given |= {"eos_token_id": None}
 
@@ -126,8 +132,8 @@ def ways(spec: str, tokens: int, sequences: int) -> list[Way]:
         model.generate_batch(prompts, generation_config=asked, warmup=False)
 
     def engine(model: Any, prompts: list[list[int]], pack: bool = False) -> None:
-        sizes: Any = {"max_sequences": len(prompts), "chunk_seconds": WHOLE}
-        with Engine(model, Silent(), spec, **sizes, pack=pack) as serving:
+        sizes: Any = {"max_sequences": len(prompts), "chunk_seconds": UNLIMITED_SECONDS}
+        with Engine(model, SilentTokenizer(), spec, **sizes, pack=pack) as serving:
             streams = [
                 serving.submit(prompt, max_new_tokens=tokens, ignore_end=True) for prompt in prompts
             ]
@@ -136,15 +142,24 @@ def ways(spec: str, tokens: int, sequences: int) -> list[Way]:
 
     def alone(model: Any, prompts: list[list[int]]) -> None:
         options: Any = {"max_new_tokens": tokens, "ignore_end": True, "kv_cache": spec}
-        for _ in generate(model, Silent(), prompts[0], **options):
+        for _ in generate(model, SilentTokenizer(), prompts[0], **options):
             pass
 
-    few = min(FEW, sequences)
-    found = [Way(STOCK, 1, stock), Way(f"kvant.generate {spec}", 1, alone)]
-    found += [Way(f"engine {spec}", n, engine) for n in sorted({1, few, sequences})]
+    few = min(CONTINUOUS_SEQUENCES, sequences)
+    found = [
+        ServingMethod(STOCK_GENERATE, 1, stock),
+        ServingMethod(f"kvant.generate {spec}", 1, alone),
+    ]
+    found += [ServingMethod(f"engine {spec}", n, engine) for n in sorted({1, few, sequences})]
     packed = partial(engine, pack=True)
-    found += [Way(f"engine {spec} packed", n, packed, True) for n in sorted({few, sequences})]
-    return [*found, Way(CONTINUOUS, few, continuous), Way(PADDED, sequences, stock)]
+    found += [
+        ServingMethod(f"engine {spec} packed", n, packed, True) for n in sorted({few, sequences})
+    ]
+    return [
+        *found,
+        ServingMethod(CONTINUOUS_BATCHING, few, continuous),
+        ServingMethod(PADDED_BATCH, sequences, stock),
+    ]
 
 
 def main(
@@ -152,48 +167,51 @@ def main(
     context: Annotated[int, typer.Option(min=1, help="tokens of each prompt")] = 512,
     tokens: Annotated[int, typer.Option(help="new ones of each request")] = 40,
     kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
-    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "0.6b",
+    shape: Annotated[str, typer.Option(help=", ".join(MODEL_SHAPES))] = "0.6b",
     layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     json: Json = False,
 ) -> None:
     """What serving many requests at once gives, beside what transformers does with them."""
-    if tokens < sequences + WARM + 5:
+    if tokens < sequences + WARMUP_TURNS + 5:
         raise ValueError(
-            f"--tokens {tokens}: {sequences + WARM + 5} or more, or the first of {sequences} "
+            f"--tokens {tokens}: {sequences + WARMUP_TURNS + 5} or more, or the first of "
+            f"{sequences} "
             "requests ends before the last one begins"
         )
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)
-    model, sizes = opened(shape, layers, threads)
-    support_of(model)  # the check would else meet the hooks that let the ways take turns
+    model, sizes = open_model(shape, layers, threads)
+    get_support(model)  # the check would else meet the hooks that let the ways take turns
     generator = torch.Generator().manual_seed(0)
     vocabulary = sizes["vocab_size"]
     prompts = torch.randint(vocabulary, (sequences, context), generator=generator).tolist()
     turns = [
-        Turns(way, again(model, packs=way.packs), prompts)
-        for way in ways(kv_cache, tokens, sequences)
+        SteppedMethod(way, copy_model(model, own_weights=way.needs_own_weights), prompts)
+        for way in list_methods(kv_cache, tokens, sequences)
     ]
     for one in turns:
-        progress(f"{one.way.name}, {one.way.sequences}: reading prompts")
-        one.begin()
-    while not any(one.over for one in turns):
-        progress(f"step {len(turns[0].seconds)}")
+        show_progress(f"{one.method.name}, {one.method.num_sequences}: reading prompts")
+        one.start()
+    while not any(one.is_done for one in turns):
+        show_progress(f"step {len(turns[0].seconds)}")
         for one in turns:
-            one.take()
+            one.step()
     whole = min(len(one.seconds) for one in turns)
     for one in turns:
-        progress(f"{one.way.name}, {one.way.sequences}: ending")
-        while not one.over:
-            one.take()
-    progress("")
-    stock = next(one.seconds for one in turns if one.way.name == STOCK)[WARM:whole]
+        show_progress(f"{one.method.name}, {one.method.num_sequences}: ending")
+        while not one.is_done:
+            one.step()
+    show_progress("")
+    stock = next(one.seconds for one in turns if one.method.name == STOCK_GENERATE)[
+        WARMUP_TURNS:whole
+    ]
     rows = []
     for one in turns:
-        n, seconds = one.way.sequences, one.seconds[WARM:whole]
+        n, seconds = one.method.num_sequences, one.seconds[WARMUP_TURNS:whole]
         times = [n * theirs / ours for theirs, ours in zip(stock, seconds, strict=True)]
         rows.append(
             {
-                "way": one.way.name,
+                "way": one.method.name,
                 "sequences": n,
                 "median_ms": 1e3 * statistics.median(seconds),
                 "tokens_s": n / statistics.median(seconds),
@@ -207,7 +225,7 @@ def main(
         "steps": len(stock),
         "transformers": version("transformers"),
     }
-    show("engine", rows, facts, quiet=json, device=CPU)
+    print_report("engine", rows, facts, quiet=json, device=CPU)
 
 
 if __name__ == "__main__":

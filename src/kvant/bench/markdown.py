@@ -9,29 +9,31 @@ from typing import Annotated, Any
 
 import typer
 
-from kvant.bench.report import run, text
-from kvant.bench.speed import curves
+from kvant.bench.report import format_figure, run
+from kvant.bench.speed import make_latency_curves
 
 
-def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     """`rows`, which all have the names of the first."""
     ruled = [rows[0].keys(), ["---"] * len(rows[0])]
-    return "\n".join(map(_line, [*ruled, *([text(v) for v in row.values()] for row in rows)]))
+    return "\n".join(
+        map(_format_line, [*ruled, *([format_figure(v) for v in row.values()] for row in rows)])
+    )
 
 
-def _line(cells: Iterable[str]) -> str:
+def _format_line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
 def main(file: Annotated[Path, typer.Argument(help="what --json printed")]) -> None:
     """Print tables in Markdown."""
     told = json.loads(file.read_text(encoding="utf-8"))
-    print(markdown(told["rows"]))
+    print(format_markdown(told["rows"]))
     if "latency" in told:
-        found = curves(told["latency"])
+        found = make_latency_curves(told["latency"])
         print(
             "\n"
-            + markdown(
+            + format_markdown(
                 [{"cache": n, **{str(k): v for k, v in c.items()}} for n, c in found.items()]
             )
         )

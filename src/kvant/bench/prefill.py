@@ -15,19 +15,19 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.candidates import Make, dynamic, ours
-from kvant.bench.decode import source
-from kvant.bench.device import chosen_device
-from kvant.bench.report import Json, numbers, progress, run, show
+from kvant.bench.candidates import MakeCandidate, make_candidates, make_dynamic
+from kvant.bench.decode import read_text_tokens
+from kvant.bench.device import choose_device
+from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
 from kvant.checkpoints import load
-from kvant.devices import AUTO
-from kvant.spec import parse, split
+from kvant.devices import AUTO_DTYPE
+from kvant.spec import parse, split_specs
 
 BASELINE = "transformers"
-MODES = ("dense", "stored")
+PREFILL_MODES = ("dense", "stored")
 
 
-def read(make: Make, tokens: list[int], chunk: int) -> tuple[float, int]:
+def time_prefill(make: MakeCandidate, tokens: list[int], chunk: int) -> tuple[float, int]:
     """Seconds to read all tokens, and the bytes that they are remembered in."""
     candidate = make()
     begin = time.perf_counter()
@@ -36,14 +36,16 @@ def read(make: Make, tokens: list[int], chunk: int) -> tuple[float, int]:
     return time.perf_counter() - begin, candidate.nbytes
 
 
-def measure(makes: dict[str, Make], text: list[int], chunk: int, repeats: int) -> list[Any]:
+def measure_prefill(
+    makes: dict[str, MakeCandidate], text: list[int], chunk: int, repeats: int
+) -> list[Any]:
     """A row for each way; the first turn finds nothing in the caches and does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in makes}
     nbytes = {}
     for turn in range(repeats + 1):
         for name, make in makes.items():
-            progress(f"chunks of {chunk}, {name}: {turn} of {repeats}")
-            taken, nbytes[name] = read(make, text, chunk)
+            show_progress(f"chunks of {chunk}, {name}: {turn} of {repeats}")
+            taken, nbytes[name] = time_prefill(make, text, chunk)
             if turn:
                 seconds[name].append(taken)
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
@@ -69,27 +71,27 @@ def main(
     device: Annotated[
         str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="of the model; auto: as it was saved")] = AUTO,
+    dtype: Annotated[str, typer.Option(help="of the model; auto: as it was saved")] = AUTO_DTYPE,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="prompts a figure")] = 5,
     json: Json = False,
 ) -> None:
     """Reading a prompt, batch 1."""
-    where = chosen_device(device)
-    points = numbers("chunks", chunks)
+    where = choose_device(device)
+    points = parse_numbers("chunks", chunks)
     if min(points) < 1:
         raise ValueError(f"--chunks {chunks}: 1 token or more")
     if threads is not None:
         torch.set_num_threads(threads)
-    specs = [f"{spec},prefill={mode}" for spec in split(formats) for mode in MODES]
+    specs = [f"{spec},prefill={mode}" for spec in split_specs(formats) for mode in PREFILL_MODES]
     for spec in specs:
         parse(spec, 1)
-    progress("loading the model")
+    show_progress("loading the model")
     loaded, tokenizer = load(model, device=where.name, dtype=dtype)
-    text = source(loaded, tokenizer, prompt)
-    makes = {BASELINE: dynamic(loaded), **ours(loaded, specs)}
-    rows = [row for chunk in points for row in measure(makes, text, chunk, repeats)]
-    progress("")
+    text = read_text_tokens(loaded, tokenizer, prompt)
+    makes = {BASELINE: make_dynamic(loaded), **make_candidates(loaded, specs)}
+    rows = [row for chunk in points for row in measure_prefill(makes, text, chunk, repeats)]
+    show_progress("")
     facts = {
         "model": model or "the model inside",
         "dtype": str(loaded.dtype).removeprefix("torch."),
@@ -97,7 +99,7 @@ def main(
         "repeats": repeats,
         "transformers": version("transformers"),
     }
-    show("prefill", rows, facts, quiet=json, device=where)
+    print_report("prefill", rows, facts, quiet=json, device=where)
 
 
 if __name__ == "__main__":

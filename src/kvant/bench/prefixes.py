@@ -21,25 +21,25 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from kvant.bench.cache_race import SHAPES, opened
+from kvant.bench.cache_race import MODEL_SHAPES, open_model
 from kvant.bench.device import CPU
-from kvant.bench.engine import Silent
-from kvant.bench.report import Json, progress, run, show
+from kvant.bench.engine import SilentTokenizer
+from kvant.bench.report import Json, print_report, run, show_progress
 from kvant.engine import Engine
 from kvant.generation import generate
 from kvant.prefixes import Prefixes
 
-STEPS = 8  # decode steps behind each prompt
+DECODE_STEPS = 8  # decode steps behind each prompt
 
 
-def measured(
+def measure_prefixes(
     model: Any, prompts: list[list[int]], spec: str, store: str
 ) -> tuple[dict[str, list[float]], list[float], dict[str, Any]]:
     """Seconds to the first token by the way, of decode steps, and what prefixes tell of hits."""
     steps: list[float] = []
     found: dict[str, list[float]] = {}
     prefixes, half = Prefixes(None, store=store), len(prompts) // 2
-    options: Any = {"kv_cache": spec, "max_new_tokens": STEPS, "ignore_end": True}
+    options: Any = {"kv_cache": spec, "max_new_tokens": DECODE_STEPS, "ignore_end": True}
 
     def stock(prompt: list[int]) -> float:
         begin = time.perf_counter()
@@ -48,14 +48,14 @@ def measured(
 
     def ours(prompt: list[int], prefixes: Prefixes | None = prefixes) -> float:
         times = [time.perf_counter()]
-        for _ in generate(model, Silent(), prompt, prefixes=prefixes, **options):
+        for _ in generate(model, SilentTokenizer(), prompt, prefixes=prefixes, **options):
             times.append(time.perf_counter())
         steps.extend(b - a for a, b in pairwise(times[1:]))
         return times[1] - times[0]
 
     def measure(name: str, read: Callable[[list[int]], float], some: list[list[int]]) -> None:
         for prompt in some:
-            progress(f"{name}: {len(prompt)} tokens")
+            show_progress(f"{name}: {len(prompt)} tokens")
             found.setdefault(name, []).append(read(prompt))
 
     measure("generate of transformers", stock, prompts[:1])
@@ -68,17 +68,17 @@ def measured(
     for prompt in prompts[1:half]:
         with Prefixes(None, store=store) as restarted:
             measure("kvant.generate, restarted", partial(ours, prefixes=restarted), [prompt])
-    with Engine(model, Silent(), spec, pack=False, prefixes=prefixes) as engine:
+    with Engine(model, SilentTokenizer(), spec, pack=False, prefixes=prefixes) as engine:
 
-        def served(prompt: list[int]) -> float:
+        def time_first_token(prompt: list[int]) -> float:
             begin = time.perf_counter()
             stream = engine.submit(prompt, max_new_tokens=1, ignore_end=True)
             next(stream)
             stream.result()
             return time.perf_counter() - begin
 
-        served(prompts[half])  # what an engine does once
-        measure("engine, hit", served, prompts[half + 1 :])
+        time_first_token(prompts[half])  # what an engine does once
+        measure("engine, hit", time_first_token, prompts[half + 1 :])
     return found, steps, told
 
 
@@ -87,22 +87,22 @@ def main(
     own: Annotated[int, typer.Option(min=1, help="tokens of each prompt behind them")] = 16,
     kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
     repeats: Annotated[int, typer.Option(min=1, help="prompts that hit")] = 5,
-    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "0.6b",
+    shape: Annotated[str, typer.Option(help=", ".join(MODEL_SHAPES))] = "0.6b",
     layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
     store: Annotated[str | None, typer.Option(help="of prefixes; a folder that is deleted")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     json: Json = False,
 ) -> None:
     """The time to the first token, of prompts that were read before and of others."""
-    model, sizes = opened(shape, layers, threads)
+    model, sizes = open_model(shape, layers, threads)
     generator = torch.Generator().manual_seed(0)
     vocabulary = sizes["vocab_size"]
     common = torch.randint(vocabulary, (shared,), generator=generator).tolist()
     ends = torch.randint(vocabulary, (2 * repeats + 2, own), generator=generator).tolist()
     with TemporaryDirectory(prefix="kvant-") as folder:
         prompts = [common + end for end in ends]
-        found, steps, told = measured(model, prompts, kv_cache, store or folder)
-    progress("")
+        found, steps, told = measure_prefixes(model, prompts, kv_cache, store or folder)
+    show_progress("")
     step = statistics.median(steps)
     rows = [
         {
@@ -123,7 +123,7 @@ def main(
         "tokens_hit": told["tokens_hit"] // repeats,
         "transformers": version("transformers"),
     }
-    show("prefixes", rows, facts, quiet=json, device=CPU)
+    print_report("prefixes", rows, facts, quiet=json, device=CPU)
 
 
 if __name__ == "__main__":

@@ -20,59 +20,61 @@ import typer
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kvant.bench.clock import Wall
+from kvant.bench.clock import WallClock
 from kvant.bench.device import CPU
-from kvant.bench.report import Json, numbers, progress, run, show
-from kvant.packed import Order, PackedMatrix, explain_refusal
+from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
+from kvant.packed_matrix import PackedMatrix, SummationOrder, explain_refusal
 
-QWEN3 = "2048x1024,1024x2048,3072x1024,1024x3072,151936x1024"  # of 0.6B: four kinds, and the head
-BYTES = 300_000_000  # of weights of a shape
+QWEN3_SHAPES = (
+    "2048x1024,1024x2048,3072x1024,1024x3072,151936x1024"  # of 0.6B: four kinds, and the head
+)
+MIN_WEIGHT_BYTES = 300_000_000  # of weights of a shape
 
 
-def pairs(text: str) -> list[tuple[int, int]]:
+def parse_shapes(text: str) -> list[tuple[int, int]]:
     words = text.split(",")
     if not all(re.fullmatch("[1-9][0-9]*x[1-9][0-9]*", word) for word in words):
-        raise ValueError(f"--shapes {text}: outputs x inputs are needed, as in {QWEN3}")
+        raise ValueError(f"--shapes {text}: outputs x inputs are needed, as in {QWEN3_SHAPES}")
     return [(int(outs), int(width)) for outs, width in (word.split("x") for word in words)]
 
 
-def plainly(x: Tensor, weights: list[Tensor]) -> None:
+def multiply_plain(x: Tensor, weights: list[Tensor]) -> None:
     for weight in weights:
         linear(x, weight)
 
 
-def by_onednn(x: Tensor, weights: list[PackedMatrix]) -> None:
+def multiply_by_onednn(x: Tensor, weights: list[PackedMatrix]) -> None:
     for weight in weights:
-        weight.by_onednn(x, None)
+        weight.multiply_by_onednn(x, None)
 
 
-def by_kernel(x: Tensor, weights: list[PackedMatrix]) -> None:
+def multiply_by_kernel(x: Tensor, weights: list[PackedMatrix]) -> None:
     for weight in weights:
-        weight.times(x, None)
+        weight.multiply(x, None)
 
 
-def measure(
-    outs: int, width: int, counts: list[int], repeats: int, *, packs: bool
+def measure_products(
+    outs: int, width: int, counts: list[int], repeats: int, *, packs_weights: bool
 ) -> list[dict[str, Any]]:
     nbytes = outs * width * 2
-    order = Order()
-    plain = [torch.randn(outs, width).bfloat16() for _ in range(max(1, BYTES // nbytes))]
-    packed = [PackedMatrix(weight, order) for weight in plain if packs]
-    stream, clock = CPU.stream(nbytes * len(plain)), Wall()
+    order = SummationOrder()
+    plain = [torch.randn(outs, width).bfloat16() for _ in range(max(1, MIN_WEIGHT_BYTES // nbytes))]
+    packed = [PackedMatrix(weight, order) for weight in plain if packs_weights]
+    stream, clock = CPU.make_stream(nbytes * len(plain)), WallClock()
     rows = []
     for count in counts:
         x = torch.randn(count, width).bfloat16()
-        ways: dict[str, Callable[[], Any]] = {"torch": partial(plainly, x, plain)}
-        if packs:
-            ways["packed"] = partial(by_onednn, x, packed)
+        ways: dict[str, Callable[[], Any]] = {"torch": partial(multiply_plain, x, plain)}
+        if packs_weights:
+            ways["packed"] = partial(multiply_by_onednn, x, packed)
         ways["stream"] = stream
-        if packs and packed[0].kernel_part(x, None):
-            ways["kernel"] = partial(by_kernel, x, packed)
+        if packs_weights and packed[0].find_kernel_k_block(x, None):
+            ways["kernel"] = partial(multiply_by_kernel, x, packed)
         seconds: dict[str, list[float]] = {way: [] for way in ways}
         for turn in range(repeats + 1):
-            progress(f"{outs} x {width}, {count} rows: {turn} of {repeats}")
+            show_progress(f"{outs} x {width}, {count} rows: {turn} of {repeats}")
             for way, call in ways.items():
-                lap = clock.lap(call).seconds
+                lap = clock.time_call(call).seconds
                 if turn:
                     seconds[way].append(lap)
         medians = {way: statistics.median(laps) / len(plain) for way, laps in seconds.items()}
@@ -84,7 +86,7 @@ def measure(
                 "us": medians[way] * 1e6,
                 "gb_s": nbytes / medians[way] / 1e9,
                 "of_stream": medians["stream"] / medians[way],
-                "times": medians["packed"] / medians[way] if packs else None,
+                "times": medians["packed"] / medians[way] if packs_weights else None,
             }
             for way in ways
         ]
@@ -92,14 +94,14 @@ def measure(
 
 
 def main(
-    shapes: Annotated[str, typer.Option(help="outputs x inputs")] = QWEN3,
+    shapes: Annotated[str, typer.Option(help="outputs x inputs")] = QWEN3_SHAPES,
     rows: Annotated[str, typer.Option(help="rows that are multiplied at once")] = "1,4,16",
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="turns of a figure")] = 9,
     json: Json = False,
 ) -> None:
     """Products of few rows with packed weights."""
-    wanted, counts = pairs(shapes), numbers("rows", rows)
+    wanted, counts = parse_shapes(shapes), parse_numbers("rows", rows)
     if min(counts) < 1:
         raise ValueError(f"--rows {rows}: 1 row or more")
     if threads is not None:
@@ -109,14 +111,14 @@ def main(
         found = [
             row
             for shape in wanted
-            for row in measure(*shape, counts, repeats, packs=reason is None)
+            for row in measure_products(*shape, counts, repeats, packs_weights=reason is None)
         ]
-    progress("")
+    show_progress("")
     skipped = [] if reason is None else [f"packed and kernel: {reason}"]
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     facts = {"dtype": "bfloat16", "repeats": repeats, "skipped": skipped}
-    show("products", found, facts, quiet=json)
+    print_report("products", found, facts, quiet=json)
 
 
 if __name__ == "__main__":

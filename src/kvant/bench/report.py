@@ -18,15 +18,19 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvant.bench.device import CPU, Device
+from kvant.bench.device import CPU, BenchDevice
 from kvant.devices import describe_processor
-from kvant.exit_codes import command
+from kvant.exit_codes import run_app
 from kvant.tables import PIPE_WIDTH
 
-COLOURS = 10  # that matplotlib draws curves in, before it begins again
-LINES = ("-", "--", ":")
+NUM_COLOURS = 10  # that matplotlib draws curves in, before it begins again
+LINE_STYLES = ("-", "--", ":")
 # Where a legend hides nothing of a picture.
-BESIDE: Mapping[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "fontsize": "small"}
+LEGEND_OPTIONS: Mapping[str, Any] = {
+    "loc": "upper left",
+    "bbox_to_anchor": (1, 1),
+    "fontsize": "small",
+}
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON line and nothing else.")]
 
 
@@ -34,10 +38,10 @@ def run(main: Callable[..., None]) -> None:
     """Run a benchmark as a command of its own."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(main)
-    command(app)
+    run_app(app)
 
 
-def machine(device: Device = CPU) -> dict[str, Any]:
+def describe_machine(device: BenchDevice = CPU) -> dict[str, Any]:
     """What the figures were taken on."""
     return {
         "processor": describe_processor(),
@@ -46,11 +50,11 @@ def machine(device: Device = CPU) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **device.facts(),
+        **device.describe(),
     }
 
 
-def progress(text: str) -> None:
+def show_progress(text: str) -> None:
     """Say on a terminal what is done now, in one line; "" wipes it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
@@ -63,7 +67,7 @@ def check_files(**files: Path | None) -> None:
             raise ValueError(f"--{name} {file}: there is no folder {file.parent}")
 
 
-def numbers(option: str, text: str) -> list[int]:
+def parse_numbers(option: str, text: str) -> list[int]:
     """What a user typed with commas between."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() for word in words):
@@ -71,7 +75,7 @@ def numbers(option: str, text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
+def print_table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     """Print `rows`, which all have the names of the first."""
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -80,33 +84,33 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     for name in rows[0]:
         made.add_column(name, justify="right")
     for row in rows:
-        made.add_row(*(text(value) for value in row.values()))
+        made.add_row(*(format_figure(value) for value in row.values()))
     console.print(made)
 
 
-def tell(
-    title: str, facts: Mapping[str, Any], device: Device = CPU, *, quiet: bool = False
+def print_json(
+    title: str, facts: Mapping[str, Any], device: BenchDevice = CPU, *, quiet: bool = False
 ) -> None:
     """Print everything as one JSON line; not below a table on a terminal, where nobody reads it."""
     if quiet or not sys.stdout.isatty():
-        print(json.dumps({"bench": title, "machine": machine(device), **facts}))
+        print(json.dumps({"bench": title, "machine": describe_machine(device), **facts}))
 
 
-def show(
+def print_report(
     title: str,
     rows: Sequence[Mapping[str, Any]],
     facts: Mapping[str, Any],
     *,
     quiet: bool,
-    device: Device = CPU,
+    device: BenchDevice = CPU,
 ) -> None:
     """A benchmark of one table, which is left out for programs."""
     if not quiet:
-        table(title, rows)
-    tell(title, {**facts, "rows": rows}, device, quiet=quiet)
+        print_table(title, rows)
+    print_json(title, {**facts, "rows": rows}, device, quiet=quiet)
 
 
-def text(value: Any) -> str:
+def format_figure(value: Any) -> str:
     """One figure."""
     if not isinstance(value, float):
         return "" if value is None else str(value)
@@ -119,12 +123,16 @@ def check_plot(file: Path | None) -> None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib, or 'kvant[plot]'")
 
 
-def draw(curves: Mapping[str, Mapping[int, float]], title: str, file: Path, label: str) -> None:
+def draw_curves(
+    curves: Mapping[str, Mapping[int, float]], title: str, file: Path, label: str
+) -> None:
     """Both axes in powers: a candidate that doubles with the length is a straight line upward."""
     figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
     for number, (name, curve) in enumerate(curves.items()):
-        dashes = LINES[number // COLOURS % len(LINES)]  # the same colour again, but another line
+        dashes = LINE_STYLES[
+            number // NUM_COLOURS % len(LINE_STYLES)
+        ]  # the same colour again, but another line
         axes.plot(*zip(*curve.items(), strict=True), dashes, marker="o", markersize=4, label=name)
     axes.set(xscale="log", yscale="log", title=title)
     axes.set(xlabel="tokens there", ylabel=label)
@@ -135,5 +143,5 @@ def draw(curves: Mapping[str, Mapping[int, float]], title: str, file: Path, labe
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
     axes.grid(alpha=0.3)
-    axes.legend(**BESIDE)
+    axes.legend(**LEGEND_OPTIONS)
     figure.savefig(file, dpi=90, pil_kwargs={"optimize": True})

@@ -20,21 +20,34 @@ import numpy as np
 import typer
 
 from kvant.bench.device import CPU
-from kvant.bench.report import Json, numbers, progress, run, show
-from kvant.serve.routing import DEPTHS, Router
+from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
+from kvant.serve.routing import KEY_DEPTHS, PrefixRouter
 from kvant.sizes import format_size, parse_size
 
-PAGE = 64  # tokens
-COMMON = 512  # tokens with which all begin
-LONGEST = 131_072  # tokens of a prompt: there a chat ends
-MOST_REPLIED = 4096
-FIRST, ADDED, REPLY, PAUSE = (8.51, 1.26), (6.97, 1.71), (5.34, 1.36), (4.88, 0.98)
-GOES_ON = (0.31, 0.42, 0.51, 0.59, 0.59, 0.68, 0.77)  # after the first turn, the second, …
-TURNS = 1.63  # of a chat, by these
-SECOND = 1_000_000  # microseconds
+PAGE_TOKENS = 64  # tokens
+COMMON_TOKENS = 512  # tokens with which all begin
+MAX_PROMPT_TOKENS = 131_072  # tokens of a prompt: there a chat ends
+MAX_REPLY_TOKENS = 4096
+FIRST_PROMPT_LOGNORMAL, TURN_LOGNORMAL, REPLY_LOGNORMAL, PAUSE_LOGNORMAL = (
+    (8.51, 1.26),
+    (6.97, 1.71),
+    (5.34, 1.36),
+    (4.88, 0.98),
+)
+CONTINUE_PROBABILITIES = (
+    0.31,
+    0.42,
+    0.51,
+    0.59,
+    0.59,
+    0.68,
+    0.77,
+)  # after the first turn, the second, …
+MEAN_TURNS = 1.63  # of a chat, by these
+MICROSECONDS = 1_000_000  # microseconds
 
 
-class Trace(NamedTuple):
+class ChatTrace(NamedTuple):
     """Requests in the order in which they come."""
 
     times: list[int]  # microseconds
@@ -43,25 +56,30 @@ class Trace(NamedTuple):
     replies: list[int]
 
 
-def trace(requests: int, each_second: float, seed: int) -> Trace:
+def make_trace(num_requests: int, rate: float, seed: int) -> ChatTrace:
     """So many requests at about this rate."""
     draw = np.random.default_rng(seed)
-    chat = np.arange(requests)
-    at = draw.uniform(0, requests * TURNS / each_second, requests)
-    prompt = np.clip(draw.lognormal(*FIRST, requests), COMMON + 1, LONGEST)
+    chat = np.arange(num_requests)
+    at = draw.uniform(0, num_requests * MEAN_TURNS / rate, num_requests)
+    prompt = np.clip(
+        draw.lognormal(*FIRST_PROMPT_LOGNORMAL, num_requests), COMMON_TOKENS + 1, MAX_PROMPT_TOKENS
+    )
     rows = list[tuple[Any, Any, Any]]()
     while len(chat):
         rows.append((at, chat, prompt))
-        on = draw.random(len(chat)) < GOES_ON[min(len(rows), len(GOES_ON)) - 1]
-        at = at[on] + draw.lognormal(*PAUSE, on.sum())
-        prompt = prompt[on] + draw.lognormal(*ADDED, on.sum())
-        chat, fits = chat[on], prompt <= LONGEST
+        on = (
+            draw.random(len(chat))
+            < CONTINUE_PROBABILITIES[min(len(rows), len(CONTINUE_PROBABILITIES)) - 1]
+        )
+        at = at[on] + draw.lognormal(*PAUSE_LOGNORMAL, on.sum())
+        prompt = prompt[on] + draw.lognormal(*TURN_LOGNORMAL, on.sum())
+        chat, fits = chat[on], prompt <= MAX_PROMPT_TOKENS
         at, chat, prompt = at[fits], chat[fits], prompt[fits]
     at, chat, prompt = (np.concatenate(column) for column in zip(*rows, strict=True))
-    order = np.argsort(at, kind="stable")[:requests]
-    replies = np.clip(draw.lognormal(*REPLY, requests), 1, MOST_REPLIED)
-    return Trace(
-        (at[order] * SECOND).astype(int).tolist(),
+    order = np.argsort(at, kind="stable")[:num_requests]
+    replies = np.clip(draw.lognormal(*REPLY_LOGNORMAL, num_requests), 1, MAX_REPLY_TOKENS)
+    return ChatTrace(
+        (at[order] * MICROSECONDS).astype(int).tolist(),
         chat[order].tolist(),
         prompt[order].astype(int).tolist(),
         replies.astype(int).tolist(),
@@ -69,7 +87,7 @@ def trace(requests: int, each_second: float, seed: int) -> Trace:
 
 
 @dataclass(frozen=True)
-class Machine:
+class ReplicaHardware:
     """What a replica is able to do."""
 
     reads: int  # tokens of prompts a second
@@ -79,152 +97,158 @@ class Machine:
     store_bytes: int  # a second from the store; 0: there is none
 
     @property
-    def restores(self) -> bool:
+    def restores_faster(self) -> bool:
         """Is a token sooner restored than computed?"""
         return self.store_bytes > self.reads * self.bytes_a_token
 
 
-class Replica:
+class SimulatedReplica:
     """Integers of one server: what it keeps, and until when it is busy."""
 
-    def __init__(self, machine: Machine) -> None:
-        self.requests = 0
-        self.busy = 0  # until this microsecond
+    def __init__(self, machine: ReplicaHardware) -> None:
+        self.num_requests = 0
+        self.busy_until = 0  # until this microsecond
         self._machine = machine
-        self._kept = OrderedDict[int, int]()  # tokens of chats, the newest last
-        self._room = machine.max_bytes // machine.bytes_a_token
+        self._cached_chats = OrderedDict[int, int]()  # tokens of chats, the newest last
+        self._num_free_tokens = machine.max_bytes // machine.bytes_a_token
 
-    def kept(self, chat: int) -> int:
+    def count_cached_tokens(self, chat: int) -> int:
         """Tokens with which it need not begin anew."""
-        common = COMMON if self.requests else 0
-        return max(common, self._kept.get(chat, 0))
+        common = COMMON_TOKENS if self.num_requests else 0
+        return max(common, self._cached_chats.get(chat, 0))
 
-    def serve(self, now: int, computed: int, restored: int, replied: int) -> tuple[int, int]:
+    def serve(
+        self, now: int, num_computed: int, num_restored: int, num_replied: int
+    ) -> tuple[int, int]:
         """When its first token comes, and its last one."""
         one = self._machine
-        self.requests += 1
-        ready = now + (restored * one.bytes_a_token * SECOND // one.store_bytes if restored else 0)
-        first = max(ready, self.busy) + computed * SECOND // one.reads
-        self.busy = first + replied * SECOND // one.writes
-        return first, self.busy
+        self.num_requests += 1
+        ready = now + (
+            num_restored * one.bytes_a_token * MICROSECONDS // one.store_bytes
+            if num_restored
+            else 0
+        )
+        first = max(ready, self.busy_until) + num_computed * MICROSECONDS // one.reads
+        self.busy_until = first + num_replied * MICROSECONDS // one.writes
+        return first, self.busy_until
 
-    def keep(self, chat: int, tokens: int) -> None:
+    def cache_chat(self, chat: int, num_tokens: int) -> None:
         """The chat that was used last is the last one to go."""
-        self._room -= tokens - self._kept.pop(chat, 0)
-        self._kept[chat] = tokens
-        while self._room < 0:
-            self._room += self._kept.popitem(last=False)[1]
+        self._num_free_tokens -= num_tokens - self._cached_chats.pop(chat, 0)
+        self._cached_chats[chat] = num_tokens
+        while self._num_free_tokens < 0:
+            self._num_free_tokens += self._cached_chats.popitem(last=False)[1]
 
 
-class Policy(Protocol):
+class RoutingPolicy(Protocol):
     """To which replica a request goes."""
 
-    def choose(self, keys: Sequence[bytes], pages: int) -> int: ...
+    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int: ...
 
-    def over(self, replica: int) -> None: ...
+    def finish_request(self, replica: int) -> None: ...
 
 
-class Pages:
+class PagePolicy:
     """Where its pages are, as `kvant serve` does it."""
 
-    def __init__(self, replicas: int, draw: random.Random) -> None:
-        self._router = Router[int]()
+    def __init__(self, replicas: int, generator: random.Random) -> None:
+        self._router = PrefixRouter[int]()
         for replica in range(replicas):
-            self._router.join(replica)
+            self._router.add_server(replica)
 
-    def choose(self, keys: Sequence[bytes], pages: int) -> int:
-        replica = self._router.ranked(keys, pages)[0]
-        self._router.give(replica, keys)
-        self._router.begin(replica)
+    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
+        replica = self._router.rank_servers(keys, num_pages)[0]
+        self._router.assign_request(replica, keys)
+        self._router.start_request(replica)
         return replica
 
-    def over(self, replica: int) -> None:
-        self._router.end(replica)
+    def finish_request(self, replica: int) -> None:
+        self._router.finish_request(replica)
 
 
-class Turns:
+class RoundRobinPolicy:
     """One after the other."""
 
-    def __init__(self, replicas: int, draw: random.Random) -> None:
+    def __init__(self, replicas: int, generator: random.Random) -> None:
         self._last, self._replicas = -1, replicas
 
-    def choose(self, keys: Sequence[bytes], pages: int) -> int:
+    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
         self._last = (self._last + 1) % self._replicas
         return self._last
 
-    def over(self, replica: int) -> None:
+    def finish_request(self, replica: int) -> None:
         pass
 
 
-class Anyone:
+class RandomPolicy:
     """Any of them."""
 
-    def __init__(self, replicas: int, draw: random.Random) -> None:
-        self._draw, self._replicas = draw, replicas
+    def __init__(self, replicas: int, generator: random.Random) -> None:
+        self._generator, self._replicas = generator, replicas
 
-    def choose(self, keys: Sequence[bytes], pages: int) -> int:
-        return self._draw.randrange(self._replicas)
+    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
+        return self._generator.randrange(self._replicas)
 
-    def over(self, replica: int) -> None:
+    def finish_request(self, replica: int) -> None:
         pass
 
 
-class Idlest:
+class TwoChoicesPolicy:
     """Of two the one with fewer requests under way, as Ray Serve does it by default."""
 
-    def __init__(self, replicas: int, draw: random.Random) -> None:
-        self._draw, self._under_way = draw, [0] * replicas
+    def __init__(self, replicas: int, generator: random.Random) -> None:
+        self._generator, self._num_ongoing = generator, [0] * replicas
 
-    def choose(self, keys: Sequence[bytes], pages: int) -> int:
-        two = [self._draw.randrange(len(self._under_way)) for _ in range(2)]
-        replica = min(two, key=self._under_way.__getitem__)
-        self._under_way[replica] += 1
+    def choose_replica(self, keys: Sequence[bytes], num_pages: int) -> int:
+        two = [self._generator.randrange(len(self._num_ongoing)) for _ in range(2)]
+        replica = min(two, key=self._num_ongoing.__getitem__)
+        self._num_ongoing[replica] += 1
         return replica
 
-    def over(self, replica: int) -> None:
-        self._under_way[replica] -= 1
+    def finish_request(self, replica: int) -> None:
+        self._num_ongoing[replica] -= 1
 
 
-POLICIES: dict[str, Callable[[int, random.Random], Policy]] = {
-    "pages": Pages,
-    "two choices": Idlest,
-    "round robin": Turns,
-    "random": Anyone,
+POLICIES: dict[str, Callable[[int, random.Random], RoutingPolicy]] = {
+    "pages": PagePolicy,
+    "two choices": TwoChoicesPolicy,
+    "round robin": RoundRobinPolicy,
+    "random": RandomPolicy,
 }
 
 
-def keys_of(chat: int, pages: int) -> list[bytes]:
+def make_routing_keys(chat: int, num_pages: int) -> list[bytes]:
     """As the router has them: of the pages with which all begin, or of the chat's own."""
     own = (chat + 1).to_bytes(8, "little")
     return [
-        (own if depth * PAGE > COMMON else bytes(8)) + depth.to_bytes(8, "little")
-        for depth in DEPTHS
-        if depth <= pages
+        (own if depth * PAGE_TOKENS > COMMON_TOKENS else bytes(8)) + depth.to_bytes(8, "little")
+        for depth in KEY_DEPTHS
+        if depth <= num_pages
     ]
 
 
-def simulated(
-    name: str, asked: Trace, replicas: int, machine: Machine, seed: int
+def simulate_policy(
+    name: str, chat_trace: ChatTrace, num_replicas: int, machine: ReplicaHardware, seed: int
 ) -> dict[str, Any]:
     """What one policy makes of the requests."""
-    policy = POLICIES[name](replicas, random.Random(seed))
-    servers = [Replica(machine) for _ in range(replicas)]
+    policy = POLICIES[name](num_replicas, random.Random(seed))
+    servers = [SimulatedReplica(machine) for _ in range(num_replicas)]
     stored = dict[int, int]()  # tokens by chat
     ends = list[tuple[int, int]]()
     tokens = {"kept": 0, "restored": 0, "computed": 0}
-    waits = np.zeros(len(asked.times), np.int64)
-    for number, (now, chat, prompt, reply) in enumerate(zip(*asked, strict=True)):
+    waits = np.zeros(len(chat_trace.times), np.int64)
+    for number, (now, chat, prompt, reply) in enumerate(zip(*chat_trace, strict=True)):
         while ends and ends[0][0] <= now:
-            policy.over(heapq.heappop(ends)[1])
-        pages = prompt // PAGE
-        replica = policy.choose(keys_of(chat, pages), pages)
+            policy.finish_request(heapq.heappop(ends)[1])
+        pages = prompt // PAGE_TOKENS
+        replica = policy.choose_replica(make_routing_keys(chat, pages), pages)
         server = servers[replica]
-        most = (prompt - 1) // PAGE * PAGE  # one token is read at least
-        kept = min(most, server.kept(chat))
-        known = max(kept, min(most, stored.get(chat, 0))) if machine.restores else kept
+        most = (prompt - 1) // PAGE_TOKENS * PAGE_TOKENS  # one token is read at least
+        kept = min(most, server.count_cached_tokens(chat))
+        known = max(kept, min(most, stored.get(chat, 0))) if machine.restores_faster else kept
         first, end = server.serve(now, prompt - known, known - kept, reply)
-        whole = (prompt + reply) // PAGE * PAGE
-        server.keep(chat, whole)
+        whole = (prompt + reply) // PAGE_TOKENS * PAGE_TOKENS
+        server.cache_chat(chat, whole)
         stored[chat] = whole
         waits[number] = first - now
         heapq.heappush(ends, (end, replica))
@@ -232,26 +256,28 @@ def simulated(
         tokens["restored"] += known - kept
         tokens["computed"] += prompt - known
         if number % 10_000 == 0:
-            progress(f"{name}, {replicas} replicas: {number:,} of {len(asked.times):,} requests")
-    progress("")
-    return told(name, servers, tokens, waits, asked, machine)
+            show_progress(
+                f"{name}, {num_replicas} replicas: {number:,} of {len(chat_trace.times):,} requests"
+            )
+    show_progress("")
+    return make_row(name, servers, tokens, waits, chat_trace, machine)
 
 
-def told(
+def make_row(
     name: str,
-    servers: Sequence[Replica],
+    servers: Sequence[SimulatedReplica],
     tokens: dict[str, int],
     waits: np.ndarray[Any, np.dtype[np.int64]],
-    asked: Trace,
-    machine: Machine,
+    chat_trace: ChatTrace,
+    machine: ReplicaHardware,
 ) -> dict[str, Any]:
     """A row of the table."""
     total = sum(tokens.values())
-    busiest = max(server.requests for server in servers) * len(servers) / len(waits)
-    written = sum(asked.replies)
+    busiest = max(server.num_requests for server in servers) * len(servers) / len(waits)
+    written = sum(chat_trace.replies)
     work = tokens["computed"] / machine.reads + written / machine.writes
-    seconds = asked.times[-1] / SECOND
-    median, late = (float(np.percentile(waits, q)) / SECOND for q in (50, 99))
+    seconds = chat_trace.times[-1] / MICROSECONDS
+    median, late = (float(np.percentile(waits, q)) / MICROSECONDS for q in (50, 99))
     return {
         "replicas": len(servers),
         "policy": name,
@@ -277,21 +303,28 @@ def main(
     json: Json = False,
 ) -> None:
     """Simulate how requests go to replicas: what they find there, and who waits."""
-    counts = numbers("replicas", replicas)
-    machine = Machine(reads, writes, bytes_a_token, parse_size(max_bytes), parse_size(store))
+    counts = parse_numbers("replicas", replicas)
+    machine = ReplicaHardware(
+        reads, writes, bytes_a_token, parse_size(max_bytes), parse_size(store)
+    )
     if min(counts) < 1 or rate <= 0:
         raise ValueError("--replicas and --rate: more than 0 are needed")
-    if machine.max_bytes < LONGEST * bytes_a_token:
+    if machine.max_bytes < MAX_PROMPT_TOKENS * bytes_a_token:
         raise ValueError(
-            f"--max-bytes {max_bytes}: one prompt of {LONGEST:,} tokens takes "
-            f"{format_size(LONGEST * bytes_a_token)}"
+            f"--max-bytes {max_bytes}: one prompt of {MAX_PROMPT_TOKENS:,} tokens takes "
+            f"{format_size(MAX_PROMPT_TOKENS * bytes_a_token)}"
         )
     rows = []
     for count in counts:
-        asked = trace(max(1, requests * count // max(counts)), rate * count, seed)
-        rows += [simulated(name, asked, count, machine, seed) for name in POLICIES]
-    facts = {"requests": requests, "rate": rate, **asdict(machine), "restores": machine.restores}
-    show("scale", rows, facts, quiet=json, device=CPU)
+        asked = make_trace(max(1, requests * count // max(counts)), rate * count, seed)
+        rows += [simulate_policy(name, asked, count, machine, seed) for name in POLICIES]
+    facts = {
+        "requests": requests,
+        "rate": rate,
+        **asdict(machine),
+        "restores": machine.restores_faster,
+    }
+    print_report("scale", rows, facts, quiet=json, device=CPU)
 
 
 if __name__ == "__main__":

@@ -26,66 +26,66 @@ from urllib.parse import urlsplit
 
 import typer
 
-from kvant import heap
-from kvant.bench.cache_race import SHAPES, opened
+from kvant import malloc
+from kvant.bench.cache_race import MODEL_SHAPES, open_model
 from kvant.bench.device import CPU
-from kvant.bench.engine import Silent
-from kvant.bench.report import Json, numbers, progress, run, show
+from kvant.bench.engine import SilentTokenizer
+from kvant.bench.report import Json, parse_numbers, print_report, run, show_progress
 from kvant.engine import Engine
-from kvant.server import Keys, Service, create_app, server_of
+from kvant.server import ApiKeys, Service, create_app, make_server
 
 WORDS = ("a", "tree", "of", "pages", "that", "many", "requests", "share", "and", "read", "once")
 Prompt = list[int] | str
 
 
 @dataclass
-class Waits:
+class ClientTimes:
     """What one client saw."""
 
-    tokens: int = 0
-    first: float = 0.0
-    between: list[float] = field(default_factory=list)
+    num_tokens: int = 0
+    first_token: float = 0.0
+    between_tokens: list[float] = field(default_factory=list)
 
 
 @dataclass
-class Way:
+class ClientMethod:
     """A way to ask for a continuation of a prompt."""
 
     name: str
-    ask: Callable[[Prompt, int], Iterator[object]]  # something for every token
-    text: bool = False
+    stream: Callable[[Prompt, int], Iterator[object]]  # something for every token
+    uses_text: bool = False
     beside: Callable[[], AbstractContextManager[None]] = nullcontext  # what goes on meanwhile
-    rounds: dict[int, list[float]] = field(default_factory=dict)  # tokens a second, by clients
-    waits: dict[int, list[Waits]] = field(default_factory=dict)
+    speeds: dict[int, list[float]] = field(default_factory=dict)  # tokens a second, by clients
+    client_times: dict[int, list[ClientTimes]] = field(default_factory=dict)
 
-    def go(self, prompts: Sequence[Prompt], tokens: int) -> None:
+    def run_clients(self, prompts: Sequence[Prompt], tokens: int) -> None:
         """All of them at once."""
         begin = time.perf_counter()
         with self.beside(), ThreadPoolExecutor(len(prompts)) as clients:
-            found = list(clients.map(partial(self._one, tokens), prompts))
+            found = list(clients.map(partial(self._run_client, tokens), prompts))
         took = time.perf_counter() - begin
-        self.rounds.setdefault(len(prompts), []).append(sum(x.tokens for x in found) / took)
-        self.waits.setdefault(len(prompts), []).extend(found)
+        self.speeds.setdefault(len(prompts), []).append(sum(x.num_tokens for x in found) / took)
+        self.client_times.setdefault(len(prompts), []).extend(found)
 
-    def _one(self, tokens: int, prompt: Prompt) -> Waits:
-        found, last = Waits(), time.perf_counter()
-        for _ in self.ask(prompt, tokens):
+    def _run_client(self, tokens: int, prompt: Prompt) -> ClientTimes:
+        found, last = ClientTimes(), time.perf_counter()
+        for _ in self.stream(prompt, tokens):
             now = time.perf_counter()
-            if found.tokens:
-                found.between.append(now - last)
+            if found.num_tokens:
+                found.between_tokens.append(now - last)
             else:
-                found.first = now - last
-            found.tokens, last = found.tokens + 1, now
+                found.first_token = now - last
+            found.num_tokens, last = found.num_tokens + 1, now
         return found
 
 
-def over_http(
-    url: str, prompt: Prompt, tokens: int, beside: Mapping[str, Any]
+def stream_completion(
+    url: str, prompt: Prompt, tokens: int, options: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """The chunks of a stream that have a choice."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=600)
-    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **beside}
+    asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **options}
     try:
         headers = {"Content-Type": "application/json"}
         connection.request("POST", "/v1/completions", json_text.dumps(asked), headers)
@@ -100,7 +100,7 @@ def over_http(
         connection.close()
 
 
-def model_at(url: str) -> str:
+def find_model(url: str) -> str:
     """The first model of a server."""
     where = urlsplit(url)
     connection = http.client.HTTPConnection(where.hostname or "", where.port or 80, timeout=60)
@@ -115,12 +115,12 @@ def model_at(url: str) -> str:
 
 
 @contextmanager
-def served(engine: Engine) -> Iterator[str]:
+def run_server(engine: Engine) -> Iterator[str]:
     """A server of ours in a thread; its URL."""
-    heap.keep()
-    service = Service(engine, "bench", Keys())
-    server, begun = server_of(create_app(service), "127.0.0.1", 0, 1), threading.Event()
-    server.begun = lambda port: begun.set()
+    malloc.keep_freed_memory()
+    service = Service(engine, "bench", ApiKeys())
+    server, begun = make_server(create_app(service), "127.0.0.1", 0, 1), threading.Event()
+    server.on_started = lambda port: begun.set()
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     begun.wait()
@@ -138,7 +138,7 @@ def trimming(seconds: float) -> Iterator[None]:
 
     def trim() -> None:
         while not end.wait(seconds):
-            heap.trim()
+            malloc.trim_heap()
 
     thread = threading.Thread(target=trim, daemon=True)
     thread.start()
@@ -149,23 +149,24 @@ def trimming(seconds: float) -> Iterator[None]:
         thread.join()
 
 
-def figures(ways: Sequence[Way], base: Way) -> list[dict[str, Any]]:
+def summarize_methods(methods: Sequence[ClientMethod], base: ClientMethod) -> list[dict[str, Any]]:
     """A row for each way and number of clients."""
     rows: list[dict[str, Any]] = []
-    for clients in base.rounds:
-        for way in ways:
+    for clients in base.speeds:
+        for way in methods:
             times = [
                 one / other
-                for one, other in zip(way.rounds[clients], base.rounds[clients], strict=True)
+                for one, other in zip(way.speeds[clients], base.speeds[clients], strict=True)
             ]
-            waits = way.waits[clients]
+            waits = way.client_times[clients]
             rows.append(
                 {
                     "way": way.name,
                     "clients": clients,
-                    "tokens_s": statistics.median(way.rounds[clients]),
-                    "first_ms": 1e3 * statistics.median(one.first for one in waits),
-                    "between_ms": 1e3 * statistics.median(x for one in waits for x in one.between),
+                    "tokens_s": statistics.median(way.speeds[clients]),
+                    "first_ms": 1e3 * statistics.median(one.first_token for one in waits),
+                    "between_ms": 1e3
+                    * statistics.median(x for one in waits for x in one.between_tokens),
                     "times": statistics.median(times),
                 }
             )
@@ -182,19 +183,19 @@ def main(
         float | None, typer.Option(min=0.001, help="seconds, to measure what trims cost")
     ] = None,
     kv_cache: Annotated[str, typer.Option(help="of the spec language")] = "affine8",
-    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "0.6b",
+    shape: Annotated[str, typer.Option(help=", ".join(MODEL_SHAPES))] = "0.6b",
     layers: Annotated[int | None, typer.Option(min=1, help="those of the shape")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of torch; its own default")] = None,
     json: Json = False,
 ) -> None:
     """Tokens a second and waits of clients of a server, beside the engine itself."""
-    many = numbers("--clients", clients)
-    others = [(one, model_at(one)) for one in url or ()]
-    model, sizes = opened(shape, layers, threads)
+    many = parse_numbers("--clients", clients)
+    others = [(one, find_model(one)) for one in url or ()]
+    model, sizes = open_model(shape, layers, threads)
     dice = random.Random(0)
 
-    def prompt(way: Way) -> Prompt:
-        if way.text:
+    def prompt(way: ClientMethod) -> Prompt:
+        if way.uses_text:
             return " ".join(dice.choice(WORDS) for _ in range(context))
         return [dice.randrange(sizes["vocab_size"]) for _ in range(context)]
 
@@ -202,25 +203,28 @@ def main(
         return engine.submit(ids, max_new_tokens=count, ignore_end=True)
 
     with (
-        Engine(model, Silent(), kv_cache, max_sequences=max(many)) as engine,
-        served(engine) as ours,
+        Engine(model, SilentTokenizer(), kv_cache, max_sequences=max(many)) as engine,
+        run_server(engine) as ours,
     ):
         to_the_end = {"ignore_eos": True}
-        own = partial(over_http, ours, beside=to_the_end)
-        ways = [Way("engine", directly), Way("server", own)]
+        own = partial(stream_completion, ours, options=to_the_end)
+        ways = [ClientMethod("engine", directly), ClientMethod("server", own)]
         if trim_every is not None:
-            ways.append(Way("server, trims", own, beside=partial(trimming, trim_every)))
-        ways += [Way(one, partial(over_http, one, beside={"model": x}), True) for one, x in others]
+            ways.append(ClientMethod("server, trims", own, beside=partial(trimming, trim_every)))
+        ways += [
+            ClientMethod(one, partial(stream_completion, one, options={"model": x}), True)
+            for one, x in others
+        ]
         for way in ways:  # what is done once
-            way.go([prompt(way)], 2)
-            way.rounds.clear()
-            way.waits.clear()
+            way.run_clients([prompt(way)], 2)
+            way.speeds.clear()
+            way.client_times.clear()
         for number in range(rounds):
             for count in many:
                 for way in ways:
-                    progress(f"round {number + 1} of {rounds}: {way.name}, {count} clients")
-                    way.go([prompt(way) for _ in range(count)], tokens)
-    progress("")
+                    show_progress(f"round {number + 1} of {rounds}: {way.name}, {count} clients")
+                    way.run_clients([prompt(way) for _ in range(count)], tokens)
+    show_progress("")
     facts = {
         "model": f"{shape}, random",
         "layers": sizes["num_hidden_layers"],
@@ -228,7 +232,7 @@ def main(
         "context": context,
         "tokens": tokens,
     }
-    show("serve", figures(ways, ways[0]), facts, quiet=json, device=CPU)
+    print_report("serve", summarize_methods(ways, ways[0]), facts, quiet=json, device=CPU)
 
 
 if __name__ == "__main__":

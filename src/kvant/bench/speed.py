@@ -21,91 +21,98 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvant.bench.candidates import NONE, TRANSFORMERS, Candidate, Make
-from kvant.bench.report import progress
+from kvant.bench.candidates import NO_CACHE, TRANSFORMERS, MakeCandidate, SequenceCacheCandidate
+from kvant.bench.report import show_progress
 
-BASELINES = (NONE, TRANSFORMERS)
+BASELINES = (NO_CACHE, TRANSFORMERS)
 
 
-class Generation:
+class CandidateGeneration:
     """A candidate on its way, and what it took so far."""
 
-    def __init__(self, candidate: Candidate, prompt: Sequence[int]) -> None:
+    def __init__(self, candidate: SequenceCacheCandidate, prompt: Sequence[int]) -> None:
         self.candidate = candidate
-        self.rest = 0.0  # seconds after the first token
+        self.decode_seconds = 0.0  # seconds after the first token
         begin = time.perf_counter()
         self._token = candidate.feed(prompt)
-        self.first = time.perf_counter() - begin
+        self.first_token_seconds = time.perf_counter() - begin
 
     def step(self) -> None:
         begin = time.perf_counter()
         self._token = self.candidate.feed([self._token])
-        self.rest += time.perf_counter() - begin
+        self.decode_seconds += time.perf_counter() - begin
 
 
 @dataclass
-class Runs:
+class GenerationRuns:
     """What each generation of one candidate took; its memory lacks the last token then."""
 
-    tokens: int
-    first: list[float] = field(default_factory=list)
-    rest: list[float] = field(default_factory=list)
+    num_tokens: int
+    first_token_seconds: list[float] = field(default_factory=list)
+    decode_seconds: list[float] = field(default_factory=list)
     nbytes: int = 0
 
-    def add(self, done: Generation) -> None:
-        self.first.append(done.first)
-        self.rest.append(done.rest)
-        self.nbytes = done.candidate.nbytes
+    def add(self, generation: CandidateGeneration) -> None:
+        self.first_token_seconds.append(generation.first_token_seconds)
+        self.decode_seconds.append(generation.decode_seconds)
+        self.nbytes = generation.candidate.nbytes
 
     @property
-    def speed(self) -> float:
-        return (self.tokens - 1) / statistics.median(self.rest)
+    def tokens_per_second(self) -> float:
+        return (self.num_tokens - 1) / statistics.median(self.decode_seconds)
 
-    def figures(self) -> dict[str, Any]:
+    def summarize(self) -> dict[str, Any]:
         return {
-            "first_ms": statistics.median(self.first) * 1e3,
-            "tokens_s": self.speed,
+            "first_ms": statistics.median(self.first_token_seconds) * 1e3,
+            "tokens_s": self.tokens_per_second,
             "cache_kib": self.nbytes / 1024,
         }
 
 
-def streams(
-    makes: Mapping[str, Make], prompt: Sequence[int], tokens: int, runs: int
+def measure_generations(
+    makes: Mapping[str, MakeCandidate], prompt: Sequence[int], tokens: int, num_runs: int
 ) -> list[dict[str, Any]]:
     """A row for each candidate."""
-    generate(makes, prompt, 2)  # what a first forward does once for all is not timed
-    found = {name: Runs(tokens) for name in makes}
-    for turn in range(runs):
-        progress(f"generation {turn + 1} of {runs}")
-        for name, done in generate(makes, prompt, tokens).items():
+    run_generations(makes, prompt, 2)  # what a first forward does once for all is not timed
+    found = {name: GenerationRuns(tokens) for name in makes}
+    for turn in range(num_runs):
+        show_progress(f"generation {turn + 1} of {num_runs}")
+        for name, done in run_generations(makes, prompt, tokens).items():
             found[name].add(done)
-    progress("")
-    return [{"cache": name} | run.figures() | ratios(run, found) for name, run in found.items()]
+    show_progress("")
+    return [
+        {"cache": name} | run.summarize() | compute_ratios(run, found)
+        for name, run in found.items()
+    ]
 
 
-def generate(
-    makes: Mapping[str, Make], prompt: Sequence[int], tokens: int
-) -> dict[str, Generation]:
+def run_generations(
+    makes: Mapping[str, MakeCandidate], prompt: Sequence[int], tokens: int
+) -> dict[str, CandidateGeneration]:
     """One generation of each candidate."""
-    going = {name: Generation(make(), prompt) for name, make in makes.items()}
+    going = {name: CandidateGeneration(make(), prompt) for name, make in makes.items()}
     for _ in range(tokens - 1):
         for one in going.values():
             one.step()
     return going
 
 
-def ratios(run: Runs, found: Mapping[str, Runs]) -> dict[str, float]:
-    known = (name for name in BASELINES if name in found)
-    return {f"vs_{name}": run.speed / found[name].speed for name in known}
+def compute_ratios(
+    run: GenerationRuns, runs_by_name: Mapping[str, GenerationRuns]
+) -> dict[str, float]:
+    known = (name for name in BASELINES if name in runs_by_name)
+    return {
+        f"vs_{name}": run.tokens_per_second / runs_by_name[name].tokens_per_second for name in known
+    }
 
 
-FIRST = 2  # tokens that each candidate reads at a length before it is timed
+WARMUP_TOKENS = 2  # tokens that each candidate reads at a length before it is timed
 BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
 
 def check_lengths(lengths: Sequence[int], repeats: int) -> None:
     """Between two lengths there must be as many tokens as are read one at a time."""
-    need = FIRST + repeats
+    need = WARMUP_TOKENS + repeats
     for before, length in zip([0, *lengths], lengths, strict=False):
         if length <= before + need:
             raise ValueError(
@@ -114,26 +121,30 @@ def check_lengths(lengths: Sequence[int], repeats: int) -> None:
             )
 
 
-def latencies(
-    makes: Mapping[str, Make], text: Sequence[int], lengths: Sequence[int], repeats: int
+def measure_latencies(
+    makes: Mapping[str, MakeCandidate], text: Sequence[int], lengths: Sequence[int], repeats: int
 ) -> list[dict[str, Any]]:
     """A row for each length and candidate."""
     candidates = {name: make() for name, make in makes.items()}
     rows: list[dict[str, Any]] = []
     done = 0
     for length in lengths:
-        progress(f"latency at {length} tokens")
-        begin = length - FIRST - repeats
+        show_progress(f"latency at {length} tokens")
+        begin = length - WARMUP_TOKENS - repeats
         for candidate in candidates.values():
             candidate.feed(text[done:begin])
-        seconds = in_turn(candidates, text[begin:length])
-        rows += [{"length": length, "cache": name} | figures(s) for name, s in seconds.items()]
+        seconds = time_tokens_in_turn(candidates, text[begin:length])
+        rows += [
+            {"length": length, "cache": name} | summarize_seconds(s) for name, s in seconds.items()
+        ]
         done = length
-    progress("")
+    show_progress("")
     return rows
 
 
-def in_turn(candidates: Mapping[str, Candidate], tokens: Sequence[int]) -> dict[str, list[float]]:
+def time_tokens_in_turn(
+    candidates: Mapping[str, SequenceCacheCandidate], tokens: Sequence[int]
+) -> dict[str, list[float]]:
     """Seconds for each token after the first few, by candidate."""
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     for token in tokens:
@@ -141,14 +152,14 @@ def in_turn(candidates: Mapping[str, Candidate], tokens: Sequence[int]) -> dict[
             begin = time.perf_counter()
             candidate.feed([token])
             seconds[name].append(time.perf_counter() - begin)
-    return {name: found[FIRST:] for name, found in seconds.items()}
+    return {name: found[WARMUP_TOKENS:] for name, found in seconds.items()}
 
 
-def figures(seconds: Sequence[float]) -> dict[str, float]:
+def summarize_seconds(seconds: Sequence[float]) -> dict[str, float]:
     return {"median_ms": statistics.median(seconds) * 1e3, "best_ms": min(seconds) * 1e3}
 
 
-def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
+def make_latency_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     """Candidate to length to median milliseconds."""
     found: dict[str, dict[int, float]] = {}
     for row in rows:
@@ -156,14 +167,14 @@ def curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[int, float]]:
     return found
 
 
-def lines(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def make_latency_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """A table with a column for each length, and a curve; all curves have one scale, from 0 on."""
     top = max(row["median_ms"] for row in rows)
     return [
-        {"cache": name, **{str(n): ms for n, ms in curve.items()}, "curve": bars(curve, top)}
-        for name, curve in curves(rows).items()
+        {"cache": name, **{str(n): ms for n, ms in curve.items()}, "curve": format_bars(curve, top)}
+        for name, curve in make_latency_curves(rows).items()
     ]
 
 
-def bars(curve: Mapping[int, float], top: float) -> str:
+def format_bars(curve: Mapping[int, float], top: float) -> str:
     return "".join(BARS[min(len(BARS) - 1, int(ms / top * len(BARS)))] for ms in curve.values())

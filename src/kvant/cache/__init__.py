@@ -2,21 +2,21 @@
 
 from kvant.attention import explain
 from kvant.cache.cache import Cache, merge
-from kvant.cache.contents import Group
-from kvant.cache.explaining import explain_cache
-from kvant.cache.layer import Attention
-from kvant.cache.recode import attending, spec_after, within
-from kvant.cache.recurrent import Recurrent
+from kvant.cache.contents import GroupLayer
+from kvant.cache.explanations import explain_cache
+from kvant.cache.layer import PagedLayer
+from kvant.cache.recode import constrain_spec, list_attention_layers, replace_formats
+from kvant.cache.recurrent import RecurrentLayer
 
 explain.register(Cache, explain_cache)
 
 __all__ = [
-    "Attention",
     "Cache",
-    "Group",
-    "Recurrent",
-    "attending",
+    "GroupLayer",
+    "PagedLayer",
+    "RecurrentLayer",
+    "constrain_spec",
+    "list_attention_layers",
     "merge",
-    "spec_after",
-    "within",
+    "replace_formats",
 ]

@@ -13,83 +13,94 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvant.attention.reference import serves
-from kvant.attention.storing import count_sealed, no_rows, store
-from kvant.cache.book import Asked
-from kvant.cache.changes import FEW, most_slots
-from kvant.cache.ledger import Ledger
-from kvant.cache.pruning import Kept, chosen, fill
-from kvant.cache.reading import Held
-from kvant.cache.rows import check_order, incoming
+from kvant.attention.reference import has_visible_rows
+from kvant.attention.store_rows import count_sealed_pages, make_empty_rows, store_rows
+from kvant.cache.advance import MAX_DRAFT_COLUMNS, bound_slots
+from kvant.cache.checks import check_order, prepare_rows
+from kvant.cache.pruning import RetainedRows, select_retained_rows, write_retained_rows
+from kvant.cache.readable_rows import ReadableRows
+from kvant.cache.state import PruningQueries
 from kvant.cache.storage import Geometry, Storage
-from kvant.contracts import Fields, Order, Selecting, Tally, Tiles, View
-from kvant.extent import Bools, Change, Extent, Kind
-from kvant.modes import refuse_transforms
+from kvant.cache.tracker import StateTracker
+from kvant.contracts import Fields, LayerStats, Order, Tiles, View, ViewSelection
+from kvant.page_table import AppendPlan, Bools, LayerGroup, PageTable
 from kvant.recipes import LayerSpec, Prefill
+from kvant.torch_modes import refuse_transforms
 
-RULES = (None, "dense", "stored")
+PREFILL_MODES = (None, "dense", "stored")
 
 
-def kind_of(spec: LayerSpec, leaf: int | None = None) -> Kind:
+def make_layer_group(spec: LayerSpec, leaf: int | None = None) -> LayerGroup:
     """What this layer has in common with others whose integers are the same.
 
     A layer whose heads share what they keep of a prompt has a kind of its own.
     """
-    retention, own = spec.retention, leaf if lies_apart(spec) else None
+    retention, own = spec.retention, leaf if has_per_head_tables(spec) else None
     numbers = retention.window, retention.sinks, spec.slack, spec.step, spec.capacity
-    return Kind(spec.paging, *numbers, spec.prune, own)
+    return LayerGroup(spec.paging, *numbers, spec.prune, own)
 
 
-def lies_apart(spec: LayerSpec) -> bool:
+def has_per_head_tables(spec: LayerSpec) -> bool:
     """Has each key head pages of its own? They do where heads keep different numbers of rows."""
     return spec.prune is not None and spec.prune.adaptive
 
 
-def pages_nbytes(geometry: Geometry, spec: LayerSpec, kind: Kind, lengths: Sequence[int]) -> int:
+def pages_nbytes(
+    geometry: Geometry, spec: LayerSpec, layer_group: LayerGroup, lengths: Sequence[int]
+) -> int:
     """Bytes that sequences have taken once they are so long."""
-    opened, sealed = most_slots(kind, lengths)
+    opened, sealed = bound_slots(layer_group, lengths)
     return int(opened * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec))
 
 
-class Attention:
+class PagedLayer:
     """The rows of one attention layer."""
 
     def __init__(
-        self, spec: LayerSpec, ledger: Ledger, kind: int, leaf: int, tiles: Tiles | None = None
+        self,
+        spec: LayerSpec,
+        tracker: StateTracker,
+        group: int,
+        leaf: int,
+        tiles: Tiles | None = None,
     ) -> None:
         self.spec = spec
-        self.ledger = ledger
-        self.kind = kind
+        self.tracker = tracker
+        self.group = group
         self.leaf = leaf
         self.tiles = tiles
-        self.tally = Tally()
-        self.framed = not all(codec.frame.trivial for codec in spec.sides.values())
-        self.pruning, self.apart = spec.prune, lies_apart(spec)
+        self.stats = LayerStats()
+        self.has_frame = not all(codec.frame.is_identity for codec in spec.sides.values())
+        self.pruning, self.has_per_head_tables = spec.prune, has_per_head_tables(spec)
 
     @property
     def storage(self) -> Storage | None:
         """None before the first rows."""
-        return self.ledger.book.storages.get(self.leaf)
+        return self.tracker.state.storages.get(self.leaf)
 
     @property
-    def extent(self) -> Extent | None:
+    def page_table(self) -> PageTable | None:
         """Where this layer is: what a forward under way brought it counts."""
-        return self.ledger.extent(self.kind, self.leaf)
+        return self.tracker.get_page_table(self.group, self.leaf)
 
     @property
     def length(self) -> int:
         """Tokens seen, by the longest sequence, its padding included."""
-        return 0 if (extent := self.extent) is None else extent.columns
+        return 0 if (extent := self.page_table) is None else extent.num_columns
 
     @property
     def batch(self) -> int:
         """Sequences; 0 before the first rows."""
-        return 0 if (extent := self.extent) is None else extent.batch
+        return 0 if (extent := self.page_table) is None else extent.batch
 
     @property
-    def held(self) -> int:
+    def num_rows(self) -> int:
         """How many rows `read()` returns; the slack behind a window is memory, not content."""
-        return 0 if (extent := self.extent) is None else len(Held.of(extent))
+        return (
+            0 if (extent := self.page_table) is None else len(ReadableRows.from_page_table(extent))
+        )
+
+    held = num_rows  # the public name
 
     @property
     def max_held(self) -> int | None:
@@ -104,23 +115,27 @@ class Attention:
     @property
     def nbytes(self) -> int:
         """Bytes of the pages that this cache holds, and of those that nobody does."""
-        storage, pools = self.storage, self.ledger.pools[self.kind]
+        storage, pools = self.storage, self.tracker.pools[self.group]
         if storage is None:
             return 0
-        opened, sealed = self.ledger.weight(self.kind)
-        opened -= pools.open.size - storage.used[0]  # for which another layer has memory so far
-        sealed -= pools.sealed.size - storage.used[1]
+        opened, sealed = self.tracker.count_slots(self.group)
+        opened -= (
+            pools.open.size - storage.used_slots[0]
+        )  # for which another layer has memory so far
+        sealed -= pools.sealed.size - storage.used_slots[1]
         return opened * storage.open_nbytes + sealed * storage.sealed_nbytes
 
     @property
     def nbytes_used(self) -> int:
         """Bytes of rows that are there."""
-        extent, storage = self.extent, self.storage
+        extent, storage = self.page_table, self.storage
         if extent is None or storage is None:
             return 0
-        which, number = extent.open_pages()
-        rows = np.minimum(extent.rows[which] - number * extent.kind.page, extent.kind.page)
-        sealed = len(extent.sealed_pages()[0])
+        which, number = extent.list_open_pages()
+        rows = np.minimum(
+            extent.seq_lens[which] - number * extent.layer_group.page, extent.layer_group.page
+        )
+        sealed = len(extent.list_sealed_pages()[0])
         row = storage.open_nbytes // self.spec.page
         return int(rows.sum()) * row + sealed * storage.sealed_nbytes
 
@@ -130,16 +145,16 @@ class Attention:
         They may come at once or one by one; what a forward needs beyond that while it runs is not
         counted. Before the first rows nobody knows how large they are: 0.
         """
-        storage, extent = self.storage, self.extent
+        storage, extent = self.storage, self.page_table
         if storage is None or extent is None:
             return 0
         if recipe == self.spec:
-            opened, sealed = self.ledger.weight_after(self.kind, extent, coming)
+            opened, sealed = self.tracker.bound_slots_after(self.group, extent, coming)
             return opened * storage.open_nbytes + sealed * storage.sealed_nbytes
-        geometry, lengths = storage.geometry.of_dtype(recipe.dtype), extent.lengths + coming
-        return pages_nbytes(geometry, recipe, kind_of(recipe), lengths.clip(0).tolist())
+        geometry, lengths = storage.geometry.with_dtype(recipe.dtype), extent.lengths + coming
+        return pages_nbytes(geometry, recipe, make_layer_group(recipe), lengths.clip(0).tolist())
 
-    def nbytes_with(
+    def nbytes_after_append(
         self,
         keys: Tensor,
         values: Tensor | None = None,
@@ -149,17 +164,17 @@ class Attention:
         prefill: Prefill | None = None,
     ) -> int:
         """Bytes allocated once the same was appended."""
-        rows, _ = incoming(self.spec, keys, values, order, None)
+        rows, _ = prepare_rows(self.spec, keys, values, order, None)
         batch, count = rows["keys"].shape[:3:2]
-        rows, heads = self._laid(rows)
-        geometry = Geometry.of(rows)
+        rows, heads = self._split_heads(rows)
+        geometry = Geometry.from_rows(rows)
         self._check_geometry(rows)
-        dense = count > 1 and self._dense(prefill)
-        with self.ledger.lock:  # others may grow the same pools
-            opened, sealed = self.ledger.foresee(
-                self.kind, batch, count, start, dense=dense, heads=heads
+        dense = count > 1 and self._sees_prompt_dense(prefill)
+        with self.tracker.lock:  # others may grow the same pools
+            opened, sealed = self.tracker.predict_growth(
+                self.group, batch, count, start, new_rows_dense=dense, tables_per_sequence=heads
             )
-            held = self.ledger.weight(self.kind)
+            held = self.tracker.count_slots(self.group)
         opened, sealed = opened + held[0], sealed + held[1]
         spec = self.spec
         return opened * geometry.open_nbytes(spec) + sealed * geometry.sealed_nbytes(spec)
@@ -180,86 +195,101 @@ class Attention:
         kept. Rows whose forward never reached the other layers are taken back first.
         """
         refuse_transforms("append")
-        ledger = self.ledger
-        storage = ledger.book.storages.get(self.leaf)
-        known = None if storage is None or self.apart else storage.geometry
-        rows, familiar = incoming(self.spec, keys, values, order, known)
+        ledger = self.tracker
+        storage = ledger.state.storages.get(self.leaf)
+        known = None if storage is None or self.has_per_head_tables else storage.geometry
+        rows, familiar = prepare_rows(self.spec, keys, values, order, known)
         batch, count = rows["keys"].shape[:3:2]
-        rows, heads = self._laid(rows)
+        rows, heads = self._split_heads(rows)
         with ledger.lock:
-            ledger.enter(self.leaf, count)
-            storage = ledger.book.storages.get(self.leaf)  # a prune may have moved it
+            ledger.begin_append(self.leaf, count)
+            storage = ledger.state.storages.get(self.leaf)  # a prune may have moved it
             if not familiar:
                 self._check_geometry(rows)
-            dense = count > 1 and self._dense(prefill)
-            change = ledger.begin(self.kind, batch, count, start, dense=dense, heads=heads)
-            if change.room is not None:
-                storage = self._fitting(rows, change.room)
+            dense = count > 1 and self._sees_prompt_dense(prefill)
+            change = ledger.plan_append(
+                self.group, batch, count, start, new_rows_dense=dense, tables_per_sequence=heads
+            )
+            if change.pool_sizes is not None:
+                storage = self._get_storage(rows, change.pool_sizes)
             assert storage is not None
-            if self.framed:
-                rows = {n: codec.frame.rows(rows[n]) for n, codec in self.spec.sides.items()}
-            store(change, rows, storage.sides, self.tally)
-            own = rows if change.own else None
-            pages = self._pages(storage, change.during, own, change.own and change.dense)
+            if self.has_frame:
+                rows = {
+                    n: codec.frame.transform_rows(rows[n]) for n, codec in self.spec.sides.items()
+                }
+            store_rows(change, rows, storage.sides, self.stats)
+            own = rows if change.reads_new_rows else None
+            pages = self._make_view(
+                storage, change.read_table, own, change.reads_new_rows and change.new_rows_dense
+            )
             if dense:  # a prompt reads all
-                pages = pages._replace(selecting=None)
-            if self.watches(count):
-                pages = pages._replace(watch=partial(self._see, change.after.columns, pages.heads))
-            self.tally.appends += 1
-            ledger.arrive(self.leaf)
+                pages = pages._replace(selection=None)
+            if self.needs_queries(count):
+                pages = pages._replace(
+                    query_listener=partial(
+                        self._record_queries, change.new_table.num_columns, pages.heads
+                    )
+                )
+            self.stats.appends += 1
+            ledger.commit_layer(self.leaf)
         return pages
 
-    def watches(self, count: int) -> bool:
+    def needs_queries(self, count: int) -> bool:
         """Is a prune to know what so many tokens ask?"""
-        if self.pruning is None or not (score := self.pruning.score).queries:
+        if self.pruning is None or not (score := self.pruning.score).num_queries:
             return False
-        return score.decodes or self.ledger.is_prompt(count)
+        return score.prunes_during_decode or self.tracker.is_prompt(count)
 
-    def _see(self, columns: int, heads: int, q: Tensor, scale: float) -> None:
+    def _record_queries(self, num_columns: int, num_heads: int, q: Tensor, scale: float) -> None:
         """Note what the newest tokens ask, the last of so many columns; layers that share rows ask
         for themselves, and are not heard."""
         assert self.pruning is not None
-        seen, most = self.ledger.seen, self.pruning.score.queries + FEW
-        if self.leaf not in seen or seen[self.leaf].columns != columns:
+        seen, most = (
+            self.tracker.forward_queries,
+            self.pruning.score.num_queries + MAX_DRAFT_COLUMNS,
+        )
+        if self.leaf not in seen or seen[self.leaf].num_columns != num_columns:
             batch, every, _, dim = q.shape
-            newest = q.detach()[:, :, -most:].reshape(batch, heads, every // heads, -1, dim)
-            seen[self.leaf] = Asked(newest.clone(), columns, scale, most)
+            newest = q.detach()[:, :, -most:].reshape(batch, num_heads, every // num_heads, -1, dim)
+            seen[self.leaf] = PruningQueries(newest.clone(), num_columns, scale, most)
 
-    def chosen(self, which: Bools) -> Kept:
+    def select_retained_rows(self, sequence_mask: Bools) -> RetainedRows:
         """The rows of these sequences that stay."""
-        extent, storage = self.ledger.committed(self.kind), self.storage
+        extent, storage = self.tracker.get_committed_table(self.group), self.storage
         assert extent is not None and storage is not None
-        asked = self.ledger.book.asked.get(self.leaf)
-        return chosen(self.spec, self._pages(storage, extent), asked, which)
+        asked = self.tracker.state.pruning_queries.get(self.leaf)
+        return select_retained_rows(
+            self.spec, self._make_view(storage, extent), asked, sequence_mask
+        )
 
-    def refill(self, kept: Kept, extent: Extent) -> None:
+    def write_retained_rows(self, retained: RetainedRows, page_table: PageTable) -> None:
         """Write the rows that stay where they are to lie."""
         assert self.storage is not None
-        self.make_room()
-        fill(kept, self._pages(self.storage, extent), self.tally)
+        self.grow_storage()
+        write_retained_rows(retained, self._make_view(self.storage, page_table), self.stats)
 
-    def make_room(self) -> None:
+    def grow_storage(self) -> None:
         """Have memory for all slots that there are."""
         assert self.storage is not None
-        pools = self.ledger.pools[self.kind]
-        self.storage.fit(pools.open.size, pools.sealed.size)
+        pools = self.tracker.pools[self.group]
+        self.storage.ensure_slots(pools.open.size, pools.sealed.size)
 
-    def seal(self, change: Change) -> None:
+    def seal_due_pages(self, plan: AppendPlan) -> None:
         """Copy and seal what falls due before such a row comes."""
         assert self.storage is not None
-        store(change, no_rows(change, self.storage.sides), self.storage.sides, self.tally)
+        store_rows(plan, make_empty_rows(plan, self.storage.sides), self.storage.sides, self.stats)
 
-    def sealed(self, change: Change, backend: str) -> None:
+    def record_sealed_pages(self, plan: AppendPlan, backend: str) -> None:
         """What a change seals was sealed by somebody else, from rows in open pages."""
-        if len(change.seals):
+        if len(plan.seals):
             assert self.storage is not None
             sides = self.storage.sides
-            count_sealed(change, no_rows(change, sides), sides, self.tally, backend)
+            count_sealed_pages(plan, make_empty_rows(plan, sides), sides, self.stats, backend)
 
-    def expected(self, change: Change) -> View:
+    def make_view(self, plan: AppendPlan) -> View:
         """What the query of a token sees that is expected."""
         assert self.storage is not None
-        return self._pages(self.storage, change.during)
+        return self._make_view(self.storage, plan.read_table)
 
     def view(self, queries: int = 1) -> View:
         """What the newest tokens see by the rule, without an append.
@@ -267,13 +297,13 @@ class Attention:
         A view for many of them needs rows that are dense no more: the one that `append` returned
         has them.
         """
-        extent, storage = self.extent, self.storage
+        extent, storage = self.page_table, self.storage
         if extent is None or storage is None:
             raise ValueError("an empty layer has no shapes yet: append first")
         if not 0 < queries <= self.length:
             raise ValueError(f"a view for {queries} of {self.length} tokens: 1 to {self.length}")
-        pages = self._pages(storage, extent)
-        if not serves(pages, queries, pages.mask):
+        pages = self._make_view(storage, extent)
+        if not has_visible_rows(pages, queries, pages.mask):
             raise ValueError(
                 f"a view for {queries} tokens: rows that the oldest of them saw are sealed or gone;"
                 " ask for fewer, or use the view that append returned"
@@ -295,15 +325,15 @@ class Attention:
         without the forward under way.
         """
         check_order(order)
-        extent, storage = self.extent, self.storage
+        extent, storage = self.page_table, self.storage
         if committed:
-            extent = self.ledger.committed(self.kind)
+            extent = self.tracker.get_committed_table(self.group)
         if storage is None or extent is None:  # no rows, and no shapes yet
             return torch.empty(0, 0, 0, 0), torch.empty(0, 0, 0, 0)
-        held, pages = Held.of(extent), self._pages(storage, extent)
+        held, pages = ReadableRows.from_page_table(extent), self._make_view(storage, extent)
         whole = start == 0 and stop is None
-        framed = held.read(pages) if whole else held.between(pages, start, stop)
-        rows = {n: self.spec.sides[n].frame.outputs(tensor) for n, tensor in framed.items()}
+        framed = held.read_all(pages) if whole else held.read_range(pages, start, stop)
+        rows = {n: self.spec.sides[n].frame.restore_outputs(tensor) for n, tensor in framed.items()}
         keys = rows["keys"]
         found = rows.get("values", keys[..., : self.spec.value_dim])
         swap = order == "BTHD"
@@ -311,59 +341,80 @@ class Attention:
 
     def positions(self) -> Tensor:
         """The position of each row that `read()` returns, [B, n]; -1 is padding or a repeat."""
-        extent = self.extent
+        extent = self.page_table
         return (
-            torch.empty(0, 0, dtype=torch.int64) if extent is None else Held.of(extent).positions()
+            torch.empty(0, 0, dtype=torch.int64)
+            if extent is None
+            else ReadableRows.from_page_table(extent).compute_positions()
         )
 
     def move(self, device: torch.device) -> None:
         """Lie in the memory of another device, while the other layers stay where they are."""
         storage = self.storage
         if storage is not None:
-            with self.ledger.lock:
-                moved = storage.moved(device, self.tiles)
-                self.ledger.book.storages[self.leaf] = moved
+            with self.tracker.lock:
+                moved = storage.copy_to_device(device, self.tiles)
+                self.tracker.state.storages[self.leaf] = moved
 
-    def twin(self, ledger: Ledger) -> Attention:
+    def make_sibling(self, tracker: StateTracker) -> PagedLayer:
         """The same layer of a cache that shares pages with this one."""
-        return Attention(self.spec, ledger, self.kind, self.leaf, self.tiles)
+        return PagedLayer(self.spec, tracker, self.group, self.leaf, self.tiles)
 
-    def _dense(self, prefill: Prefill | None) -> bool:
+    def _sees_prompt_dense(self, prefill: Prefill | None) -> bool:
         """Do rows of a chunk see each other as they came?"""
-        if prefill not in RULES:
+        if prefill not in PREFILL_MODES:
             raise ValueError(f"prefill {prefill!r}: 'dense' or 'stored' is needed")
-        rule = "stored" if self.ledger.speculating else prefill or self.spec.prefill
+        rule = "stored" if self.tracker.in_speculation else prefill or self.spec.prefill
         return rule == "dense"
 
-    def _laid(self, rows: Fields) -> tuple[Fields, int]:
+    def _split_heads(self, rows: Fields) -> tuple[Fields, int]:
         """Rows as they are stored, and the tables of a sequence: where its key heads lie apart,
         each is stored as the only one of a sequence, [B * H, 1, T, D]."""
-        if not self.apart:
+        if not self.has_per_head_tables:
             return rows, 1
         heads = rows["keys"].shape[1]
         return {name: one.flatten(0, 1).unsqueeze(1) for name, one in rows.items()}, heads
 
-    def _fitting(self, rows: Fields, room: tuple[int, int]) -> Storage:
+    def _get_storage(self, rows: Fields, pool_sizes: tuple[int, int]) -> Storage:
         """The storage, with room for all slots; a layer without tokens takes any shape."""
         storage = self.storage
-        if storage is None or not storage.geometry.fits(rows):
-            storage = Storage(self.spec, Geometry.of(rows), self.tiles)
-            self.ledger.book.storages[self.leaf] = storage
-        storage.fit(*room)
+        if storage is None or not storage.geometry.matches(rows):
+            storage = Storage(self.spec, Geometry.from_rows(rows), self.tiles)
+            self.tracker.state.storages[self.leaf] = storage
+        storage.ensure_slots(*pool_sizes)
         return storage
 
     def _check_geometry(self, rows: Fields) -> None:
         storage = self.storage
-        if storage is not None and not storage.geometry.fits(rows) and not self.ledger.blank:
-            raise ValueError(f"rows of {Geometry.of(rows)} for a layer of {storage.geometry}")
+        if storage is not None and not storage.geometry.matches(rows) and not self.tracker.is_empty:
+            raise ValueError(
+                f"rows of {Geometry.from_rows(rows)} for a layer of {storage.geometry}"
+            )
 
-    def _pages(
-        self, storage: Storage, extent: Extent, own: Fields | None = None, dense: bool = False
+    def _make_view(
+        self,
+        storage: Storage,
+        page_table: PageTable,
+        new_rows: Fields | None = None,
+        new_rows_dense: bool = False,
     ) -> View:
         keys = storage.sides["keys"]
         values = storage.sides.get("values", keys)
         width = self.spec.value_dim or values.dim
-        mask, backend, select = self.spec.mask, self.ledger.backend, None
+        mask, backend, select = self.spec.mask, self.tracker.backend, None
         if self.spec.select is not None:
-            select = Selecting(self.spec.select, self.ledger.pools[self.kind].sealed.takes)
-        return View(keys, values, own, extent, dense, mask, width, self.tally, backend, select)
+            select = ViewSelection(
+                self.spec.select, self.tracker.pools[self.group].sealed.slot_versions
+            )
+        return View(
+            keys,
+            values,
+            new_rows,
+            page_table,
+            new_rows_dense,
+            mask,
+            width,
+            self.stats,
+            backend,
+            select,
+        )

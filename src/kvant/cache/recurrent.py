@@ -15,112 +15,114 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvant.cache.ledger import Ledger
-from kvant.contracts import Fields, Snapshot, Tally
+from kvant.cache.tracker import StateTracker
+from kvant.contracts import Fields, LayerStats, Snapshot
 from kvant.errors import SnapshotMismatch
-from kvant.modes import refuse_transforms
 from kvant.recipes import RecurrentSpec
+from kvant.torch_modes import refuse_transforms
 
 
-class Moment(NamedTuple):
+class RecurrentState(NamedTuple):
     """A length, and the state there."""
 
     length: int
-    state: Fields
+    tensors: Fields
 
-    def copied(self) -> Moment:
-        return Moment(self.length, {name: tensor.clone() for name, tensor in self.state.items()})
+    def copy(self) -> RecurrentState:
+        return RecurrentState(
+            self.length, {name: tensor.clone() for name, tensor in self.tensors.items()}
+        )
 
 
-NOTHING = Moment(0, {})
+EMPTY_STATE = RecurrentState(0, {})
 
 
 @dataclass(frozen=True)
-class Past:
+class StateHistory:
     """Where a layer is, and where it can go back to, in order."""
 
-    now: Moment = NOTHING
-    checkpoints: tuple[Moment, ...] = ()
+    current: RecurrentState = EMPTY_STATE
+    checkpoints: tuple[RecurrentState, ...] = ()
 
     @property
-    def moments(self) -> tuple[Moment, ...]:
-        return (self.now, *self.checkpoints)
+    def states(self) -> tuple[RecurrentState, ...]:
+        return (self.current, *self.checkpoints)
 
     @property
     def batch(self) -> int:
-        return next((tensor.shape[0] for tensor in self.now.state.values()), 0)
+        return next((tensor.shape[0] for tensor in self.current.tensors.values()), 0)
 
     @property
     def nbytes(self) -> int:
-        states = {id(m.state): m.state for m in self.moments}
+        states = {id(m.tensors): m.tensors for m in self.states}
         return sum(tensor.nbytes for state in states.values() for tensor in state.values())
 
     def reachable(self, to: int) -> int:
-        if to >= self.now.length:
-            return self.now.length
+        if to >= self.current.length:
+            return self.current.length
         return max((m.length for m in self.checkpoints if m.length <= to), default=0)
 
-    def rewound(self, to: int) -> Past:
-        if to == self.now.length:
+    def rewind(self, to: int) -> StateHistory:
+        if to == self.current.length:
             return self
         kept = tuple(moment for moment in self.checkpoints if moment.length <= to)
-        return Past(kept[-1] if to else NOTHING, kept)
+        return StateHistory(kept[-1] if to else EMPTY_STATE, kept)
 
-    def marked(self, most: int) -> Past:
+    def add_checkpoint(self, max_checkpoints: int) -> StateHistory:
         """Come back to the present length from here on; the oldest checkpoint may go for it."""
-        if any(moment.length == self.now.length for moment in self.checkpoints):
+        if any(moment.length == self.current.length for moment in self.checkpoints):
             return self
-        return Past(self.now, (*self.checkpoints, self.now)[-most:])
+        return StateHistory(self.current, (*self.checkpoints, self.current)[-max_checkpoints:])
 
-    def selected(self, index: Tensor) -> Past:
-        def pick(moment: Moment) -> Moment:
-            picked = {n: t.index_select(0, index.to(t.device)) for n, t in moment.state.items()}
-            return Moment(moment.length, picked)
+    def select(self, index: Tensor) -> StateHistory:
+        def pick(state: RecurrentState) -> RecurrentState:
+            picked = {n: t.index_select(0, index.to(t.device)) for n, t in state.tensors.items()}
+            return RecurrentState(state.length, picked)
 
-        return Past(pick(self.now), tuple(map(pick, self.checkpoints)))
+        return StateHistory(pick(self.current), tuple(map(pick, self.checkpoints)))
 
-    def later(self, columns: int) -> Past:
+    def drop_columns(self, num_columns: int) -> StateHistory:
         """The same, counted from so many columns further on: they were padding."""
-        if columns == 0:
+        if num_columns == 0:
             return self
-        kept = tuple(m for m in self.checkpoints if m.length > columns)
-        counted = (Moment(m.length - columns, m.state) for m in (self.now, *kept))
-        return Past(next(counted), tuple(counted))
+        kept = tuple(m for m in self.checkpoints if m.length > num_columns)
+        counted = (RecurrentState(m.length - num_columns, m.tensors) for m in (self.current, *kept))
+        return StateHistory(next(counted), tuple(counted))
 
-    def moved(self, device: torch.device) -> Past:
-        def there(moment: Moment) -> Moment:
-            return Moment(moment.length, {n: t.to(device) for n, t in moment.state.items()})
+    def to_device(self, device: torch.device) -> StateHistory:
+        def move_state(state: RecurrentState) -> RecurrentState:
+            return RecurrentState(state.length, {n: t.to(device) for n, t in state.tensors.items()})
 
-        return Past(there(self.now), tuple(map(there, self.checkpoints)))
+        return StateHistory(move_state(self.current), tuple(map(move_state, self.checkpoints)))
 
 
-def joined(pasts: Sequence[Past], length: int) -> Past:
+def concat_histories(histories: Sequence[StateHistory], length: int) -> StateHistory:
     """The sequences of all of these, without checkpoints: their lengths need not be the same."""
-    names = pasts[0].now.state
-    state = {name: torch.cat([past.now.state[name] for past in pasts]) for name in names}
-    return Past(Moment(length, state))
+    names = histories[0].current.tensors
+    state = {name: torch.cat([past.current.tensors[name] for past in histories]) for name in names}
+    return StateHistory(RecurrentState(length, state))
 
 
-class Recurring:
+class RecurrentBase:
     """What a layer tells that has a past and no rows, whoever keeps it."""
 
-    held = 0  # rows, whatever the length
+    num_rows = held = 0  # a recurrent state has none
     max_held: int | None = 0
     capacity: int | None = None
 
     @property
-    def past(self) -> Past:
+    def history(self) -> StateHistory:
         raise NotImplementedError
 
     @property
     def batch(self) -> int:
         """Sequences; 0 before the first state."""
-        return self.past.batch
+        return self.history.batch
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.past.nbytes
+        return self.history.nbytes
 
     @property
     def nbytes_used(self) -> int:
@@ -132,84 +134,92 @@ class Recurring:
 
     def read(self) -> Fields:
         """A copy of the state now, by name."""
-        return self.past.now.copied().state
+        return self.history.current.copy().tensors
 
 
-class Recurrent(Recurring):
+class RecurrentLayer(RecurrentBase):
     """One recurrent layer of a cache."""
 
-    def __init__(self, spec: RecurrentSpec, ledger: Ledger, place: int, leaf: int) -> None:
+    def __init__(
+        self, spec: RecurrentSpec, tracker: StateTracker, history_index: int, leaf: int
+    ) -> None:
         self.spec = spec
-        self.ledger = ledger
-        self.place = place
+        self.tracker = tracker
+        self.history_index = history_index
         self.leaf = leaf
-        self.tally = Tally()
+        self.stats = LayerStats()
 
     @property
-    def past(self) -> Past:
-        book = self.ledger.book
-        arrived = self.leaf in book.arrived
-        past: Past = book.coming[self.place] if arrived else book.states[self.place]
+    def history(self) -> StateHistory:
+        book = self.tracker.state
+        arrived = self.leaf in book.appended_leaves
+        past: StateHistory = (
+            book.new_histories[self.history_index]
+            if arrived
+            else book.histories[self.history_index]
+        )
         return past
 
     @property
     def length(self) -> int:
         """Tokens seen."""
-        return self.past.now.length
+        return self.history.current.length
 
-    def nbytes_with(self, count: int, state: Fields) -> int:
+    def nbytes_after_append(self, count: int, tensors: Fields) -> int:
         """Bytes allocated once the same was appended."""
-        _check(count, state)
-        self._check_fits(state)
-        kinds = {name: tensor.to("meta", wide(tensor.dtype)) for name, tensor in state.items()}
-        kept = replace(self.past, now=NOTHING).nbytes  # checkpoints may hold the present state, too
+        _check_append(count, tensors)
+        self._check_shapes(tensors)
+        kinds = {name: tensor.to("meta", wide(tensor.dtype)) for name, tensor in tensors.items()}
+        kept = replace(
+            self.history, current=EMPTY_STATE
+        ).nbytes  # checkpoints may hold the present state, too
         return kept + sum(tensor.nbytes for tensor in kinds.values())
 
     def append(self, count: int, state: Fields) -> None:
         """The state after `count` more tokens; it is copied."""
         refuse_transforms("append")
-        _check(count, state)
-        with self.ledger.lock:
-            self.ledger.enter(self.leaf, count)
-            self._check_fits(state)
+        _check_append(count, state)
+        with self.tracker.lock:
+            self.tracker.begin_append(self.leaf, count)
+            self._check_shapes(state)
             self._check_batch(state)
-            kept = {name: _kept(tensor) for name, tensor in state.items()}
-            past = self.past
-            now = Moment(past.now.length + count, kept)
-            self.tally.appends += 1
-            self.ledger.arrive(self.leaf, (self.place, replace(past, now=now)))
+            kept = {name: _copy_wide(tensor) for name, tensor in state.items()}
+            past = self.history
+            now = RecurrentState(past.current.length + count, kept)
+            self.stats.appends += 1
+            self.tracker.commit_layer(self.leaf, (self.history_index, replace(past, current=now)))
 
-    def twin(self, ledger: Ledger) -> Recurrent:
+    def make_sibling(self, tracker: StateTracker) -> RecurrentLayer:
         """The same layer of a cache that shares states with this one."""
-        return Recurrent(self.spec, ledger, self.place, self.leaf)
+        return RecurrentLayer(self.spec, tracker, self.history_index, self.leaf)
 
-    def _check_batch(self, state: Fields) -> None:
+    def _check_batch(self, tensors: Fields) -> None:
         """Refuse a state of other sequences than those of the forward under way."""
-        batch = next((tensor.shape[0] for tensor in state.values()), 0)
-        for change in self.ledger.book.changes.values():
-            if batch and change.before.batch != batch:
+        batch = next((tensor.shape[0] for tensor in tensors.values()), 0)
+        for change in self.tracker.state.plans.values():
+            if batch and change.old_table.batch != batch:
                 raise ValueError(
                     f"a state of {batch} sequences, where another layer of this forward got rows "
-                    f"of {change.before.batch}"
+                    f"of {change.old_table.batch}"
                 )
 
-    def _check_fits(self, state: Fields) -> None:
-        old = _shapes(self.past.now.state)
-        if self.length and _shapes(state) != old:
-            raise ValueError(f"state {_shapes(state)} for a layer of {old}")
+    def _check_shapes(self, tensors: Fields) -> None:
+        old = _get_shapes(self.history.current.tensors)
+        if self.length and _get_shapes(tensors) != old:
+            raise ValueError(f"state {_get_shapes(tensors)} for a layer of {old}")
 
 
-def shared_snapshot(past: Past) -> Snapshot:
+def snapshot_history(history: StateHistory) -> Snapshot:
     """All moments of a layer as tensors and integers."""
-    moments = {"now": past.now} | {f"at{i}": m for i, m in enumerate(past.checkpoints)}
+    moments = {"now": history.current} | {f"at{i}": m for i, m in enumerate(history.checkpoints)}
     for name, moment in moments.items():  # of tensors that are the same, a file takes only one
-        if name != "now" and moment.state is past.now.state:
-            moments[name] = moment.copied()
-    tensors = {f"{k}.{n}": t for k, moment in moments.items() for n, t in moment.state.items()}
+        if name != "now" and moment.tensors is history.current.tensors:
+            moments[name] = moment.copy()
+    tensors = {f"{k}.{n}": t for k, moment in moments.items() for n, t in moment.tensors.items()}
     return Snapshot(tensors, {key: moment.length for key, moment in moments.items()})
 
 
-def restored(spec: RecurrentSpec, snapshot: Snapshot) -> Past:
+def restore_history(spec: RecurrentSpec, snapshot: Snapshot) -> StateHistory:
     """What a snapshot holds, in memory of its own, or an error."""
     states: dict[str, dict[str, Tensor]] = {key: {} for key in snapshot.numbers}
     for key, tensor in snapshot.tensors.items():
@@ -218,7 +228,7 @@ def restored(spec: RecurrentSpec, snapshot: Snapshot) -> Past:
             raise SnapshotMismatch(f"unknown tensor {key}")
         if tensor.ndim == 0:
             raise SnapshotMismatch(f"{key} is a single number: [batch, ...] is needed")
-        states[moment][name] = _kept(tensor)
+        states[moment][name] = _copy_wide(tensor)
     for moment, state in states.items():
         batches = sorted({tensor.shape[0] for tensor in state.values()})
         if len(batches) > 1 or 0 in batches:
@@ -227,24 +237,26 @@ def restored(spec: RecurrentSpec, snapshot: Snapshot) -> Past:
     order = ["now", *(f"at{i}" for i in range(count))]
     if set(order) != set(states) or count > spec.max_checkpoints:
         raise SnapshotMismatch(f"states {sorted(states)}: now, at0, at1, ... are needed")
-    now, *kept = (Moment(snapshot.numbers[key], states[key]) for key in order)
+    now, *kept = (RecurrentState(snapshot.numbers[key], states[key]) for key in order)
     at = [moment.length for moment in kept]
     ordered = sorted(set(at)) == at and min(at, default=0) >= 0
-    if any(_shapes(moment.state) != _shapes(now.state) for moment in kept if moment.length):
+    if any(
+        _get_shapes(moment.tensors) != _get_shapes(now.tensors) for moment in kept if moment.length
+    ):
         raise SnapshotMismatch("checkpoints of other shapes than the state")
     if not ordered or now.length < max(at, default=0):
         raise SnapshotMismatch(f"a state at {now.length}, checkpoints at {at}: not in order")
-    return Past(now, tuple(kept))
+    return StateHistory(now, tuple(kept))
 
 
-def _check(count: int, state: Fields) -> None:
+def _check_append(count: int, tensors: Fields) -> None:
     if count < 0:
         raise ValueError(f"append of {count} tokens: 0 or more")
-    if any(tensor.ndim == 0 for tensor in state.values()):
-        raise ValueError(f"state {_shapes(state)}: [batch, ...] is needed")
+    if any(tensor.ndim == 0 for tensor in tensors.values()):
+        raise ValueError(f"state {_get_shapes(tensors)}: [batch, ...] is needed")
 
 
-def _kept(tensor: Tensor) -> Tensor:
+def _copy_wide(tensor: Tensor) -> Tensor:
     """A copy that no later rounding can reach."""
     return tensor.detach().to(wide(tensor.dtype), copy=True)
 
@@ -254,5 +266,5 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-def _shapes(state: Fields) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in state.items()}
+def _get_shapes(tensors: Fields) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}

@@ -17,11 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from kvant.cache.cache import Cache
-from kvant.cache.sequence import BY_BACKEND, EVENTS, Books
+from kvant.cache.sequence_table import BACKEND_STATS, EVENT_STATS, SequenceTable
 from kvant.contracts import Order, View
 from kvant.recipes import AnySpec, LayerSpec, Prefill, SharedSpec
 from kvant.sizes import as_bytes, format_size
-from kvant.spec import as_spec, check_fitted, words
+from kvant.spec import as_spec, check_fitted, describe_spec
 
 
 class Sequences:
@@ -51,34 +51,34 @@ class Sequences:
         if not patience >= 0:
             raise ValueError(f"patience={patience}: 0 seconds or more")
         self.spec = check_fitted(as_spec(spec, num_layers))
-        self._books = Books(self.spec, limit, patience)
+        self._table = SequenceTable(self.spec, limit, patience)
 
     @property
     def max_bytes(self) -> int | None:
-        return self._books.max_bytes
+        return self._table.max_bytes
 
     @property
     def patience(self) -> float:
-        return self._books.patience
+        return self._table.patience
 
     def __len__(self) -> int:
-        return len(self._books.ids())
+        return len(self._table.list_ids())
 
     def __contains__(self, id: Hashable) -> bool:
-        return self._books.find(id) is not None
+        return self._table.find(id) is not None
 
     def __iter__(self) -> Iterator[Hashable]:
         """The ids as they are now, the least recently used first."""
-        return iter(self._books.ids())
+        return iter(self._table.list_ids())
 
     def __repr__(self) -> str:
         held = f"{len(self)} of {len(self.spec.layers)} layers, {format_size(self.nbytes)}"
-        return f"Sequences({words(self.spec)}: {held})"
+        return f"Sequences({describe_spec(self.spec)}: {held})"
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self._books.nbytes()[0]
+        return self._table.measure_bytes()[0]
 
     def get_or_create(self, id: Hashable) -> Cache:
         """The cache of a sequence, an empty one for a new id.
@@ -86,7 +86,7 @@ class Sequences:
         It may be used directly, by one thread, until the sequence is evicted; what that takes
         counts from the next operation on. `writing` keeps other threads and eviction away.
         """
-        return self._books.ask(id)
+        return self._table.get_or_create(id)
 
     @contextmanager
     def writing(self, id: Hashable) -> Iterator[Cache]:
@@ -96,13 +96,13 @@ class Sequences:
         a CapacityError behind it: the rows are there, to be made smaller in another block.
         """
         me = current_thread()
-        with self._books.holding(id) as sequence:
-            sequence.wanted = True
+        with self._table.lock_for_write(id) as sequence:
+            sequence.is_persistent = True
             try:
-                self._books.use(id, sequence)
+                self._table.mark_used(id, sequence)
                 yield sequence.cache
-                self._books.use(id, sequence)
-                self._books.check_size(id, sequence)
+                self._table.mark_used(id, sequence)
+                self._table.check_size(id, sequence)
             except BaseException:
                 if sequence.owner is me:  # and no other thread, because this one had died
                     sequence.cache.rollback()
@@ -123,18 +123,18 @@ class Sequences:
 
         A forward appends to every layer once; until all have its rows, other threads wait.
         """
-        self._check_rows(layer)
+        self._check_layer(layer)
         given: dict[str, Any] = {"start": start, "order": order, "prefill": prefill}
-        with self._books.holding(id) as sequence:
+        with self._table.lock_for_write(id) as sequence:
             cache = sequence.cache
             state = cache[layer]
-            if cache.reached(layer):  # the forward before this one died
+            if cache.has_appended(layer):  # the forward before this one died
                 cache.rollback()
-            more = state.nbytes_with(keys, values, **given) - state.nbytes
-            self._books.make_room(id, sequence, max(0, more))
+            more = state.nbytes_after_append(keys, values, **given) - state.nbytes
+            self._table.reserve_bytes(id, sequence, max(0, more))
             view: View = state.append(keys, values, **given)
-            sequence.arrive()
-            sequence.wanted = True
+            sequence.confirm_append()
+            sequence.is_persistent = True
         return view
 
     def get(self, id: Hashable, layer: int, start: int, length: int) -> tuple[Tensor, Tensor]:
@@ -142,8 +142,8 @@ class Sequences:
 
         Of a forward that is under way nothing is seen.
         """
-        self._check_rows(layer)
-        with self._books.reading(id) as cache:
+        self._check_layer(layer)
+        with self._table.lock_for_read(id) as cache:
             stop, there = start + length, cache.length
             if not 0 <= start <= stop <= there:
                 raise ValueError(f"rows [{start}, {stop}) of sequence {short(id)}: it has {there}")
@@ -152,16 +152,16 @@ class Sequences:
 
     def length(self, id: Hashable) -> int:
         """Tokens that every layer has; 0 for an id that is not there."""
-        sequence = self._books.find(id)
+        sequence = self._table.find(id)
         return 0 if sequence is None else sequence.cache.length
 
     def clear(self, id: Hashable) -> None:
         """Forget the tokens and free the memory, keep the id; nothing where it is not there."""
-        self._books.clear(id)
+        self._table.clear(id)
 
     def remove(self, id: Hashable) -> None:
         """Forget the sequence; nothing where it is not there."""
-        self._books.remove(id)
+        self._table.remove(id)
 
     def stats(self) -> dict[str, Any]:
         """What there is, and what happened to all sequences that ever were, in numbers.
@@ -170,10 +170,10 @@ class Sequences:
         a request: the tokens that are there then are re-used, and those that come until the next
         one are new. One token more, or none, is a reply that goes on, and re-uses nothing.
         """
-        living, total = self._books.living()
+        living, total = self._table.list_entries()
         for sequence in living:
-            total += sequence.events() + sequence.requested()
-        allocated, used = self._books.nbytes()
+            total += sequence.count_events() + sequence.count_request_tokens()
+        allocated, used = self._table.measure_bytes()
         lengths = sum(sequence.cache.length for sequence in living)
         asked, reused = total["tokens_asked"], total["tokens_reused"]
         told: dict[str, Any] = {
@@ -186,13 +186,13 @@ class Sequences:
             "tokens_reused": reused,
             "hit_rate": reused / asked if asked else 0.0,
         }
-        told |= {name: total[name] for name in ("evictions", *EVENTS)}
-        for kind in BY_BACKEND:
+        told |= {name: total[name] for name in ("evictions", *EVENT_STATS)}
+        for kind in BACKEND_STATS:
             mark = f"{kind}."
             told[kind] = {k.removeprefix(mark): n for k, n in total.items() if k.startswith(mark)}
         return told
 
-    def _check_rows(self, layer: int) -> None:
+    def _check_layer(self, layer: int) -> None:
         count = len(self.spec.layers)
         if layer not in range(-count, count):
             raise ValueError(f"layer {layer} of {count}: 0 to {count - 1} is needed")

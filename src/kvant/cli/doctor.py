@@ -18,11 +18,11 @@ from typer import Option
 from kvant.cli import options
 from kvant.devices import describe_processor, list_slow_dtypes
 from kvant.sizes import format_size
-from kvant.tables import blank
+from kvant.tables import make_table
 
 EXTRAS = ("server", "ray", "redis", "object", "grammar", "plot", "gpu")
 LABEL = 19  # characters: two tables below each other look like one
-FAR = 1e-3  # between backends: float32 in another order is closer by far
+MAX_DIFFERENCE = 1e-3  # between backends: float32 in another order is closer by far
 
 
 def doctor(
@@ -36,9 +36,9 @@ def doctor(
     system = _system()
     if not json:
         _show_system(system)
-    facts = system | _tested()
+    facts = system | _run_self_test()
     facts["seconds"] = time.perf_counter() - begin
-    facts["healthy"] = all(row["difference"] < FAR for row in facts["self_test"])
+    facts["healthy"] = all(row["difference"] < MAX_DIFFERENCE for row in facts["self_test"])
     if json:
         print(json_text.dumps(facts))
     else:
@@ -57,21 +57,21 @@ def _system() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "processor": describe_processor(),
         "cores": os.cpu_count(),
-        "memory": _memory(),
-        "extras": dict(_extras()),
+        "memory": _read_memory_nbytes(),
+        "extras": dict(_list_missing_extras()),
     }
 
 
-def _tested() -> dict[str, Any]:
+def _run_self_test() -> dict[str, Any]:
     """What torch and the kernels do here."""
-    from kvant.bench.report import machine
+    from kvant.bench.report import describe_machine
     from kvant.cli import self_test
-    from kvant.native import library
+    from kvant.native import get_library
 
     devices = self_test.list_devices()
-    return machine() | {
-        "kernels": library().isa or library().reason,
-        "compiled": library().functions is not None,
+    return describe_machine() | {
+        "kernels": get_library().isa or get_library().reason,
+        "compiled": get_library().functions is not None,
         "packed_weights": self_test.describe_packing(),
         "slow_dtypes": list_slow_dtypes(),
         "gpu": self_test.describe_gpu(),
@@ -80,45 +80,48 @@ def _tested() -> dict[str, Any]:
     }
 
 
-def _memory() -> int | None:
+def _read_memory_nbytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not of this system
         return None
 
 
-def _extras() -> Iterator[tuple[str, list[str]]]:
+def _list_missing_extras() -> Iterator[tuple[str, list[str]]]:
     """What each extra lacks."""
     try:
         every = [Requirement(text) for text in requires("kvant") or ()]
     except PackageNotFoundError:  # run from a folder
         return
     for extra in EXTRAS:
-        yield extra, [str(one.name) for one in _wanted(every, extra) if not _is_here(one)]
+        yield (
+            extra,
+            [str(one.name) for one in _list_requirements(every, extra) if not _is_installed(one)],
+        )
 
 
-def _wanted(every: list[Requirement], extra: str) -> Iterator[Requirement]:
-    for one in every:
+def _list_requirements(requirements: list[Requirement], extra: str) -> Iterator[Requirement]:
+    for one in requirements:
         if one.marker is None or not one.marker.evaluate({"extra": extra}):
             continue
         if one.marker.evaluate({"extra": ""}):  # wanted anyway
             continue
         if one.name == "kvant":
             for other in one.extras:
-                yield from _wanted(every, other)
+                yield from _list_requirements(requirements, other)
         else:
             yield one
 
 
-def _is_here(one: Requirement) -> bool:
+def _is_installed(requirement: Requirement) -> bool:
     try:
-        return one.specifier.contains(version(one.name), prereleases=True)
+        return requirement.specifier.contains(version(requirement.name), prereleases=True)
     except PackageNotFoundError:
         return False
 
 
 def _rows() -> tuple[Console, Table]:
-    console, table = blank()
+    console, table = make_table()
     table.show_header = False
     table.add_column(no_wrap=True, min_width=LABEL)
     return console, table
@@ -154,7 +157,7 @@ def _show_tested(facts: dict[str, Any]) -> None:
             used = "reads rows, and is what is taken" if name == first else "reads rows if asked to"
             table.add_row(f"{name} on {device}", f"does not: {reason}" if reason else used)
     console.print(table)
-    far = [row for row in facts["self_test"] if row["difference"] >= FAR]
+    far = [row for row in facts["self_test"] if row["difference"] >= MAX_DIFFERENCE]
     for row in far:
         console.print(
             f"WRONG: {row['backend']} on {row['device']} is {row['difference']:.2g} from the "

@@ -14,21 +14,23 @@ from kvant import checkpoints
 from kvant.cli import options
 from kvant.cli.options import check_writable, read_text
 from kvant.errors import name_path
-from kvant.progress import Bar
+from kvant.progress import ProgressBar
 from kvant.sizes import format_size
-from kvant.spec import check_words, split
-from kvant.tables import blank
+from kvant.spec import check_words, split_specs
+from kvant.tables import make_table
 
-FORMATS = "affine8,affine4,turbo4v4,turbo4v2"
+DEFAULT_FORMATS = "affine8,affine4,turbo4v4,turbo4v2"
 
 
-def evaluation(
+def evaluate_formats(
     model: options.Model = None,
     trust_remote_code: options.TrustRemoteCode = False,
     text: Annotated[
         Path | None, Option(help="Else files of Python's library that the one inside never saw.")
     ] = None,
-    formats: Annotated[str, Option(help="With their options, and commas between.")] = FORMATS,
+    formats: Annotated[
+        str, Option(help="With their options, and commas between.")
+    ] = DEFAULT_FORMATS,
     tokens: Annotated[int, Option(min=2, help="Of text, each predicted.")] = 16384,
     context: Annotated[int, Option(min=2, help="Tokens of a piece, at most the model's.")] = 2048,
     prompts: Annotated[
@@ -54,22 +56,28 @@ def evaluation(
 
         check_plot(plot)
     _check_files({"--csv": csv, "--plot": plot, "--save": save})
-    specs = {spec: spec for spec in split(formats)}
+    specs = {spec: spec for spec in split_specs(formats)}
     for spec in specs:
         check_words(spec)
     told = None if text is None else read_text(text, "--text")
     loaded, tokenizer = checkpoints.load(
         model, trust_code=trust_remote_code, device=device, dtype=dtype
     )
-    from kvant.eval import Settings, evaluate
-    from kvant.eval.result import Point, draw, flat
+    from kvant.eval import EvaluationSettings, evaluate
+    from kvant.eval.result import FormatPoint, flatten_result, plot_results
     from kvant.hf import attach
 
     attach(loaded)  # some attention reads stored rows only so
-    settings = Settings(tokens=tokens, context=context, prompts=prompts)
-    with Bar("measuring", quiet=json) as reading:
+    settings = EvaluationSettings(tokens=tokens, context=context, prompts=prompts)
+    with ProgressBar("measuring", quiet=json) as reading:
         results = evaluate(
-            loaded, tokenizer, specs, text=told, settings=settings, save=save, progress=reading.show
+            loaded,
+            tokenizer,
+            specs,
+            text=told,
+            settings=settings,
+            save=save,
+            progress=reading.update,
         )
     facts = {
         "model": model or "the model inside",
@@ -80,13 +88,13 @@ def evaluation(
     }
     title = f"{facts['model']}, {facts['dtype']}"
     if csv is not None:
-        _write(csv, [flat(one) for one in results])
+        _write_csv(csv, [flatten_result(one) for one in results])
     if plot is not None:
-        draw([Point.of(one) for one in results], title, plot)
+        plot_results([FormatPoint.from_result(one) for one in results], title, plot)
     if json:
-        print(json_text.dumps(facts | {"formats": [one.as_json() for one in results]}))
+        print(json_text.dumps(facts | {"formats": [one.to_json() for one in results]}))
     else:
-        _show(title, results)
+        _show_results(title, results)
 
 
 def _check_files(files: Mapping[str, Path | None]) -> None:
@@ -95,29 +103,35 @@ def _check_files(files: Mapping[str, Path | None]) -> None:
             check_writable(file, flag)
 
 
-def _write(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+def _write_csv(file: Path, rows: Sequence[dict[str, Any]]) -> None:
     with name_path(file), file.open("w", encoding="utf-8", newline="") as opened:
         writer = csv_text.DictWriter(opened, rows[0])
         writer.writeheader()
         writer.writerows(rows)
 
 
-def _show(title: str, results: Sequence[Any]) -> None:
+def _show_results(title: str, results: Sequence[Any]) -> None:
     first = results[0]
-    console, _ = blank()
-    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in first.raw_shares.items())
+    console, _ = make_table()
+    shares = ", ".join(f"{kind} {share:.0%}" for kind, share in first.raw_recall_shares.items())
     console.print(
         f"{title}; raw: perplexity {first.raw_perplexity:.4g} over {first.positions} tokens, "
         f"{shares}",
         soft_wrap=True,
     )
     parts = {
-        ("perplexity", "95%", "mean KL", "95%", "p99.9"): _predictions,
-        ("top-1", f"same of {first.continued}", *first.shares, "tokens/s", "of raw"): _answers,
-        ("bytes a token", "of raw", "at 2k", "of raw", "at 32k", "of raw"): _bytes,
+        ("perplexity", "95%", "mean KL", "95%", "p99.9"): _format_predictions,
+        (
+            "top-1",
+            f"same of {first.continued}",
+            *first.recall_shares,
+            "tokens/s",
+            "of raw",
+        ): _format_answers,
+        ("bytes a token", "of raw", "at 2k", "of raw", "at 32k", "of raw"): _format_bytes,
     }
     for heads, cells in parts.items():  # each as wide as a terminal
-        console, table = blank()
+        console, table = make_table()
         table.add_column("format", no_wrap=True)
         for head in heads:
             table.add_column(head, justify="right", no_wrap=True)
@@ -126,27 +140,31 @@ def _show(title: str, results: Sequence[Any]) -> None:
         console.print(table)
 
 
-def _predictions(one: Any) -> list[str]:
-    low, high = one.perplexity_change_interval
-    least, most = one.mean_kl_interval
-    found = [f"{one.perplexity_change:+.2%}", f"{low:+.2%} {high:+.2%}"]
-    return [*found, f"{one.mean_kl:.2g}", f"{least:.2g} {most:.2g}", f"{one.p999_kl:.2g}"]
+def _format_predictions(result: Any) -> list[str]:
+    low, high = result.perplexity_change_interval
+    least, most = result.mean_kl_interval
+    found = [f"{result.perplexity_change:+.2%}", f"{low:+.2%} {high:+.2%}"]
+    return [*found, f"{result.mean_kl:.2g}", f"{least:.2g} {most:.2g}", f"{result.p999_kl:.2g}"]
 
 
-def _answers(one: Any) -> list[str]:
-    found = [f"{one.top1:.1%}", f"{one.identical:.1f}"]
-    found += [f"{share:.0%}" for share in one.shares.values()]
-    return [*found, f"{one.tokens_s:.0f}", f"{one.vs_raw:.2f}"]
+def _format_answers(result: Any) -> list[str]:
+    found = [f"{result.top1:.1%}", f"{result.identical:.1f}"]
+    found += [f"{share:.0%}" for share in result.recall_shares.values()]
+    return [*found, f"{result.tokens_s:.0f}", f"{result.vs_raw:.2f}"]
 
 
-def _bytes(one: Any) -> list[str]:
+def _format_bytes(result: Any) -> list[str]:
     """Of a sealed row in all layers, and of the whole cache."""
-    found = [f"{one.row_nbytes:.0f}", _part(one.row_nbytes, one.raw_row_nbytes)]
-    for length, count in one.nbytes.items():
+    found = [f"{result.row_nbytes:.0f}", _format_ratio(result.row_nbytes, result.raw_row_nbytes)]
+    for length, count in result.nbytes.items():
         known = count is not None
-        found += [format_size(count), _part(count, one.raw_nbytes[length])] if known else ["", ""]
+        found += (
+            [format_size(count), _format_ratio(count, result.raw_nbytes[length])]
+            if known
+            else ["", ""]
+        )
     return found
 
 
-def _part(part: float, whole: float) -> str:
+def _format_ratio(part: float, whole: float) -> str:
     return f"{part / whole if whole else 1:.3g}"

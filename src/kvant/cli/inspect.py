@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Argument, Option
 
-from kvant.checkpoints import configuration, skeleton
+from kvant.checkpoints import load_config, make_meta_model
 from kvant.cli import options
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, Recipe, RecurrentSpec, SharedSpec
-from kvant.sizes import counted, format_size
-from kvant.spec import spelled
-from kvant.tables import blank
+from kvant.sizes import format_count, format_size
+from kvant.spec import format_codecs
+from kvant.tables import make_table
 
 if TYPE_CHECKING:
-    from kvant.cache.files import Header, Stored
+    from kvant.cache.files import CacheFileHeader, FileTensor
     from kvant.models.shapes import LayerShape
     from kvant.planner import Plan
 
-BIAS = "relative_attention_num_buckets"  # T5, and what was made from it
-MOST_SAID = 100  # characters of what a writer said about a file
+POSITION_BIAS_KEY = "relative_attention_num_buckets"  # T5, and what was made from it
+MAX_METADATA_CHARACTERS = 100  # characters of what a writer said about a file
 
 
-class Line(NamedTuple):
+class LayerLine(NamedTuple):
     """What is alike in several layers."""
 
     kind: str
@@ -44,23 +44,25 @@ def inspect(
 ) -> None:
     """Show layers, formats and bytes of a saved cache, or of a model's."""
     if file is None:
-        told, lines = _of_model(model, "raw" if kv_cache is None else kv_cache)
+        told, lines = _inspect_model(model, "raw" if kv_cache is None else kv_cache)
     elif model is not None or kv_cache is not None:
         raise ValueError(f"{file} beside --model or --kv-cache: a file says itself what it holds")
     else:
-        told, lines = _of_file(file)
+        told, lines = _inspect_file(file)
     if json:
-        print(json_text.dumps(told | {"layers": [_entry(*pair) for pair in _grouped(lines)]}))
+        print(
+            json_text.dumps(told | {"layers": [_make_entry(*pair) for pair in _group_lines(lines)]})
+        )
     else:
-        _show(told, lines)
+        _show_report(told, lines)
 
 
-def _of_file(path: Path) -> tuple[dict[str, Any], list[Line]]:
+def _inspect_file(path: Path) -> tuple[dict[str, Any], list[LayerLine]]:
     try:
         size = path.stat().st_size  # before torch is imported
-        from kvant.cache.files import header
+        from kvant.cache.files import read_header
 
-        head = header(path)
+        head = read_header(path)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     told = {
@@ -68,44 +70,48 @@ def _of_file(path: Path) -> tuple[dict[str, Any], list[Line]]:
         "version": head.version,
         "checksum": "SHA-256 verified",
         "nbytes": size,
-        "tokens": max(head.columns, default=_tokens(head.numbers)),
-        "sequences": len(head.columns) or None,
+        "tokens": max(head.padded_lengths, default=_count_tokens(head.numbers)),
+        "sequences": len(head.padded_lengths) or None,
         "about": dict(head.about),
     }
-    return told, [_saved(head, index, one) for index, one in enumerate(head.spec.layers)]
+    return told, [
+        _describe_saved_layer(head, index, one) for index, one in enumerate(head.spec.layers)
+    ]
 
 
-def _tokens(numbers: Mapping[str, int]) -> int:
+def _count_tokens(numbers: Mapping[str, int]) -> int:
     """Tokens seen, by what recurrent layers say."""
     ends = [n for name, n in numbers.items() if name.rpartition("/")[2] == "now"]
     return max(ends, default=0)
 
 
-def _saved(head: Header, index: int, recipe: Recipe) -> Line:
+def _describe_saved_layer(head: CacheFileHeader, index: int, recipe: Recipe) -> LayerLine:
     own = {n: t for n, t in head.tensors.items() if n.startswith(f"{index}/")}
     sides = {n: t for n, t in own.items() if n.endswith(("keys.open", "values.open"))}
     rows = {name: one for name, one in sides.items() if len(one.shape) == 3}
     nbytes = sum(tensor.nbytes for tensor in own.values())
-    return Line(_kind(recipe), _rows(head, rows), _recipe(recipe), nbytes)
+    return LayerLine(
+        _describe_kind(recipe), _describe_rows(head, rows), _describe_recipe(recipe), nbytes
+    )
 
 
-def _rows(head: Header, sides: Mapping[str, Stored]) -> str:
+def _describe_rows(head: CacheFileHeader, sides: Mapping[str, FileTensor]) -> str:
     """[rows, heads, dim] of each side, those of open pages."""
     if not sides:
         return ""
     first = next(iter(sides))
     dims = "/".join(dict.fromkeys(str(one.shape[2]) for one in sides.values()))
-    return _heads(head.key_heads(first), dims, sides[first].dtype)
+    return _format_heads(head.count_key_heads(first), dims, sides[first].dtype)
 
 
-def _of_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[Line]]:
+def _inspect_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[LayerLine]]:
     """Built without memory: its modules say what its configuration leaves open."""
     from kvant.hf import PairedCache, cache_for
     from kvant.models import layer_shapes, max_context
     from kvant.planner import plan
 
-    config = configuration(name)
-    model = skeleton(config)
+    config = load_config(name)
+    model = make_meta_model(config)
     longest = max_context(config)
     cache = cache_for(model, spec)
     own = cache.self_attention_cache if isinstance(cache, PairedCache) else cache
@@ -122,24 +128,26 @@ def _of_model(name: str | None, spec: str) -> tuple[dict[str, Any], list[Line]]:
         "nbytes_per_token": planned.nbytes_per_token,
         "explanation": str(cache.explain()).splitlines(),
     }
-    biased = hasattr(config, BIAS)
-    return told, [_to_be(planned, index, biased) for index in range(len(planned.layers))]
+    biased = hasattr(config, POSITION_BIAS_KEY)
+    return told, [
+        _describe_planned_layer(planned, index, biased) for index in range(len(planned.layers))
+    ]
 
 
-def _to_be(planned: Plan, index: int, biased: bool) -> Line:
+def _describe_planned_layer(planned: Plan, index: int, biased: bool) -> LayerLine:
     layer, recipe = planned.layers[index], planned.spec.layers[index]
     nbytes = None if layer.state_nbytes is None else planned.layer_nbytes[index]
     rows = ""
     if layer.attends:
         dims = "/".join(dict.fromkeys((str(layer.key_dim), str(layer.value_dim))))
-        rows = _heads(layer.num_heads, dims, str(layer.dtype).removeprefix("torch."))
-    stored = _recipe(recipe) if layer.attends or layer.recurs else "kept by transformers"
+        rows = _format_heads(layer.num_heads, dims, str(layer.dtype).removeprefix("torch."))
+    stored = _describe_recipe(recipe) if layer.attends or layer.recurs else "kept by transformers"
     if not layer.attends and layer.state_nbytes == 0:
         stored = "reads the rows of another layer, or remembers nothing"
-    return Line(layer.kind, rows, stored, nbytes, _reader(recipe, layer, biased))
+    return LayerLine(layer.kind, rows, stored, nbytes, _find_backend(recipe, layer, biased))
 
 
-def _reader(recipe: Recipe, layer: LayerShape, biased: bool) -> str:
+def _find_backend(recipe: Recipe, layer: LayerShape, biased: bool) -> str:
     """The backend that attention on this machine would take, asked with one row.
 
     A bias on positions is a mask of numbers, which no kernel takes.
@@ -160,9 +168,9 @@ def _reader(recipe: Recipe, layer: LayerShape, biased: bool) -> str:
     return str(explain(state.append(*rows)).backend)
 
 
-def _kind(recipe: Recipe) -> str:
+def _describe_kind(recipe: Recipe) -> str:
     if isinstance(recipe, GroupSpec):
-        return " beside ".join(_kind(part) for _, part in recipe.parts)
+        return " beside ".join(_describe_kind(part) for _, part in recipe.parts)
     if isinstance(recipe, SharedSpec):
         return "shared"
     if isinstance(recipe, RecurrentSpec):
@@ -170,38 +178,38 @@ def _kind(recipe: Recipe) -> str:
     return "attention" if isinstance(recipe, LayerSpec) else "empty"
 
 
-def _recipe(recipe: Recipe) -> str:
+def _describe_recipe(recipe: Recipe) -> str:
     if isinstance(recipe, GroupSpec):
-        return " beside ".join(_recipe(part) for _, part in recipe.parts)
+        return " beside ".join(_describe_recipe(part) for _, part in recipe.parts)
     if isinstance(recipe, SharedSpec):
         return f"the rows of layer {recipe.layer}"
     if isinstance(recipe, RecurrentSpec):
         return "a state"
     if not isinstance(recipe, LayerSpec):
         return "nothing here"
-    told = spelled(*recipe.sides.values())
+    told = format_codecs(*recipe.sides.values())
     kept = recipe.retention
     told += "" if kept.window is None else f", the last {kept.window}"
     return told + (f", the first {kept.sinks} dense" if kept.sinks else "")
 
 
-def _heads(count: int, dims: str, dtype: str) -> str:
-    return f"{counted(count, 'head')} of {dims}, {dtype}"
+def _format_heads(count: int, dims: str, dtype: str) -> str:
+    return f"{format_count(count, 'head')} of {dims}, {dtype}"
 
 
-def _grouped(lines: Sequence[Line]) -> Iterable[tuple[list[int], Line]]:
+def _group_lines(lines: Sequence[LayerLine]) -> Iterable[tuple[list[int], LayerLine]]:
     """The layers of each line, wherever they stand."""
-    places: dict[Line, list[int]] = {}
+    places: dict[LayerLine, list[int]] = {}
     for index, line in enumerate(lines):
         places.setdefault(line, []).append(index)
     return [(indices, line) for line, indices in places.items()]
 
 
-def _entry(indices: list[int], line: Line) -> dict[str, Any]:
+def _make_entry(indices: list[int], line: LayerLine) -> dict[str, Any]:
     return {"layers": indices} | {n: v for n, v in line._asdict().items() if v != ""}
 
 
-def _ranges(indices: Sequence[int]) -> str:
+def _format_ranges(indices: Sequence[int]) -> str:
     """0-4, 6-10"""
     runs: list[list[int]] = []
     for index in indices:
@@ -212,33 +220,33 @@ def _ranges(indices: Sequence[int]) -> str:
     return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-def _show(told: Mapping[str, Any], lines: Sequence[Line]) -> None:
-    console, table = blank()
-    for name, value in told.items():
+def _show_report(report: Mapping[str, Any], lines: Sequence[LayerLine]) -> None:
+    console, table = make_table()
+    for name, value in report.items():
         if value not in (None, {}, []):
-            console.print(f"{name}: {_said(name, value)}", soft_wrap=True)
+            console.print(f"{name}: {_format_value(name, value)}", soft_wrap=True)
     read = ["read by"] if any(line.read for line in lines) else []  # of a file, nobody knows
     for head in ("layers", "kind", "rows", "stored", *read):
         table.add_column(head)
     table.add_column("bytes a layer", justify="right", no_wrap=True)
-    for indices, line in _grouped(lines):
-        cells = [_ranges(indices), line.kind, line.rows, line.stored]
+    for indices, line in _group_lines(lines):
+        cells = [_format_ranges(indices), line.kind, line.rows, line.stored]
         cells += [line.read] if read else []
         table.add_row(*cells, "not told" if line.nbytes is None else format_size(line.nbytes))
     console.print()
     console.print(table)
 
 
-def _about(value: Any) -> str:
+def _summarize_metadata(value: Any) -> str:
     """What a writer said of a file: of a conversation its turns, else how it begins."""
     if isinstance(value, dict) and isinstance(value.get("turns"), list):
-        return counted(len(value["turns"]), "turn")
-    return shorten(str(value), MOST_SAID, placeholder=" ...")
+        return format_count(len(value["turns"]), "turn")
+    return shorten(str(value), MAX_METADATA_CHARACTERS, placeholder=" ...")
 
 
-def _said(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if name == "nbytes":
         return format_size(value)
     if isinstance(value, dict):  # --json has all of it
-        return ", ".join(f"{key} ({_about(one)})" for key, one in value.items())
+        return ", ".join(f"{key} ({_summarize_metadata(one)})" for key, one in value.items())
     return "; ".join(value) if isinstance(value, list) else str(value)

@@ -16,14 +16,14 @@ from typer.core import TyperCommand, TyperGroup
 from kvant.cli.batch import batch
 from kvant.cli.chat import chat
 from kvant.cli.doctor import doctor
-from kvant.cli.eval import evaluation
+from kvant.cli.eval import evaluate_formats
 from kvant.cli.formats import formats
 from kvant.cli.inspect import inspect
 from kvant.cli.plan import plan
 from kvant.cli.run import run
 from kvant.cli.serve import serve
 from kvant.cli.store import store
-from kvant.exit_codes import command
+from kvant.exit_codes import run_app
 
 BENCHES = {  # and what the help of `main` of each begins with
     "append": "The cost of one appended token, one layer, bf16, batch 1.",
@@ -55,7 +55,7 @@ class Bench(TyperCommand):
         return command.make_context(info_name, args, parent=parent, **extra)
 
 
-class Benches(TyperGroup):
+class BenchGroup(TyperGroup):
     """The benchmarks, as subcommands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -67,11 +67,11 @@ class Benches(TyperGroup):
         return Bench(cmd_name, help=BENCHES[cmd_name])
 
 
-bench = typer.Typer(cls=Benches, no_args_is_help=True, rich_markup_mode=None)
+bench = typer.Typer(cls=BenchGroup, no_args_is_help=True, rich_markup_mode=None)
 
 
 @bench.callback()
-def about_bench() -> None:
+def bench_callback() -> None:
     """Measure: a table, then one line of JSON, or that alone."""
 
 
@@ -87,24 +87,26 @@ app.command()(batch)
 app.command()(serve)
 app.command()(formats)
 app.command()(plan)
-app.command("eval")(evaluation)
+app.command("eval")(evaluate_formats)
 app.command()(inspect)
 app.command()(doctor)
 app.add_typer(store, name="store")
 app.add_typer(bench, name="bench")
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"kvant {version('kvant')}")
         raise typer.Exit
 
 
 @app.callback()
-def about(
-    told: Annotated[
+def main_callback(
+    show_version: Annotated[
         bool,
-        typer.Option("--version", is_eager=True, callback=_tell_version, help="Print the version."),
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     """kvant: language models on a compressed key-value cache."""
@@ -112,4 +114,4 @@ def about(
 
 def main() -> None:
     """What `kvant_command` calls."""
-    command(app)
+    run_app(app)

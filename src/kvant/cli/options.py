@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from kvant.errors import CacheError, CacheFileError
-from kvant.retention import WINDOW_SINKS
+from kvant.retention import DEFAULT_WINDOW_SINKS
 
 if TYPE_CHECKING:  # help and mistakes are shown without torch, which takes seconds to import
-    from kvant.cache.files import Header
+    from kvant.cache.files import CacheFileHeader
     from kvant.generation.conversation import Transcript
 
 
@@ -28,10 +28,11 @@ KVCache = Annotated[
 ]
 WindowSize = Annotated[int | None, Option(help="Keep the last N positions ...")]
 WindowKeep = Annotated[
-    int | None, Option(help=f"... and the first N beside them ({WINDOW_SINKS} unless given).")
+    int | None,
+    Option(help=f"... and the first N beside them ({DEFAULT_WINDOW_SINKS} unless given)."),
 ]
 MaxNewTokens = Annotated[int, Option(min=1, help="Tokens of a reply, at most.")]
-NEW_TOKENS = 256  # unless said, as in Python
+DEFAULT_MAX_NEW_TOKENS = 256  # unless said, as in Python
 Temperature = Annotated[float, Option(min=0.0, help="0 takes the likeliest token; 1 draws.")]
 TopP = Annotated[float | None, Option(help="Draw among the likeliest that sum up to this.")]
 TopK = Annotated[int | None, Option(min=1, help="Draw among so many of the likeliest.")]
@@ -72,25 +73,27 @@ Json = Annotated[bool, Option(help="Print one JSON object and nothing else.")]
 BACKENDS = ["native", "triton", "reference", "dequantize", "interpreted"]  # of kvant.attention
 
 
-def spec_of(kv_cache: str | None, size: int | None, keep: int | None) -> str:
+def merge_spec(kv_cache: str | None, window_size: int | None, num_sinks: int | None) -> str:
     """One spec of a spec and the flags beside it; what is said twice is refused."""
     spec = "raw" if kv_cache is None else kv_cache
     named = {word.strip().partition("=")[0] for word in spec.split(",")}
     for flag, option, value in (
-        ("--kv-window-size", "window", size),
-        ("--kv-window-keep", "sinks", keep),
+        ("--kv-window-size", "window", window_size),
+        ("--kv-window-keep", "sinks", num_sinks),
     ):
         if value is None:
             continue
         if option in named:
             raise ValueError(f"{flag} {value} beside --kv-cache {spec}, which says {option}= too")
         spec += f",{option}={value}"
-    if keep is not None and size is None and "window" not in named:
-        raise ValueError(f"--kv-window-keep {keep} without a window: give --kv-window-size too")
+    if num_sinks is not None and window_size is None and "window" not in named:
+        raise ValueError(
+            f"--kv-window-keep {num_sinks} without a window: give --kv-window-size too"
+        )
     return spec
 
 
-Rows = tuple[int, int]  # heads of keys, channels of each
+RowShape = tuple[int, int]  # heads of keys, channels of each
 
 
 def check_readable(path: Path, flag: str) -> None:
@@ -113,12 +116,12 @@ def read_text(path: Path, flag: str) -> str:
         raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
 
 
-def checked_text(text: str, where: str) -> str:
+def check_text(text: str, source: str) -> str:
     """Bytes that are no text come as lone surrogates, and no tokenizer takes them."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{where} is no text in UTF-8") from None
+        raise ValueError(f"{source} is no text in UTF-8") from None
     return text
 
 
@@ -136,52 +139,53 @@ def check_stores(names: list[str] | None) -> None:
         check_name(name)
 
 
-def check_asked(asked: Mapping[str, Any], max_context: int | None) -> None:
+def check_send_options(send_options: Mapping[str, Any], max_context: int | None) -> None:
     """How tokens are drawn, how many, and before what they end."""
-    from kvant.generation.settings import Limits, Sampling
+    from kvant.generation.settings import Sampling, StopConditions
 
-    drawn = dict(asked)
+    drawn = dict(send_options)
     ends = {"max_new_tokens": drawn.pop("max_new_tokens"), "stop": drawn.pop("stop")}
     Sampling(**drawn)
-    Limits(**ends, max_context=max_context)
+    StopConditions(**ends, max_context=max_context)
 
 
-def check_saved(path: Path, model: str | None) -> Transcript:
+def check_transcript(path: Path, model: str | None) -> Transcript:
     """A whole file with a conversation in it, of a model of this shape where a folder tells it.
 
     The weights may still be others: that is found when they are there.
     """
     check_readable(path, "--load")
-    from kvant.cache.files import header
+    from kvant.cache.files import read_header
     from kvant.generation.conversation import Transcript
 
-    head = header(path)
-    said = Transcript.of(path, head.about)
-    found, own = _rows(head), _model_rows(model)
+    head = read_header(path)
+    said = Transcript.from_header(path, head.about)
+    found, own = _read_row_shapes(head), _read_model_row_shapes(model)
     if own is not None and found and found != own:  # a text of one token has no rows yet
         raise CacheFileError(
-            f"--load {path}: a conversation with another model: it holds {_words(found)}, and "
-            f"--model has {_words(own)}"
+            f"--load {path}: a conversation with another model: it holds "
+            f"{_format_row_shapes(found)}, and "
+            f"--model has {_format_row_shapes(own)}"
         )
     return said
 
 
-def _rows(head: Header) -> list[Rows]:
+def _read_row_shapes(head: CacheFileHeader) -> list[RowShape]:
     """Of the layers that keep any."""
     return [
-        (head.key_heads(name), tensor.shape[2])
+        (head.count_key_heads(name), tensor.shape[2])
         for index in range(len(head.spec.layers))
         for name, tensor in head.tensors.items()
         if name.startswith(f"{index}/") and name.endswith("keys.open")
     ]
 
 
-def _model_rows(model: str | None) -> list[Rows] | None:
+def _read_model_row_shapes(model: str | None) -> list[RowShape] | None:
     """None where only the model itself can tell."""
-    from kvant.checkpoints import config_file
+    from kvant.checkpoints import find_config_file
     from kvant.models import layer_shapes
 
-    file = config_file(model)
+    file = find_config_file(model)
     try:
         told = None if file is None else json.loads(file.read_text(encoding="utf-8"))
         shapes = None if told is None else layer_shapes(told)
@@ -192,7 +196,7 @@ def _model_rows(model: str | None) -> list[Rows] | None:
     )
 
 
-def _words(rows: Iterable[Rows]) -> str:
+def _format_row_shapes(rows: Iterable[RowShape]) -> str:
     """28 layers of 8 heads of 128"""
     counted = Counter(rows)
     told = [f"{count} layers of {heads} heads of {dim}" for (heads, dim), count in counted.items()]

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Option
 
 from kvant import demo
-from kvant.checkpoints import configuration, told_by
+from kvant.checkpoints import load_config, read_config
 from kvant.cli import options
-from kvant.recipes import attention_in
-from kvant.retention import All
+from kvant.recipes import iterate_attention
+from kvant.retention import KeepAll
 from kvant.sizes import format_size, parse_size
-from kvant.spec.auto import check_spec, is_auto
-from kvant.tables import blank
+from kvant.spec.auto import check_spec_or_auto, is_auto
+from kvant.tables import make_table
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,16 @@ if TYPE_CHECKING:
 
 RAW = "raw"
 EIGHT_BITS = ("affine8", "fp8")
-FORMATS = (RAW, *EIGHT_BITS, "affine6", "affine8v4", "affine4", "turbo4v4", "turbo4v2", "turbo3")
+PLANNED_FORMATS = (
+    RAW,
+    *EIGHT_BITS,
+    "affine6",
+    "affine8v4",
+    "affine4",
+    "turbo4v4",
+    "turbo4v2",
+    "turbo3",
+)
 
 
 def plan(
@@ -48,22 +57,22 @@ def plan(
     """How many bytes the cache of a model takes, format by format."""
     limit = None if budget is None else parse_size(budget)
     for spec in kv_cache or []:
-        check_spec(spec)
+        check_spec_or_auto(spec)
     from kvant.models import layer_shapes, max_context
     from kvant.planner import plan as planned
 
-    name, told = _told(model, config)
+    name, told = _load_config(model, config)
     layers, longest = layer_shapes(told), max_context(told)
     automatic = [spec for spec in kv_cache or [] if is_auto(spec)]
     named = [spec for spec in kv_cache or [] if not is_auto(spec)]
-    specs, refused = (named, []) if named else _stored(layers)
+    specs, refused = (named, []) if named else _list_supported_formats(layers)
     if context is None:  # the longest that all have room for
         context = min(planned(layers, spec).context for spec in specs)
         context = context if longest is None else min(context, longest)
     raw = planned(layers, RAW, context=context, sequences=sequences)
     plans = [planned(layers, spec, context=context, sequences=sequences) for spec in specs]
-    rows = [_row(spec, one, raw, limit) for spec, one in zip(specs, plans, strict=True)]
-    notes = _notes(raw, longest, told) + refused
+    rows = [_make_row(spec, one, raw, limit) for spec, one in zip(specs, plans, strict=True)]
+    notes = _make_notes(raw, longest, told) + refused
     notes += [
         f"{spec}: once a prompt of {context} tokens is read, {format_size(one.nbytes_kept)} stay"
         for spec, one in zip(specs, plans, strict=True)
@@ -82,15 +91,15 @@ def plan(
     if json:
         figures = {"model": name, "context": raw.context, "sequences": sequences}
         figures |= {
-            "dtype": _name(layers[0].dtype),
+            "dtype": _format_dtype(layers[0].dtype),
             "max_context": longest,
             "budget": limit,
             "layers": len(layers),
         }
-        figures |= {"uncounted": raw.uncounted, "notes": notes, "formats": rows}
+        figures |= {"uncounted": raw.uncounted_layers, "notes": notes, "formats": rows}
         print(json_text.dumps(figures))
     else:
-        _show(f"{name}: {_layers(layers)}", rows, notes, raw, limit)
+        _show_plan(f"{name}: {_describe_layers(layers)}", rows, notes, raw, limit)
 
 
 def _budget_notes(
@@ -108,11 +117,13 @@ def _budget_notes(
     return [note] if found else []
 
 
-def _widest_rule(one: Plan) -> Retention:
+def _widest_rule(cache_plan: Plan) -> Retention:
     """Return the retention rule of the layer that keeps most."""
-    layers = attention_in(*one.spec.layers)
-    widest = max(layers, key=lambda layer: (layer.width, layer.retention.sinks), default=None)
-    return All() if widest is None else widest.retention
+    layers = iterate_attention(*cache_plan.spec.layers)
+    widest = max(
+        layers, key=lambda layer: (layer.effective_window, layer.retention.sinks), default=None
+    )
+    return KeepAll() if widest is None else widest.retention
 
 
 def _describe_window(rule: Retention) -> str:
@@ -120,27 +131,27 @@ def _describe_window(rule: Retention) -> str:
     return f"the last {rule.window} tokens stay{sinks}"
 
 
-def _told(model: str | None, config: Path | None) -> tuple[str, Any]:
+def _load_config(model: str | None, config: Path | None) -> tuple[str, Any]:
     """A name for what is planned, and its configuration."""
     if model is not None and config is not None:
         raise ValueError("--model and --config both name a model: give one of them")
     if model is not None:
-        return model, configuration(model)
+        return model, load_config(model)
     if config is None:
-        return "the model inside", told_by(demo.PATH)
+        return "the model inside", read_config(demo.PATH)
     try:
-        return str(config), told_by(config)
+        return str(config), read_config(config)
     except ValueError as error:
         raise ValueError(f"--config {error}") from error
 
 
-def _stored(layers: Sequence[LayerShape]) -> tuple[list[str], list[str]]:
+def _list_supported_formats(layers: Sequence[LayerShape]) -> tuple[list[str], list[str]]:
     """The formats that can store rows of these shapes, and why the others cannot."""
     from kvant.planner import plan as planned
 
     specs: list[str] = []
     refused: dict[str, list[str]] = {}
-    for spec in FORMATS:
+    for spec in PLANNED_FORMATS:
         try:
             planned(layers, spec)
         except ValueError as error:
@@ -150,25 +161,27 @@ def _stored(layers: Sequence[LayerShape]) -> tuple[list[str], list[str]]:
     return specs, [f"left out: {', '.join(those)}: {why}" for why, those in refused.items()]
 
 
-def _row(spec: str, one: Plan, raw: Plan, limit: int | None) -> dict[str, Any]:
+def _make_row(spec: str, cache_plan: Plan, raw_plan: Plan, limit: int | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "kv_cache": spec,
-        "nbytes_per_token": one.nbytes_per_token,
-        "nbytes_per_token_of_raw": _share(one.nbytes_per_token, raw.nbytes_per_token),
-        "nbytes": one.nbytes,
-        "nbytes_of_raw": _share(one.nbytes, raw.nbytes),
-        "nbytes_kept": one.nbytes_kept,
+        "nbytes_per_token": cache_plan.nbytes_per_token,
+        "nbytes_per_token_of_raw": _compute_share(
+            cache_plan.nbytes_per_token, raw_plan.nbytes_per_token
+        ),
+        "nbytes": cache_plan.nbytes,
+        "nbytes_of_raw": _compute_share(cache_plan.nbytes, raw_plan.nbytes),
+        "nbytes_kept": cache_plan.nbytes_kept,
     }
     if limit is not None:
-        row["largest_context"] = one.largest_context(limit)  # null: whatever it is, it fits
+        row["largest_context"] = cache_plan.largest_context(limit)  # null: whatever it is, it fits
     return row
 
 
-def _share(part: float, whole: float) -> float:
+def _compute_share(part: float, whole: float) -> float:
     return part / whole if whole else 1.0
 
 
-def _layers(layers: Sequence[LayerShape]) -> str:
+def _describe_layers(layers: Sequence[LayerShape]) -> str:
     """22 layers of sliding_attention (window 512), 4 of full_attention; bfloat16"""
     kinds = Counter((one.kind, one.window) for one in layers)
     told = [
@@ -177,45 +190,55 @@ def _layers(layers: Sequence[LayerShape]) -> str:
     ]
     first, *others = told
     words = ", ".join([first.replace(" of ", " layers of ", 1), *others])
-    return f"{words}; {_name(layers[0].dtype)}"
+    return f"{words}; {_format_dtype(layers[0].dtype)}"
 
 
-def _name(dtype: torch.dtype) -> str:
+def _format_dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _notes(one: Plan, longest: int | None, told: Any) -> list[str]:
+def _make_notes(raw_plan: Plan, max_length: int | None, config: Any) -> list[str]:
     """What the numbers do not say."""
-    from kvant.models import Entries, says_dtype
+    from kvant.models import ConfigEntries, declares_dtype
 
     notes = []
-    if one.dtypes and not says_dtype(told):
+    if raw_plan.dtypes and not declares_dtype(config):
         notes.append(
-            f"assumed: rows come in {_name(one.dtypes[0])}, for the configuration names no dtype"
+            f"assumed: rows come in {_format_dtype(raw_plan.dtypes[0])}, for the configuration "
+            "names no dtype"
         )
-    if longest is not None and one.context > longest:
-        notes.append(f"{one.context} tokens are more than the {longest} this model was made for")
-    if one.uncounted:
-        kinds = ", ".join(sorted({one.layers[index].kind for index in one.uncounted}))
+    if max_length is not None and raw_plan.context > max_length:
         notes.append(
-            f"not counted: what {len(one.uncounted)} layers of {kinds} remember, which the "
+            f"{raw_plan.context} tokens are more than the {max_length} this model was made for"
+        )
+    if raw_plan.uncounted_layers:
+        kinds = ", ".join(
+            sorted({raw_plan.layers[index].kind for index in raw_plan.uncounted_layers})
+        )
+        notes.append(
+            f"not counted: what {len(raw_plan.uncounted_layers)} layers of {kinds} remember, "
+            "which the "
             "configuration does not tell"
         )
-    fixed = sum(layer.state_nbytes or 0 for layer in one.layers) * one.sequences
+    fixed = sum(layer.state_nbytes or 0 for layer in raw_plan.layers) * raw_plan.sequences
     if fixed:
         notes.append(f"counted: {format_size(fixed)} of recurrent states, at every length")
-    if Entries.of(told).anywhere("is_encoder_decoder"):
+    if ConfigEntries.from_model(config).get_anywhere("is_encoder_decoder"):
         notes.append("not counted: the rows of the encoder, which are as many as its input has")
     return notes
 
 
-def _show(
-    title: str, rows: Sequence[dict[str, Any]], notes: Sequence[str], one: Plan, limit: int | None
+def _show_plan(
+    title: str,
+    rows: Sequence[dict[str, Any]],
+    notes: Sequence[str],
+    raw_plan: Plan,
+    limit: int | None,
 ) -> None:
-    console, table = blank()
-    times = "" if one.sequences == 1 else f"{one.sequences} x "
+    console, table = make_table()
+    times = "" if raw_plan.sequences == 1 else f"{raw_plan.sequences} x "
     table.add_column("format", no_wrap=True)
-    heads = ["bytes a token", "of raw", f"{times}{one.context} tokens", "of raw"]
+    heads = ["bytes a token", "of raw", f"{times}{raw_plan.context} tokens", "of raw"]
     heads += [] if limit is None else [f"tokens in {format_size(limit)}"]
     for head in heads:
         table.add_column(head, justify="right", no_wrap=True)

@@ -13,13 +13,20 @@ from typing import Annotated, Any
 from typer import Argument, Option
 
 from kvant.cli import options
-from kvant.cli.options import check_saved, check_writable, checked_text, read_text
-from kvant.cli.session import Named, Reply, Wanted, prefixes_in, show, story
-from kvant.progress import Bar
+from kvant.cli.options import check_text, check_transcript, check_writable, read_text
+from kvant.cli.session import (
+    CacheName,
+    PrintedReply,
+    SessionOptions,
+    describe_recodes,
+    open_prefixes,
+    print_note,
+)
+from kvant.progress import ProgressBar
 
 TEXT, MESSAGE = "a text, continued as it is", "a message, by the model's chat template"
 HINT = "hint: the model has a chat template: --chat takes the prompt as a message, to be answered"
-PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
+DEFAULT_PROMPT = "import os\n\ndef "  # for the model inside, which knows Python
 
 
 def run(
@@ -33,7 +40,7 @@ def run(
     kv_cache: options.KVCache = None,
     kv_window_size: options.WindowSize = None,
     kv_window_keep: options.WindowKeep = None,
-    max_new_tokens: options.MaxNewTokens = options.NEW_TOKENS,
+    max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = None,
     top_k: options.TopK = None,
@@ -67,49 +74,53 @@ def run(
     json: options.Json = False,
 ) -> None:
     """Continue a prompt with a model, on a cache of any format."""
-    text = _prompt(source, prompt, file, load)
+    text = _find_prompt(source, prompt, file, load)
     _check_files(save, cache_prompt, load, model, chat=chat)
     kept = (kv_cache, kv_window_size, kv_window_keep, max_context, strategy, threshold, budget)
     placed = (guard, trust_remote_code, device, dtype, prefill_chunk, backend, pack)
-    wanted = Wanted(model, *kept, draft, load, *placed, store=store, chat=chat)
+    wanted = SessionOptions(model, *kept, draft, load, *placed, store=store, chat=chat)
     drawn = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p}
     drawn |= {"repetition_penalty": repetition_penalty, "presence_penalty": presence_penalty}
     drawn |= {"frequency_penalty": frequency_penalty, "seed": seed}
     asked = drawn | {"max_new_tokens": max_new_tokens, "stop": tuple(stop or ())}
-    with prefixes_in(store, quiet=json) as prefixes:
-        session = wanted.session(asked, template=chat, prefixes=prefixes)
-        named = Named.of(wanted, session)
+    with open_prefixes(store, quiet=json) as prefixes:
+        session = wanted.open_session(asked, template=chat, prefixes=prefixes)
+        named = CacheName.from_session(wanted, session)
         if cache_prompt is not None:
-            _read(session, text, quiet=json)
-            reply = Reply()
+            _prefill_prompt(session, text, quiet=json)
+            reply = PrintedReply()
         else:
-            reply = _continued(session, text, asked, save, quiet=json)
+            reply = _generate_reply(session, text, asked, save, quiet=json)
         if (path := cache_prompt or save) is not None:
             session.save(path)
-        cache, stored = session.stats(), named.now(session)
+        cache, stored = session.stats(), named.find_current(session)
         if json:
             output = {
                 "prompt": text,
-                "chat": session.dialogue.template,
+                "chat": session.prompt_format.uses_template,
                 "text": reply.text,
                 "kv_cache": stored,
             }
-            print(json_text.dumps(output | reply.figures() | {"cache": cache}), flush=True)
+            print(json_text.dumps(output | reply.summarize() | {"cache": cache}), flush=True)
         elif stats:
-            show(f"prompt: {MESSAGE if session.dialogue.template else TEXT}")
-            for line in [*story(cache["recoded"]), reply.line(stored, session)]:
-                show(line)
+            print_note(f"prompt: {MESSAGE if session.prompt_format.uses_template else TEXT}")
+            for line in [*describe_recodes(cache["recoded"]), reply.format_line(stored, session)]:
+                print_note(line)
 
 
-def watched() -> bool:
+def is_terminal() -> bool:
     """Whether standard error is a terminal."""
     return sys.stderr.isatty()
 
 
 def _show_hint(session: Any) -> None:
     """Name --chat where a prompt to a model with a chat template is continued."""
-    if watched() and session.tokenizer.chat_template and not session.dialogue.template:
-        show(HINT)
+    if (
+        is_terminal()
+        and session.tokenizer.chat_template
+        and not session.prompt_format.uses_template
+    ):
+        print_note(HINT)
 
 
 def _check_files(
@@ -136,7 +147,7 @@ def _check_files(
 
 def _check_saved(load: Path, model: str | None, chat: bool) -> None:
     """Refuse what a saved conversation cannot go on with."""
-    template = check_saved(load, model).template
+    template = check_transcript(load, model).template
     if chat and not template:
         raise ValueError(
             f"--chat beside --load {load}: the file holds a text, which goes on as it is: leave "
@@ -149,31 +160,33 @@ def _check_saved(load: Path, model: str | None, chat: bool) -> None:
         )
 
 
-def _read(session: Any, text: str, *, quiet: bool) -> None:
-    with Bar("reading the prompt", quiet=quiet) as reading:
-        session.read(text, progress=reading.show)
+def _prefill_prompt(session: Any, text: str, *, quiet: bool) -> None:
+    with ProgressBar("reading the prompt", quiet=quiet) as reading:
+        session.read(text, progress=reading.update)
 
 
-def _continued(
-    session: Any, text: str, asked: dict[str, Any], save: Path | None, *, quiet: bool
-) -> Reply:
-    reply = Reply()
+def _generate_reply(
+    session: Any, text: str, send_options: dict[str, Any], save: Path | None, *, quiet: bool
+) -> PrintedReply:
+    reply = PrintedReply()
     if not (quiet or session.turns):
         _show_hint(session)
-    with Bar("reading the prompt", quiet=quiet) as reading:
-        steps = session.send(text, **asked, progress=reading.show)
-        before = "" if session.dialogue.template else text
+    with ProgressBar("reading the prompt", quiet=quiet) as reading:
+        steps = session.send(text, **send_options, progress=reading.update)
+        before = "" if session.prompt_format.uses_template else text
         try:
-            reply.take(steps, reading, before=before, quiet=quiet)
+            reply.print_steps(steps, reading, prefix=before, quiet=quiet)
         except KeyboardInterrupt:
-            if save is not None and reply.tokens:
+            if save is not None and reply.num_tokens:
                 session.save(save)
-                show(f"\n--save {save}: written up to here")
+                print_note(f"\n--save {save}: written up to here")
             raise
     return reply
 
 
-def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Path | None) -> str:
+def _find_prompt(
+    source: str | None, prompt: str | None, file: Path | None, load: Path | None
+) -> str:
     given = [text for text in (source, prompt, file) if text is not None]
     if len(given) > 1:
         raise ValueError("-, --prompt and --file each name a prompt: give one of them")
@@ -182,12 +195,12 @@ def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Pat
     if file is not None:
         text = read_text(file, "--file")
     elif "-" in given or prompt is None:
-        text = _piped(wait="-" in given)
+        text = _read_stdin(wait="-" in given)
         if not given and not text and load is None:
-            text = PROMPT
+            text = DEFAULT_PROMPT
     else:
         text = prompt
-    checked_text(text, "the prompt")
+    check_text(text, "the prompt")
     if not text and load is None:
         raise ValueError(
             "the prompt is empty: give --prompt TEXT, --file F, or --prompt - to read it"
@@ -195,7 +208,7 @@ def _prompt(source: str | None, prompt: str | None, file: Path | None, load: Pat
     return text
 
 
-def _piped(*, wait: bool) -> str:
+def _read_stdin(*, wait: bool) -> str:
     """All of standard input; of a terminal only where it is waited for."""
     if sys.stdin is None or (sys.stdin.isatty() and not wait):
         return ""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from kvant.attention import attend
-from kvant.attention.attending import BACKENDS
+from kvant.attention.dispatch import BACKENDS
 from kvant.cache import Cache
 from kvant.contracts import View
-from kvant.packed import FEW, Order, PackedMatrix, explain_refusal
+from kvant.packed_matrix import MAX_KERNEL_ROWS, PackedMatrix, SummationOrder, explain_refusal
 from kvant.sizes import format_size
 
-FORMATS = ("raw", "affine8", "affine4", "affine3", "fp8", "turbo4", "turbo3")
+TESTED_FORMATS = ("raw", "affine8", "affine4", "affine3", "fp8", "turbo4", "turbo3")
 HEADS, TOKENS, DIM = 2, 300, 64
 
 
@@ -38,7 +38,7 @@ def explain_backends(device: str) -> dict[str, str | None]:
 def compare_backends(device: str) -> Iterator[dict[str, Any]]:
     """How far each fast backend is from the reference."""
     q = torch.randn(1, 2 * HEADS, 1, DIM, generator=torch.Generator().manual_seed(1)).to(device)
-    for spec in FORMATS:
+    for spec in TESTED_FORMATS:
         view = _make_view(spec, device)
         right = attend(q, view, backend="reference")
         for one in BACKENDS[:2]:
@@ -52,9 +52,13 @@ def describe_packing() -> str:
     if (reason := explain_refusal(torch.bfloat16)) is not None:
         return f"no: {reason}"
     drawn = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    matrix = PackedMatrix(drawn.bfloat16(), Order())
-    kernel = matrix.kernel_part(torch.ones(1, 256).bfloat16(), None)
-    return f"yes, and up to {FEW} rows by our kernel" if kernel else "yes, computed by oneDNN"
+    matrix = PackedMatrix(drawn.bfloat16(), SummationOrder())
+    kernel = matrix.find_kernel_k_block(torch.ones(1, 256).bfloat16(), None)
+    return (
+        f"yes, and up to {MAX_KERNEL_ROWS} rows by our kernel"
+        if kernel
+        else "yes, computed by oneDNN"
+    )
 
 
 def describe_gpu() -> str:

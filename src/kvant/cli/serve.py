@@ -10,10 +10,10 @@ from typer import Option
 from kvant import checkpoints
 from kvant.cli import options
 from kvant.cli.options import check_backend, check_readable, check_stores
-from kvant.cli.session import attached, prefixes_in, show
+from kvant.cli.session import attach_model, open_prefixes, print_note
 from kvant.devices import check_device, check_dtype
 from kvant.sizes import parse_size
-from kvant.spec.auto import check_spec
+from kvant.spec.auto import check_spec_or_auto
 
 
 def serve(
@@ -47,15 +47,15 @@ def serve(
 ) -> None:
     """Serve a model to clients of OpenAI's interface."""
     spec = "affine8" if kv_cache is None else kv_cache
-    check_spec(spec)
+    check_spec_or_auto(spec)
     _check_words(max_bytes, api_keys, store)
     check_backend(backend)
     check_device(device)
     check_dtype(dtype)
-    checkpoints.check(model)
+    checkpoints.check_checkpoint(model)
     from kvant import server
 
-    settings = server.Settings(
+    settings = server.ServerSettings(
         model=model,
         name=name,
         trust_remote_code=trust_remote_code,
@@ -73,28 +73,28 @@ def serve(
         device=device,
         dtype=dtype,
     )
-    keys = server.known(api_keys)
+    keys = server.load_keys(api_keys)
     server.check_host(host, len(keys))
     settings.check()
 
-    def begun(port: int) -> None:
+    def print_address(port: int) -> None:
         shown = f"[{host}]" if ":" in host else host
-        show(f"{settings.called} at http://{shown}:{port}/v1")
+        print_note(f"{settings.served_model_name} at http://{shown}:{port}/v1")
 
     if replicas is not None:
-        from kvant.serve.ray import Deployed, run
+        from kvant.serve.ray import DeploymentSettings, run
 
         more = {"replicas": replicas, "api_keys": api_keys, "host": host, "grace": grace}
-        run(Deployed.model_validate(settings.model_dump() | more), port, begun)
+        run(DeploymentSettings.model_validate(settings.model_dump() | more), port, print_address)
         return
     served, tokenizer = settings.load()
-    spec = attached(served, spec, tokenizer, guard)
+    spec = attach_model(served, spec, tokenizer, guard)
     with (
-        prefixes_in(store, quiet=True, most=settings.most_kept) as kept,
-        settings.served(served, tokenizer, spec, kept, keys) as service,
+        open_prefixes(store, quiet=True, max_bytes=settings.max_prefix_bytes) as kept,
+        settings.open_service(served, tokenizer, spec, kept, keys) as service,
     ):
-        running = server.server_of(server.create_app(service, host), host, port, grace)
-        running.begun, running.ending = begun, service.close
+        running = server.make_server(server.create_app(service, host), host, port, grace)
+        running.on_started, running.on_stopping = print_address, service.close
         running.run()
 
 

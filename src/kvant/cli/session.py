@@ -14,20 +14,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvant import checkpoints, heap
-from kvant.cli.options import check_asked, check_backend, check_readable, check_saved, spec_of
+from kvant import checkpoints, malloc
+from kvant.cli.options import (
+    check_backend,
+    check_readable,
+    check_send_options,
+    check_transcript,
+    merge_spec,
+)
 from kvant.devices import check_device, check_dtype, warn_of_slow_weights
-from kvant.progress import Bar
-from kvant.sizes import counted, format_size, parse_size
-from kvant.spec import words
-from kvant.spec.auto import check_spec, is_auto
-from kvant.tables import blank
+from kvant.progress import ProgressBar
+from kvant.sizes import format_count, format_size, parse_size
+from kvant.spec import describe_spec
+from kvant.spec.auto import check_spec_or_auto, is_auto
+from kvant.tables import make_table
 
-PATIENCE = 0.1  # seconds after which a bar tells how much is still to be written
+FLUSH_POLL_S = 0.1  # seconds after which a bar tells how much is still to be written
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SessionOptions:
     """What the options of a command say of a session."""
 
     model: str | None
@@ -52,29 +58,29 @@ class Wanted:
 
     @property
     def spec(self) -> str:
-        return spec_of(self.kv_cache, self.window_size, self.window_keep)
+        return merge_spec(self.kv_cache, self.window_size, self.window_keep)
 
     @property
-    def bytes(self) -> int | None:
+    def budget_bytes(self) -> int | None:
         return None if self.budget is None else parse_size(self.budget)
 
-    def check(self, asked: Mapping[str, Any]) -> None:
+    def check(self, send_options: Mapping[str, Any]) -> None:
         """Before anything is loaded: what is said twice or wrong, and files that are not there."""
         from kvant.generation.settings import check_strategy
 
         if self.load is not None:
             check_readable(self.load, "--load")  # before what imports torch
-        check_asked(asked, self.max_context)
-        check_strategy(self.strategy, self.threshold, self.bytes)
+        check_send_options(send_options, self.max_context)
+        check_strategy(self.strategy, self.threshold, self.budget_bytes)
         if self.store and self.budget is not None:
             raise ValueError("--budget beside --store: what is kept there is of one format")
-        check_spec(self.spec)
+        check_spec_or_auto(self.spec)
         check_backend(self.backend)
         check_device(self.device)
         check_dtype(self.dtype)
-        checkpoints.check(self.model)
+        checkpoints.check_checkpoint(self.model)
         if self.draft not in (None, "ngram"):
-            checkpoints.check(self.draft, flag="--draft", tokenizer=False)
+            checkpoints.check_checkpoint(self.draft, flag="--draft", tokenizer=False)
         if self.load is not None:
             self._check_file(self.load)
 
@@ -84,30 +90,30 @@ class Wanted:
         for flag, value in told.items():
             if value is not None:
                 raise ValueError(f"{flag} {value} beside --load: the file says how it is kept")
-        check_saved(file, self.model)
+        check_transcript(file, self.model)
 
-    def session(
+    def open_session(
         self,
-        asked: Mapping[str, Any],
+        send_options: Mapping[str, Any],
         *,
         template: bool,
         system: str | None = None,
         prefixes: Any = None,
     ) -> Any:
         """Load the model, and begin or go on; `asked` is what `send` will be told."""
-        self.check(asked)
-        model, tokenizer = checkpoints.load(self.model, **self._placed)
+        self.check(send_options)
+        model, tokenizer = checkpoints.load(self.model, **self._load_options)
         if self.chat and tokenizer.chat_template is None:
             raise ValueError(
                 "--chat: this model has no chat template: leave --chat out, and the prompt is "
                 "continued as it is"
             )
-        self._packed(model)
-        heap.keep()
+        self._pack_model(model)
+        malloc.keep_freed_memory()
         from kvant.generation import Session
 
         named = "raw" if self.load is not None else self.spec
-        spec = attached(model, named, tokenizer, self.guard)
+        spec = attach_model(model, named, tokenizer, self.guard)
         session = Session(
             model,
             tokenizer,
@@ -118,8 +124,8 @@ class Wanted:
             prefill_chunk=self.prefill_chunk,
             strategy=self.strategy,
             threshold=self.threshold,
-            budget=self.bytes,
-            draft=self._drafter(),
+            budget=self.budget_bytes,
+            draft=self._load_draft(),
             backend=self.backend,
             prefixes=prefixes,
         )
@@ -127,12 +133,14 @@ class Wanted:
             session.resume(self.load)
         return session
 
-    def _drafter(self) -> Any:
+    def _load_draft(self) -> Any:
         if self.draft in (None, "ngram"):
             return self.draft
-        return self._packed(checkpoints.load_model(self.draft, flag="--draft", **self._placed))
+        return self._pack_model(
+            checkpoints.load_model(self.draft, flag="--draft", **self._load_options)
+        )
 
-    def _packed(self, model: Any) -> Any:
+    def _pack_model(self, model: Any) -> Any:
         """The model itself, which is ours to change."""
         if self.pack:
             from kvant.weights import pack
@@ -141,7 +149,7 @@ class Wanted:
         return model
 
     @property
-    def _placed(self) -> dict[str, Any]:
+    def _load_options(self) -> dict[str, Any]:
         """How models are loaded, a draft like the one that it drafts for."""
         return {
             "trust_code": self.trust_remote_code,
@@ -151,7 +159,9 @@ class Wanted:
 
 
 @contextmanager
-def prefixes_in(store: list[str] | None, *, quiet: bool, most: str | None = None) -> Iterator[Any]:
+def open_prefixes(
+    store: list[str] | None, *, quiet: bool, max_bytes: str | None = None
+) -> Iterator[Any]:
     """Prefixes that are kept in a store, where one is named: all is written there in the end.
 
     Whoever is interrupted waits for nothing.
@@ -161,13 +171,13 @@ def prefixes_in(store: list[str] | None, *, quiet: bool, most: str | None = None
         return
     from kvant.prefixes import Prefixes
 
-    prefixes = Prefixes(most, store=store)
+    prefixes = Prefixes(max_bytes, store=store)
     try:
         yield prefixes
-        with Bar("bytes for the store", quiet=quiet) as bar:
+        with ProgressBar("bytes for the store", quiet=quiet) as bar:
             total = prefixes.nbytes_unwritten
-            while not prefixes.flush(PATIENCE):
-                bar.show(total - prefixes.nbytes_unwritten, total)
+            while not prefixes.flush(FLUSH_POLL_S):
+                bar.update(total - prefixes.nbytes_unwritten, total)
     except BaseException:
         prefixes.abandon()
         raise
@@ -175,32 +185,34 @@ def prefixes_in(store: list[str] | None, *, quiet: bool, most: str | None = None
     prefixes.close()
     for one in told["stores"]:
         if one["unwritten"]:
-            show(f"warning: {one['url']} did not take {one['unwritten']} pages")
+            print_note(f"warning: {one['url']} did not take {one['unwritten']} pages")
     if told["dropped"]:
-        show(f"warning: {told['dropped']} prefixes were not written: too many waited")
+        print_note(f"warning: {told['dropped']} prefixes were not written: too many waited")
 
 
-def attached(model: Any, asked: str, tokenizer: Any, guard: bool) -> Any:
+def attach_model(model: Any, requested_spec: str, tokenizer: Any, guard: bool) -> Any:
     """The spec that the model is attached with; what it does to the model is said.
 
     So is what the dtype of its weights costs.
     """
     from kvant import probing
 
-    warn_of_slow_weights(model, lambda line: show(f"warning: {line}"))
-    with Bar(f"trying {asked}") as tried:
+    warn_of_slow_weights(model, lambda line: print_note(f"warning: {line}"))
+    with ProgressBar(f"trying {requested_spec}") as tried:
 
         def progress(done: int, total: int) -> None:
             if done == 0:  # a trial begins: its verdict was not known
-                show(_trial_line(asked, is_auto(asked)))
-            tried.show(done, total)
+                print_note(_trial_line(requested_spec, is_auto(requested_spec)))
+            tried.update(done, total)
 
-        found = probing.attached(model, asked, tokenizer, guard=guard, progress=progress)
-    if found.spec != asked:
-        show(f"{asked}: {found.spec}")
+        found = probing.attach_checked(
+            model, requested_spec, tokenizer, guard=guard, progress=progress
+        )
+    if found.spec != requested_spec:
+        print_note(f"{requested_spec}: {found.spec}")
         _show_candidates(model, found)
     if found.warning is not None:
-        show(f"warning: {found.warning}")
+        print_note(f"warning: {found.warning}")
     return found.spec
 
 
@@ -217,7 +229,7 @@ def _show_candidates(model: Any, found: Any) -> None:
     """What `auto` tried, on standard error."""
     from kvant.planner import plan
 
-    console, table = blank(stderr=True)
+    console, table = make_table(stderr=True)
     for head in ("", "tried", "bytes a token", "KL", "top-1", "recall lost", "verdict"):
         table.add_column(head, no_wrap=True)
     for one in found.candidates:
@@ -230,93 +242,98 @@ def _show_candidates(model: Any, found: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Named:
+class CacheName:
     """What a cache is called: as it was asked for, for as long as it is stored so."""
 
-    asked: str
-    begun: str
+    requested: str
+    initial: str
 
     @classmethod
-    def of(cls, wanted: Wanted, session: Any) -> Named:
+    def from_session(cls, session_options: SessionOptions, session: Any) -> CacheName:
         """Of a session that begins, or goes on from a file."""
-        begun = present(session)
-        found = wanted.load is not None or is_auto(wanted.spec)
-        return cls(begun if found else wanted.spec, begun)
+        begun = read_spec(session)
+        found = session_options.load is not None or is_auto(session_options.spec)
+        return cls(begun if found else session_options.spec, begun)
 
-    def now(self, session: Any) -> str:
-        stored = present(session)
-        return self.asked if stored == self.begun else stored
+    def find_current(self, session: Any) -> str:
+        stored = read_spec(session)
+        return self.requested if stored == self.initial else stored
 
 
-def present(session: Any) -> str:
-    return words(session.memory.spec) or "raw"  # where no layer has rows
+def read_spec(session: Any) -> str:
+    return describe_spec(session.cache.spec) or "raw"  # where no layer has rows
 
 
 @dataclass
-class Reply:
+class PrintedReply:
     """What was generated, and when."""
 
     text: str = ""
-    tokens: int = 0
-    first: float = 0.0  # seconds to the first token
-    rest: float = 0.0  # seconds for the others
+    num_tokens: int = 0
+    first_token_seconds: float = 0.0  # seconds to the first token
+    decode_seconds: float = 0.0  # seconds for the others
     finish_reason: str | None = None
 
-    def take(self, steps: Iterator[Any], reading: Bar, before: str, quiet: bool) -> None:
+    def print_steps(self, steps: Iterator[Any], bar: ProgressBar, prefix: str, quiet: bool) -> None:
         """Print text as it comes, behind `before`."""
         begin = time.perf_counter()
         for step in steps:
             now = time.perf_counter() - begin
-            if self.tokens == 0:
-                self.first = now
-                reading.stop()
+            if self.num_tokens == 0:
+                self.first_token_seconds = now
+                bar.stop()
                 if not quiet:
-                    print(before, end="")
+                    print(prefix, end="")
             self.text += step.text
-            self.tokens += 1
-            self.rest = now - self.first
+            self.num_tokens += 1
+            self.decode_seconds = now - self.first_token_seconds
             self.finish_reason = step.finish_reason
             if not quiet:
                 print(step.text, end="", flush=True)
         if not quiet:
             print()
 
-    def figures(self) -> dict[str, Any]:
-        speed = (self.tokens - 1) / self.rest if self.rest > 0 and self.tokens > 1 else None
+    def summarize(self) -> dict[str, Any]:
+        speed = (
+            (self.num_tokens - 1) / self.decode_seconds
+            if self.decode_seconds > 0 and self.num_tokens > 1
+            else None
+        )
         return {
-            "tokens": self.tokens,
-            "seconds_to_first": self.first,
+            "tokens": self.num_tokens,
+            "seconds_to_first": self.first_token_seconds,
             "tokens_a_second": speed,
             "finish_reason": self.finish_reason,
         }
 
-    def line(self, spec: str, session: Any) -> str:
+    def format_line(self, spec: str, session: Any) -> str:
         """For people: how fast, and on how much."""
         cache = session.stats()
-        speed = self.figures()["tokens_a_second"]
+        speed = self.summarize()["tokens_a_second"]
         told = "" if speed is None else f", {speed:.1f} a second"
         if restored := cache["tokens_restored"]:
             told += f", {restored} of all prompts from the store"
         return (
-            f"{counted(self.tokens, 'token')}{told}, the first after {self.first:.2f} s; "
-            f"{spec}: {counted(cache['length'], 'token')} held in {held(session)}"
+            f"{format_count(self.num_tokens, 'token')}{told}, the first after "
+            f"{self.first_token_seconds:.2f} s; "
+            f"{spec}: {format_count(cache['length'], 'token')} held in {describe_memory(session)}"
         )
 
 
-def held(session: Any) -> str:
+def describe_memory(session: Any) -> str:
     """Its memory beside that of a raw cache: 1.2 MiB, 0.31 of raw."""
     from kvant.planner import plan
 
     cache = session.stats()
     length, nbytes = cache["length"], cache["nbytes"]
-    raw = plan(session.reader.decoder.model, "raw", context=length).nbytes if length else 0
+    raw = plan(session.prefiller.decoder.model, "raw", context=length).nbytes if length else 0
     if not raw:
         return format_size(nbytes)
     saved = f", {format_size(raw - nbytes)} saved" if nbytes < raw else ""
     return f"{format_size(nbytes)}, {nbytes / raw:.2f} of raw{saved}"
 
 
-def story(recoded: Sequence[dict[str, Any]]) -> list[str]:
+def describe_recodes(recoded: Sequence[dict[str, Any]]) -> list[str]:
     """For people: how what is stored became smaller, a line a step."""
     return [
         f"at {step['length']} tokens: {step['from']} to {step['to']}, "
@@ -325,6 +342,6 @@ def story(recoded: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
-def show(line: str) -> None:
+def print_note(line: str) -> None:
     """Something beside the text."""
     print(line, file=sys.stderr)

@@ -28,20 +28,20 @@ from torch import Tensor
 
 from kvant.codecs.frames.diagonal import Identity
 from kvant.codecs.packing import (
-    LIMIT,
-    PLANES,
+    BIT_PLANES,
+    FLOAT16_MAX,
     check_choice,
     check_dim,
-    pack,
-    rounded_down,
-    rounded_up,
-    saturated,
+    pack_codes,
+    round_down,
+    round_up,
+    saturate,
     tree_sum,
-    unpack,
+    unpack_codes,
 )
 from kvant.contracts import Field, Fields, Form, Frame
 
-GROUPS = (16, 32, 64, 128)
+GROUP_SIZES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class Affine:
     frame: Frame = field(default_factory=Identity)
     corrected: bool = True
     name: ClassVar[str] = "affine"
-    limit: ClassVar[float] = LIMIT
+    limit: ClassVar[float] = FLOAT16_MAX
     exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_choice("bits", self.bits, PLANES)
-        check_choice("group", self.group, GROUPS)
+        check_choice("bits", self.bits, BIT_PLANES)
+        check_choice("group", self.group, GROUP_SIZES)
 
     @property
     def tail(self) -> int:
@@ -79,21 +79,21 @@ class Affine:
 
     def seal(self, rows: Tensor) -> Fields:
         check_dim(rows.shape[-1])
-        sealed = [self._seal_groups(part) for part in self._grouped(rows.detach())]
+        sealed = [self._seal_groups(part) for part in self._split_groups(rows.detach())]
         codes, scale, bias = (torch.cat(parts, dim=-1) for parts in zip(*sealed, strict=True))
-        return {"codes": pack(codes, self.bits), "scale": scale, "bias": bias}
+        return {"codes": pack_codes(codes, self.bits), "scale": scale, "bias": bias}
 
     def open(self, fields: Fields) -> Tensor:
-        rows = unpack(fields["codes"], self.bits).to(torch.float32)
+        rows = unpack_codes(fields["codes"], self.bits).to(torch.float32)
         first = 0
-        for part in self._grouped(rows):
+        for part in self._split_groups(rows):
             groups = slice(first, first + part.shape[-2])
             part.mul_(fields["scale"][..., groups, None].to(torch.float32))
             part.add_(fields["bias"][..., groups, None].to(torch.float32))
             first = groups.stop
         return rows
 
-    def _grouped(self, x: Tensor) -> list[Tensor]:
+    def _split_groups(self, x: Tensor) -> list[Tensor]:
         """x as [..., groups, group], and what is left over as one shorter group."""
         full = x.shape[-1] // self.group * self.group
         groups = (*x.shape[:-1], full // self.group, self.group)
@@ -102,32 +102,34 @@ class Affine:
 
     def _seal_groups(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Codes [..., groups * group], scale and bias [..., groups]."""
-        scale, bias, broken = self._covering(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True))
-        x = saturated(x)
-        codes = self._nearest_codes(x, scale, bias)
+        scale, bias, broken = self._compute_covering_scale(
+            x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)
+        )
+        x = saturate(x)
+        codes = self._find_nearest_codes(x, scale, bias)
         if self.corrected:
-            scale, bias = _fitted(x, codes, scale, bias)
-            codes = self._nearest_codes(x, scale, bias)
+            scale, bias = _fit_scale(x, codes, scale, bias)
+            codes = self._find_nearest_codes(x, scale, bias)
         codes = codes.masked_fill_(broken, 0)
         scale, bias = (t.masked_fill(broken, torch.nan).squeeze(-1) for t in (scale, bias))
         return codes.to(torch.uint8).flatten(-2), scale, bias
 
-    def _nearest_codes(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+    def _find_nearest_codes(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         step = scale.to(torch.float32)
         codes = (x - bias.to(torch.float32)).div_(step.where(step > 0, 1.0))
         return codes.round_().clamp_(0, 2**self.bits - 1)
 
-    def _covering(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _compute_covering_scale(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The scale and bias that cover [low, high], and which of them cannot be had."""
         broken = ~(low.isfinite() & high.isfinite())
-        low, high = (saturated(t).masked_fill(broken, 0) for t in (low, high))
+        low, high = (saturate(t).masked_fill(broken, 0) for t in (low, high))
         # Of -0.0 and 0.0 either end may be whichever it meets first; adding 0.0 leaves one zero.
-        bias = rounded_down(low + 0.0)
-        scale = rounded_up((high + 0.0 - bias.to(torch.float32)) / (2**self.bits - 1))
+        bias = round_down(low + 0.0)
+        scale = round_up((high + 0.0 - bias.to(torch.float32)) / (2**self.bits - 1))
         return scale, bias, broken
 
 
-def _fitted(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+def _fit_scale(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """The least squares scale and bias, or the given ones where these lose no more.
 
     Where there is no fit, for codes that are all the same or a broken group, nothing is less.
@@ -145,12 +147,12 @@ def _fitted(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tens
         scale, bias = scale.double(), bias.double()
         return (scale - slope).square() * spread + (scale * total + n * bias - level).square()
 
-    fit = _nearest(slope)
-    base = _nearest((level - fit.double() * total) / n)
+    fit = _round_to_float16(slope)
+    base = _round_to_float16((level - fit.double() * total) / n)
     better = (fit > 0) & (excess(fit, base) < excess(scale, bias))
     return fit.where(better, scale), base.where(better, bias)
 
 
-def _nearest(x: Tensor) -> Tensor:
+def _round_to_float16(x: Tensor) -> Tensor:
     """The float16 nearest to x as a float32 has it, within its limit; never a negative zero."""
-    return saturated(x).to(torch.float16) + 0.0
+    return saturate(x).to(torch.float16) + 0.0

@@ -20,54 +20,54 @@ from torch import Tensor
 
 from kvant.codecs.frames.hadamard import Rotation
 from kvant.codecs.packing import (
-    LIMIT,
+    FLOAT16_MAX,
     check_choice,
     check_dim,
-    finite_rows,
-    pack,
-    saturated,
+    find_finite_rows,
+    pack_codes,
+    saturate,
     tree_sum,
-    unpack,
+    unpack_codes,
 )
 from kvant.contracts import Field, Fields, Form, Frame
 
 Floats = NDArray[np.float64]
 
-NODES, WEIGHTS = np.polynomial.legendre.leggauss(96)
-CUT = 12.0  # the density beyond is below exp(-72) of its peak
-TOLERANCE = 1e-13
+QUADRATURE_NODES, QUADRATURE_WEIGHTS = np.polynomial.legendre.leggauss(96)
+DENSITY_CUTOFF = 12.0  # the density beyond is below exp(-72) of its peak
+LLOYD_TOLERANCE = 1e-13
 
 
 @lru_cache(maxsize=64)
-def levels(bits: int, dim: int) -> Floats:
+def compute_levels(bits: int, dim: int) -> Floats:
     """The 2**bits levels in ascending order, symmetric, read-only."""
     half = np.linspace(0.1, 2.0, 2 ** (bits - 1))
     while True:
-        t, weight = _quadrature(half, dim)
+        t, weight = _compute_quadrature(half, dim)
         better = (weight * t).sum(axis=1) / weight.sum(axis=1)
         moved = np.abs(better - half).max()
         half = better
-        if moved < TOLERANCE:
+        if moved < LLOYD_TOLERANCE:
             break
     both = np.concatenate((-half[::-1], half))
     both.flags.writeable = False
     return both
 
 
-def boundaries(bits: int, dim: int) -> Floats:
+def compute_boundaries(bits: int, dim: int) -> Floats:
     """Midway between the levels; the middle one is 0."""
-    both = levels(bits, dim)
+    both = compute_levels(bits, dim)
     middle: Floats = (both[1:] + both[:-1]) / 2
     return middle
 
 
-def mse(bits: int, dim: int) -> float:
+def compute_mse(bits: int, dim: int) -> float:
     """The expected squared error of a coordinate of unit variance."""
-    half, t, weight = _cells(bits, dim)
+    half, t, weight = _compute_cells(bits, dim)
     return float((weight * (t - half) ** 2).sum())
 
 
-def corrected_mse(bits: int, dim: int) -> float:
+def compute_corrected_mse(bits: int, dim: int) -> float:
     """The same with the scale of each row fitted by least squares.
 
     Over a row u let h be the mean of c (u - c) and Q that of c^2. The fit leaves
@@ -75,33 +75,33 @@ def corrected_mse(bits: int, dim: int) -> float:
     Since |u| is fixed, h varies only by what a regression of c (u - c) on u^2 leaves. The
     neglected terms are of order 1/d^2: 1.2% of the whole at d = 16, 0.3% at 64.
     """
-    half, t, weight = _cells(bits, dim)
+    half, t, weight = _compute_cells(bits, dim)
     gain, square = half * (t - half), t**2 - 1
     slope = (weight * gain * square).sum() / (weight * square**2).sum()
     rest = gain - (weight * gain).sum() - slope * square
-    error = mse(bits, dim)
+    error = compute_mse(bits, dim)
     return error - float((weight * rest**2).sum()) / (dim * (1 - error))
 
 
-def _cells(bits: int, dim: int) -> tuple[Floats, Floats, Floats]:
+def _compute_cells(bits: int, dim: int) -> tuple[Floats, Floats, Floats]:
     """The positive levels as a column, and points of their cells with weights that sum to 1."""
-    half = levels(bits, dim)[2 ** (bits - 1) :]
-    t, weight = _quadrature(half, dim)
+    half = compute_levels(bits, dim)[2 ** (bits - 1) :]
+    t, weight = _compute_quadrature(half, dim)
     return half[:, None], t, weight / weight.sum()
 
 
-def _quadrature(half: Floats, dim: int) -> tuple[Floats, Floats]:
+def _compute_quadrature(half: Floats, dim: int) -> tuple[Floats, Floats]:
     """Points of each positive level's cell, [levels, nodes], and their share of the density."""
-    top = min(np.sqrt(dim), CUT)
+    top = min(np.sqrt(dim), DENSITY_CUTOFF)
     edges = np.concatenate(([0.0], (half[1:] + half[:-1]) / 2, [top]))
     radius = np.diff(edges)[:, None] / 2
-    t: Floats = edges[:-1, None] + radius * (1 + NODES)
-    weight: Floats = radius * WEIGHTS * (1 - t**2 / dim) ** ((dim - 3) / 2)
+    t: Floats = edges[:-1, None] + radius * (1 + QUADRATURE_NODES)
+    weight: Floats = radius * QUADRATURE_WEIGHTS * (1 - t**2 / dim) ** ((dim - 3) / 2)
     return t, weight
 
 
-WIDTHS = (2, 3, 4)
-ROWS = 4096  # sealed at a time: bounds the scratch, and keeps it near the processor
+BIT_WIDTHS = (2, 3, 4)
+MAX_ROWS_PER_SEAL = 4096  # sealed at a time: bounds the scratch, and keeps it near the processor
 
 
 @dataclass(frozen=True)
@@ -112,12 +112,12 @@ class Codebook:
     corrected: bool = True
     frame: Frame = field(default_factory=Rotation)
     name: ClassVar[str] = "codebook"
-    limit: ClassVar[float] = LIMIT
+    limit: ClassVar[float] = FLOAT16_MAX
     exact: ClassVar[bool] = False
     tail: ClassVar[int] = 128
 
     def __post_init__(self) -> None:
-        check_choice("bits", self.bits, WIDTHS)
+        check_choice("bits", self.bits, BIT_WIDTHS)
 
     @property
     def form(self) -> Form:
@@ -133,45 +133,45 @@ class Codebook:
     def seal(self, rows: Tensor) -> Fields:
         *lead, dim = rows.shape
         check_dim(dim)
-        parts = torch.split(rows.detach().reshape(-1, dim), ROWS)
+        parts = torch.split(rows.detach().reshape(-1, dim), MAX_ROWS_PER_SEAL)
         sealed = zip(*(self._seal_rows(part) for part in parts), strict=True)
         codes, scale = (torch.cat(part) for part in sealed)
         return {"codes": codes.view(*lead, codes.shape[1]), "scale": scale.view(*lead, 1)}
 
     def open(self, fields: Fields) -> Tensor:
-        codes = unpack(fields["codes"], self.bits)
-        return self._chosen(codes, torch.float32).mul_(fields["scale"].to(torch.float32))
+        codes = unpack_codes(fields["codes"], self.bits)
+        return self._look_up_levels(codes, torch.float32).mul_(fields["scale"].to(torch.float32))
 
     def _seal_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        broken = ~finite_rows(rows)
-        y = saturated(rows)
+        broken = ~find_finite_rows(rows)
+        y = saturate(rows)
         scale = (tree_sum(y.double().mul_(y)) / y.shape[-1]).sqrt()
-        codes = self._nearest(y, scale.to(torch.float32)).masked_fill_(broken, 0)
+        codes = self._find_nearest_codes(y, scale.to(torch.float32)).masked_fill_(broken, 0)
         if self.corrected:
-            scale = self._fitted(y, codes)
-        scale = scale.to(torch.float32).clamp(max=LIMIT).masked_fill(broken, torch.nan)
-        return pack(codes, self.bits), scale.to(torch.float16)
+            scale = self._fit_scale(y, codes)
+        scale = scale.to(torch.float32).clamp(max=FLOAT16_MAX).masked_fill(broken, torch.nan)
+        return pack_codes(codes, self.bits), scale.to(torch.float16)
 
-    def _nearest(self, y: Tensor, rms: Tensor) -> Tensor:
+    def _find_nearest_codes(self, y: Tensor, rms: Tensor) -> Tensor:
         unit = y / rms.where(rms > 0, 1.0)
         codes = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
         # Counting is twice as fast as a binary search among this few boundaries.
-        for boundary in boundaries(self.bits, y.shape[-1]).astype(np.float32).tolist():
+        for boundary in compute_boundaries(self.bits, y.shape[-1]).astype(np.float32).tolist():
             codes.add_(unit >= boundary)
         return codes
 
-    def _fitted(self, y: Tensor, codes: Tensor) -> Tensor:
+    def _fit_scale(self, y: Tensor, codes: Tensor) -> Tensor:
         """The least squares scale, <y, c> / <c, c>."""
-        overlap = tree_sum(self._chosen(codes, torch.float64).mul_(y))
+        overlap = tree_sum(self._look_up_levels(codes, torch.float64).mul_(y))
         # Zeros of either sign give one zero.
-        return (overlap + 0.0) / tree_sum(self._chosen(codes, torch.float64).square_())
+        return (overlap + 0.0) / tree_sum(self._look_up_levels(codes, torch.float64).square_())
 
-    def _chosen(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        table = _table(self.bits, codes.shape[-1], dtype, codes.device)
+    def _look_up_levels(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
+        table = _make_level_table(self.bits, codes.shape[-1], dtype, codes.device)
         return table.index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 
 @lru_cache(maxsize=64)
-def _table(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_level_table(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The levels as float32 has them, whatever the dtype."""
-    return torch.tensor(levels(bits, dim).astype(np.float32), dtype=dtype, device=device)
+    return torch.tensor(compute_levels(bits, dim).astype(np.float32), dtype=dtype, device=device)

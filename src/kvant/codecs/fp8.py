@@ -21,16 +21,16 @@ from torch import Tensor
 
 from kvant.codecs.frames.diagonal import Identity
 from kvant.codecs.packing import (
-    LIMIT,
+    FLOAT16_MAX,
     check_dim,
-    rounded_up,
-    saturated,
+    round_up,
+    saturate,
 )
 from kvant.contracts import Field, Fields, Form, Frame
 
-FLOAT8 = torch.float8_e4m3fn
-LARGEST = 448.0
-NEGATIVE_ZERO = 0x80
+FLOAT8_DTYPE = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
+NEGATIVE_ZERO_BITS = 0x80
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Fp8:
 
     frame: Frame = field(default_factory=Identity)
     name: ClassVar[str] = "fp8"
-    limit: ClassVar[float] = LIMIT
+    limit: ClassVar[float] = FLOAT16_MAX
     exact: ClassVar[bool] = False
     tail: ClassVar[int] = 0
     form: ClassVar[Form] = Form("float", 8)
@@ -54,14 +54,14 @@ class Fp8:
         low, high = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
         broken = ~(low.isfinite() & high.isfinite())
         # Of two zeros a maximum takes whichever it meets first; adding 0.0 leaves one zero.
-        top = saturated(torch.maximum(high, -low) + 0.0).masked_fill_(broken, 0)
-        scale = rounded_up(top / LARGEST)
+        top = saturate(torch.maximum(high, -low) + 0.0).masked_fill_(broken, 0)
+        scale = round_up(top / FLOAT8_MAX)
         step = scale.to(torch.float32)
         # A scale that is rounded up leaves no quotient that rounds beyond 448.
-        codes = saturated(rows).div_(step.where(step > 0, 1.0)).to(FLOAT8).view(torch.uint8)
-        codes = codes.masked_fill(broken | (codes == NEGATIVE_ZERO), 0)
+        codes = saturate(rows).div_(step.where(step > 0, 1.0)).to(FLOAT8_DTYPE).view(torch.uint8)
+        codes = codes.masked_fill(broken | (codes == NEGATIVE_ZERO_BITS), 0)
         return {"codes": codes, "scale": scale.masked_fill(broken, torch.nan)}
 
     def open(self, fields: Fields) -> Tensor:
-        rows = fields["codes"].view(FLOAT8).to(torch.float32)
+        rows = fields["codes"].view(FLOAT8_DTYPE).to(torch.float32)
         return rows.mul_(fields["scale"].to(torch.float32))

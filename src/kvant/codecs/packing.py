@@ -34,7 +34,7 @@ def check_dim(dim: int, multiple: int = 8) -> None:
 
 
 # Of each width, its planes: how many bits they hold, and from which bit on.
-PLANES: dict[int, tuple[tuple[int, int], ...]] = {
+BIT_PLANES: dict[int, tuple[tuple[int, int], ...]] = {
     2: ((2, 0),),
     3: ((2, 0), (1, 2)),
     4: ((4, 0),),
@@ -42,28 +42,30 @@ PLANES: dict[int, tuple[tuple[int, int], ...]] = {
     6: ((4, 0), (2, 4)),
     8: ((8, 0),),
 }
-BLOCK = 32  # channels: a nibble plane then has 16 bytes a block, the narrowest vector register
+INTERLEAVE_BLOCK = (
+    32  # channels: a nibble plane then has 16 bytes a block, the narrowest vector register
+)
 
 
-def pack(codes: Tensor, bits: int) -> Tensor:
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes below 2**bits, [..., dim] -> uint8 [..., dim * bits / 8]."""
     check_dim(codes.shape[-1])
-    parts = ((codes >> shift & (1 << width) - 1, width) for width, shift in PLANES[bits])
+    parts = ((codes >> shift & (1 << width) - 1, width) for width, shift in BIT_PLANES[bits])
     return torch.cat([_pack_plane(part, width) for part, width in parts], dim=-1)
 
 
-def unpack(packed: Tensor, bits: int) -> Tensor:
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     """uint8 [..., dim * bits / 8] -> uint8 codes [..., dim]."""
     dim = packed.shape[-1] * 8 // bits
     check_dim(dim)
-    planes = torch.split(packed, [dim * width // 8 for width, _ in PLANES[bits]], dim=-1)
-    parts = zip(planes, PLANES[bits], strict=True)
+    planes = torch.split(packed, [dim * width // 8 for width, _ in BIT_PLANES[bits]], dim=-1)
+    parts = zip(planes, BIT_PLANES[bits], strict=True)
     return reduce(or_, (_unpack_plane(plane, width) << shift for plane, (width, shift) in parts))
 
 
 def _pack_plane(parts: Tensor, width: int) -> Tensor:
     dim, per_byte = parts.shape[-1], 8 // width
-    block = gcd(dim, BLOCK)
+    block = gcd(dim, INTERLEAVE_BLOCK)
     lanes = parts.reshape(*parts.shape[:-1], dim // block, per_byte, block // per_byte)
     packed = reduce(or_, (lanes[..., i, :] << width * i for i in range(per_byte)))
     return packed.flatten(-2)
@@ -71,7 +73,7 @@ def _pack_plane(parts: Tensor, width: int) -> Tensor:
 
 def _unpack_plane(packed: Tensor, width: int) -> Tensor:
     per_byte, size = 8 // width, packed.shape[-1]
-    step = gcd(size * per_byte, BLOCK) // per_byte
+    step = gcd(size * per_byte, INTERLEAVE_BLOCK) // per_byte
     lanes = packed.reshape(*packed.shape[:-1], size // step, step)
     parts = [lanes >> width * i & (1 << width) - 1 for i in range(per_byte)]
     return torch.stack(parts, dim=-2).flatten(-3)
@@ -87,30 +89,30 @@ def tree_sum(x: Tensor) -> Tensor:
     return x[..., :1]
 
 
-LIMIT = 65504.0  # the largest finite float16
+FLOAT16_MAX = 65504.0  # the largest finite float16
 
 
-def saturated(x: Tensor) -> Tensor:
+def saturate(x: Tensor) -> Tensor:
     """A float32 copy within +-LIMIT; NaN stays NaN."""
-    return x.to(torch.float32).clamp(-LIMIT, LIMIT)
+    return x.to(torch.float32).clamp(-FLOAT16_MAX, FLOAT16_MAX)
 
 
-def rounded_down(x: Tensor) -> Tensor:
+def round_down(x: Tensor) -> Tensor:
     """The largest float16 that is not above x, for float32 x within +-LIMIT."""
     nearest = x.to(torch.float16)
-    return torch.where(nearest.to(torch.float32) > x, _next_below(nearest), nearest)
+    return torch.where(nearest.to(torch.float32) > x, _next_float16_below(nearest), nearest)
 
 
-def rounded_up(x: Tensor) -> Tensor:
-    return -rounded_down(-x)
+def round_up(x: Tensor) -> Tensor:
+    return -round_down(-x)
 
 
-def finite_rows(x: Tensor) -> Tensor:
+def find_finite_rows(x: Tensor) -> Tensor:
     """[..., 1]: whether no value of a row is NaN or infinite, in the dtype it came in."""
     return x.amin(-1, keepdim=True).isfinite() & x.amax(-1, keepdim=True).isfinite()
 
 
-def _next_below(x: Tensor) -> Tensor:
+def _next_float16_below(x: Tensor) -> Tensor:
     # As integers the magnitudes of floats are in order; below either zero comes 0x8001.
     bits = x.view(torch.int16)
     below = torch.where(bits > 0, bits - 1, bits + 1)

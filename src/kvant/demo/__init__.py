@@ -47,7 +47,7 @@ def held_out() -> list[str]:
     return _held_out()[:-PROBED]
 
 
-def probed() -> list[str]:
+def load_probe_prompts() -> list[str]:
     """The last of these, to choose formats by: nothing is measured on what it was chosen by."""
     return _held_out()[-PROBED:]
 

@@ -1,7 +1,7 @@
 """Many requests at once on any model of transformers, within a limit of bytes."""
 
 from kvant.engine.engine import Engine
-from kvant.engine.many import generate_many, in_order
+from kvant.engine.offline import generate_many, iterate_results
 from kvant.engine.stream import Result, Stream, Usage
 
-__all__ = ["Engine", "Result", "Stream", "Usage", "generate_many", "in_order"]
+__all__ = ["Engine", "Result", "Stream", "Usage", "generate_many", "iterate_results"]

@@ -25,44 +25,50 @@ from torch import Tensor
 
 from kvant import openmp, weights
 from kvant.devices import warn_of_slow_weights
-from kvant.engine.batch import Batch, Seat, most_idle
-from kvant.engine.figures import Figures
-from kvant.engine.pace import Pace
-from kvant.engine.request import Choice, Request, clear, drawn_for
-from kvant.engine.reuse import Reuse
-from kvant.engine.room import Footprint
-from kvant.engine.schedule import (
+from kvant.engine.batch import Batch, EngineSequence, max_idle
+from kvant.engine.chunk_sizer import ChunkSizer
+from kvant.engine.memory import MemoryModel
+from kvant.engine.metrics import EngineMetrics
+from kvant.engine.prefix_reuse import PrefixReuse
+from kvant.engine.request import Request, RequestChoice, clear_traceback_frames, sample_tokens
+from kvant.engine.scheduler import (
     Action,
-    Begin,
     Decode,
     Evict,
-    Fetch,
-    Job,
-    PutAside,
-    Read,
-    Schedule,
-    TakeBack,
+    LookUpStore,
+    MatchPrefix,
+    Prefill,
+    ScheduledRequest,
+    Scheduler,
+    SwapIn,
+    SwapOut,
 )
 from kvant.engine.stream import Stream
 from kvant.errors import CacheError, EngineError
-from kvant.generation.conversation import Prompt, encode, marks_of_prompt, tokens_of_prompt
-from kvant.generation.decoder import HostDecoder, decoder_of
-from kvant.generation.grammar import Grammar, rules_of
-from kvant.generation.loop import Reply, Step
+from kvant.generation.conversation import (
+    Prompt,
+    encode_text,
+    find_prompt_branch_points,
+    resolve_prompt,
+)
+from kvant.generation.decoder import TransformersDecoder, make_decoder
+from kvant.generation.grammar import Grammar, compile_grammar
+from kvant.generation.loop import Output, Step
 from kvant.generation.sampling import Sampler
-from kvant.generation.settings import Limits, Sampling
-from kvant.hf import attach, attachments, detach
+from kvant.generation.settings import Sampling, StopConditions
+from kvant.hf import attach, detach, get_attachments
 from kvant.planner import plan
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
+from kvant.renamed import RenamedAttribute
 from kvant.sizes import as_bytes, format_size
-from kvant.spec import words
+from kvant.spec import describe_spec
 from kvant.stores import Store
 
 log = logging.getLogger("kvant")
 
-CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
-SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a chunk may keep others from their next token
+MAX_PREFILL_CHUNK = 512  # tokens of a prompt that are read at once, where nobody waits
+MAX_CHUNK_SECONDS = {"cpu": 0.5, "cuda": 0.03}  # that a chunk may keep others from their next token
 
 
 class Engine:
@@ -77,6 +83,11 @@ class Engine:
     >>> len(results)
     2
     """
+
+    tokens_of = RenamedAttribute("encode_prompt")
+    serves = RenamedAttribute("is_open")
+    bytes_a_token = RenamedAttribute("nbytes_per_token")
+    limits = RenamedAttribute("stop_conditions")
 
     def __init__(
         self,
@@ -102,77 +113,87 @@ class Engine:
         `prefixes` counts within `max_bytes`, and goes where a request needs it. A `store` is for
         prefixes of its own.
         """
-        own = _prefixes_of(store, max_bytes, prefixes)
+        own = _make_prefixes(store, max_bytes, prefixes)
         prefixes = prefixes if own is None else own
         if tokenizer is None:
             raise TypeError("tokenizer=None: the model's own is needed, to read text and write it")
-        decoder = decoder_of(model)
-        if not isinstance(decoder, HostDecoder):
+        decoder = make_decoder(model)
+        if not isinstance(decoder, TransformersDecoder):
             raise TypeError("an engine serves models of transformers: load one")
         self.tokenizer = tokenizer
         self.prefixes = prefixes
         self.end_tokens = decoder.end_tokens
         self.model = model = decoder.model
-        asked = decoder.memory(kv_cache, tokenizer).spec
-        memory = decoder.memory(asked.with_checkpoints(1))  # of before the forward under way
+        asked = decoder.make_cache(kv_cache, tokenizer).spec
+        memory = decoder.make_cache(asked.with_checkpoints(1))  # of before the forward under way
         self._batch = Batch(decoder, memory, backend)
         needed = plan(model, self._batch.spec, context=1)
-        self.kv_cache = words(asked)
-        self.bytes_a_token = needed.nbytes_per_token
-        if max_bytes is not None and (needed.uncounted or not needed.nbytes):
+        self.kv_cache = describe_spec(asked)
+        self.nbytes_per_token = needed.nbytes_per_token
+        if max_bytes is not None and (needed.uncounted_layers or not needed.nbytes):
             raise CacheError(
                 f"max_bytes={max_bytes} for {type(model).__name__}: nobody can tell what some of "
                 "its layers keep; bound max_sequences and max_context in its place"
             )
-        longest = [n for n in (max_context or decoder.context, memory.capacity) if n is not None]
-        self.limits = Limits(max_context=min(longest, default=None), vocabulary=decoder.vocabulary)
-        chunk = CHUNK if decoder.continues else max(longest, default=1 << 20)
+        longest = [
+            n for n in (max_context or decoder.max_context, memory.capacity) if n is not None
+        ]
+        self.stop_conditions = StopConditions(
+            max_context=min(longest, default=None), vocab_size=decoder.vocab_size
+        )
+        chunk = (
+            MAX_PREFILL_CHUNK if decoder.supports_chunked_prefill else max(longest, default=1 << 20)
+        )
         fixed = prefixes is not None and prefixes.exact
-        self._pace = Pace(chunk, continues=decoder.continues, fixed=fixed)
-        seconds = SECONDS.get(model.device.type, SECONDS["cpu"])
+        self._chunk_sizer = ChunkSizer(
+            chunk, supports_chunks=decoder.supports_chunked_prefill, fixed_size=fixed
+        )
+        seconds = MAX_CHUNK_SECONDS.get(model.device.type, MAX_CHUNK_SECONDS["cpu"])
         spare = 0 if model.device.type == "cpu" else 8
-        idle = most_idle(max_sequences) if decoder.captures else 0
-        self._schedule = Schedule(
-            Footprint.of(needed, chunk, spare=spare, idle=idle),
-            self._pace,
+        idle = max_idle(max_sequences) if decoder.captures_graphs else 0
+        self._scheduler = Scheduler(
+            MemoryModel.from_plan(needed, chunk, spare_divisor=spare, num_idle=idle),
+            self._chunk_sizer,
             None if max_bytes is None else as_bytes(max_bytes),
             max_sequences,
             overcommit,
             seconds if chunk_seconds is None else chunk_seconds,
-            fetches=prefixes is not None and prefixes.archive is not None,
+            has_store=prefixes is not None and prefixes.prefix_store is not None,
         )
-        self._figures = Figures()
-        self._numbers = count()
-        self._process = os.getpid()  # threads do not follow into a fork of it
-        self._requests: dict[Job, Request] = {}
+        self._metrics = EngineMetrics()
+        self._request_numbers = count()
+        self._pid = os.getpid()  # threads do not follow into a fork of it
+        self._requests: dict[ScheduledRequest, Request] = {}
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._folder: Path | None = None  # of what is put aside
-        self._open = True
-        self._door = Lock()  # held by who asks, and by the thread as it ends
-        self._reuse = Reuse(self._batch, self._schedule, self._requests, tokenizer, self._inbox.put)
+        self._swap_folder: Path | None = None  # of what is put aside
+        self._is_open = True
+        self._submit_lock = Lock()  # held by who asks, and by the thread as it ends
+        self._prefix_reuse = PrefixReuse(
+            self._batch, self._scheduler, self._requests, tokenizer, self._inbox.put
+        )
         warn_of_slow_weights(model, log.warning)
-        self._undo = self._prepared(model, own, backend, pack=pack)
-        openmp.release()  # the engine's thread computes from now on
-        self._thread = Thread(target=self._serve, name="kvant-engine", daemon=True)
+        self._cleanup = self._prepare_model(model, own, backend, pack=pack)
+        openmp.release_threads()  # the engine's thread computes from now on
+        self._thread = Thread(target=self._run, name="kvant-engine", daemon=True)
         self._thread.start()
 
-    def _prepared(
-        self, model: Any, own: Prefixes | None, backend: str | None, *, pack: bool
+    def _prepare_model(
+        self, model: Any, own_prefixes: Prefixes | None, backend: str | None, *, pack: bool
     ) -> ExitStack:
         """Attach and pack the model, and name it for prefixes; what undoes all of it."""
         with ExitStack() as undo:
-            if own is not None:
-                undo.callback(own.close)
-            undo.callback(self._reuse.close)
-            if not attachments(model):
+            if own_prefixes is not None:
+                undo.callback(own_prefixes.close)
+            undo.callback(self._prefix_reuse.close)
+            if not get_attachments(model):
                 attach(model, self._batch.spec, backend=backend)
                 undo.callback(detach, model)
             if pack and not weights.is_packed(model):
                 undo.callback(weights.unpack, model)
                 weights.pack(model, tied=True)
             if self.prefixes is not None:  # looks at all weights, which are others once packed
-                self._batch.share(self.prefixes)
-                self._reuse.weigh()
+                self._batch.attach_prefixes(self.prefixes)
+                self._prefix_reuse.update_prefix_slots()
             return undo.pop_all()
 
     def __enter__(self) -> Engine:
@@ -183,7 +204,7 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all that is asked, free all memory, and end the thread."""
-        self._inbox.put(self._end)
+        self._inbox.put(self._stop)
         if current_thread() is not self._thread:  # it may be called by who is told of a step
             self._thread.join()
 
@@ -229,269 +250,298 @@ class Engine:
             if value < least:
                 raise ValueError(f"{name}={value}: {least} or more is needed")
         limits = replace(
-            self.limits,
+            self.stop_conditions,
             max_new_tokens=max_new_tokens,
             stop=(stop,) if isinstance(stop, str) else tuple(stop),
             end_tokens=frozenset() if ignore_end else self.end_tokens,
-            special=not skip_special_tokens,
+            include_special_tokens=not skip_special_tokens,
         )
         drawn = temperature, top_k, top_p, min_p, repetition_penalty, seed
-        biases = self._biases(logit_bias or {})
-        tokens = self.tokens_of(prompt)
+        biases = self._check_biases(logit_bias or {})
+        tokens = self.encode_prompt(prompt)
         limits.check_prompt(tokens)
-        rules = rules_of(grammar, self.tokenizer, limits.end_tokens)
+        rules = compile_grammar(grammar, self.tokenizer, limits.end_tokens)
         sampling = Sampling(*drawn, presence_penalty, frequency_penalty, biases, rules)
-        now, new = time.monotonic(), limits.left(0, len(tokens))
-        job = Job(
-            next(self._numbers), len(tokens), new, n, priority, tenant, arrived=int(1e3 * now)
+        now, new = time.monotonic(), limits.count_remaining(0, len(tokens))
+        job = ScheduledRequest(
+            next(self._request_numbers),
+            len(tokens),
+            new,
+            n,
+            priority,
+            tenant,
+            arrival_ms=int(1e3 * now),
         )
-        self._schedule.check(job)
+        self._scheduler.check_request(job)
         stream = Stream(tokens, n, lambda: self._inbox.put(lambda: self._cancel(job)), on_step)
-        samplers = [Sampler(sampling.apart(index), len(tokens)) for index in range(n)]
-        marks = marks_of_prompt(self.tokenizer, prompt, tokens)
+        samplers = [Sampler(sampling.derive_choice(index), len(tokens)) for index in range(n)]
+        marks = find_prompt_branch_points(self.tokenizer, prompt, tokens)
         request = Request(
-            job, Seat(tokens, salt=salt), samplers, limits, logprobs, stream, marks, since=now
+            job,
+            EngineSequence(tokens, salt=salt),
+            samplers,
+            limits,
+            logprobs,
+            stream,
+            marks,
+            last_token_time=now,
         )
-        if os.getpid() != self._process:
+        if os.getpid() != self._pid:
             raise EngineError(
-                f"submit in process {os.getpid()} to an engine of process {self._process}: its "
+                f"submit in process {os.getpid()} to an engine of process {self._pid}: its "
                 "thread did not follow into the fork; make an engine in the child"
             )
-        with self._door:
-            if not self._open:
+        with self._submit_lock:
+            if not self._is_open:
                 raise CacheError("an engine that was closed serves no more: make another one")
-            self._inbox.put(lambda: self._enter(request))
+            self._inbox.put(lambda: self._add_request(request))
         return stream
 
     @property
-    def serves(self) -> bool:
+    def is_open(self) -> bool:
         """Does it take requests, or was it closed?"""
-        return self._open
+        return self._is_open
 
     @property
     def max_sequences(self) -> int:
-        return self._schedule.max_sequences
+        return self._scheduler.max_sequences
 
-    def tokens_of(self, prompt: Prompt, limit: int | None = None) -> list[int]:
+    def encode_prompt(self, prompt: Prompt, limit: int | None = None) -> list[int]:
         """The tokens of a prompt: of text, token ids, or messages with roles.
 
         A text that has far more than `limit` tokens, or than the context, is refused before all
         of it is encoded.
         """
-        limit = self.limits.max_context if limit is None else limit
-        tokens = tokens_of_prompt(self.tokenizer, prompt, limit)
-        return encode(self.tokenizer, tokens, limit) if isinstance(tokens, str) else tokens
+        limit = self.stop_conditions.max_context if limit is None else limit
+        tokens = resolve_prompt(self.tokenizer, prompt, limit)
+        return encode_text(self.tokenizer, tokens, limit) if isinstance(tokens, str) else tokens
 
-    def _biases(self, given: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    def _check_biases(self, biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
         """Of tokens of the vocabulary."""
-        most = self.limits.vocabulary
-        for token in given:
+        most = self.stop_conditions.vocab_size
+        for token in biases:
             if not 0 <= token < (1 << 31 if most is None else most):
                 raise ValueError(f"logit_bias of token {token}: the vocabulary has {most}")
-        return tuple(sorted(given.items()))
+        return tuple(sorted(biases.items()))
 
     def __repr__(self) -> str:
         told = self.stats()
         most = "" if told["max_bytes"] is None else f" of {format_size(told['max_bytes'])}"
         return (
-            f"Engine({words(self._batch.spec)}: {told['running']} running, "
+            f"Engine({describe_spec(self._batch.spec)}: {told['running']} running, "
             f"{told['waiting']} waiting, {format_size(told['nbytes_held'])}{most})"
         )
 
     def stats(self) -> dict[str, Any]:
         """Who waits and who is served, what was said, how long it took, what memory is held."""
-        schedule, requests = self._schedule, list(self._requests.values())
+        schedule, requests = self._scheduler, list(self._requests.values())
         return {
             **schedule.load(),
-            **self._figures.told(),
+            **self._metrics.stats(),
             "max_bytes": schedule.max_bytes,
-            **self._batch.stats([seat for request in requests for seat in request.seats]),
+            **self._batch.stats([seat for request in requests for seat in request.sequences]),
         }
 
     def load(self, tenant: str) -> dict[str, int]:
         """Count the requests of a tenant that wait and that run, and its sequences."""
-        return self._schedule.load(tenant)
+        return self._scheduler.load(tenant)
 
     # ---- in the engine's thread
 
-    def _serve(self) -> None:
+    def _run(self) -> None:
         """Take messages, do what is next, until one of them ends it."""
         error: BaseException | None = None
         try:
-            while self._open:
+            while self._is_open:
                 now = int(1e3 * time.monotonic())
-                action = self._schedule.next(now) if self._inbox.empty() else None
+                action = self._scheduler.choose_action(now) if self._inbox.empty() else None
                 if action is None:  # where there is nothing to do, it waits for somebody
                     with suppress(Empty):
-                        self._inbox.get(timeout=self._schedule.wakes(now))()
+                        self._inbox.get(timeout=self._scheduler.compute_timeout(now))()
                 else:
-                    self._do(action)
+                    self._perform(action)
         except BaseException as failure:
             log.exception("the engine's thread ended")
             error = failure
-        with self._undo:
-            self._leave(error)
+        with self._cleanup:
+            self._shut_down(error)
 
-    def _leave(self, error: BaseException | None) -> None:
+    def _shut_down(self, error: BaseException | None) -> None:
         """Tell everybody that nothing comes any more, and let go of all memory."""
-        with self._door:
-            self._open = False
+        with self._submit_lock:
+            self._is_open = False
         while not self._inbox.empty():  # who is told may ask for more, and is refused
             self._inbox.get()()
-        clear(error)
+        clear_traceback_frames(error)
         for request in self._requests.values():
-            request.end(None if error is None else EngineError(f"the engine ended: {error!r}"))
+            request.finish(None if error is None else EngineError(f"the engine ended: {error!r}"))
         self._requests.clear()
         self._batch.clear()
 
-    def _end(self) -> None:
-        self._open = False
+    def _stop(self) -> None:
+        self._is_open = False
 
-    def _enter(self, request: Request) -> None:
+    def _add_request(self, request: Request) -> None:
         if not self._requests:  # nobody was served: the model may have been changed
-            self._batch.doubt()
-        self._requests[request.job] = request
-        self._schedule.add(request.job)
-        self._figures.asked(request.job)
+            self._batch.invalidate_weights_check()
+        self._requests[request.scheduled] = request
+        self._scheduler.add(request.scheduled)
+        self._metrics.count_request(request.scheduled)
 
-    def _cancel(self, job: Job) -> None:
-        if job in self._requests:
-            self._batch.doubt()  # whoever cancelled may change the model
-            self._figures.cancelled += 1
-            self._finish(self._requests[job])
+    def _cancel(self, scheduled: ScheduledRequest) -> None:
+        if scheduled in self._requests:
+            self._batch.invalidate_weights_check()  # whoever cancelled may change the model
+            self._metrics.cancelled += 1
+            self._finish(self._requests[scheduled])
 
-    def _do(self, action: Action) -> None:
-        if isinstance(action, Read):
-            self._read(action)
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Prefill):
+            self._prefill(action)
         elif isinstance(action, Decode):
             self._decode(action)
-        elif isinstance(action, PutAside | TakeBack):
-            self._move(action)
-        elif isinstance(action, Begin):
-            self._reuse.begin(action.job)
-        elif isinstance(action, Fetch):
-            self._reuse.fetch(action.job)
+        elif isinstance(action, SwapOut | SwapIn):
+            self._swap(action)
+        elif isinstance(action, MatchPrefix):
+            self._prefix_reuse.match_prefix(action.request)
+        elif isinstance(action, LookUpStore):
+            self._prefix_reuse.look_up_store(action.request)
         elif isinstance(action, Evict):
-            self._reuse.evict(action.nbytes, at_once=action.at_once)
+            self._prefix_reuse.evict_prefixes(
+                action.nbytes, include_unwritten=action.include_unwritten
+            )
         else:
-            self._reuse.forget()
+            self._prefix_reuse.drop_waiting_matches()
             self._batch.clear()
-            self._schedule.done(action)
+            self._scheduler.complete(action)
 
-    def _read(self, action: Read) -> None:
+    def _prefill(self, action: Prefill) -> None:
         """A chunk of a prompt; behind the last one, the first token of every continuation."""
-        request, begin = self._requests[action.job], time.perf_counter()
-        if not request.served:
-            request.served = True
-            self._batch.count(action.job.prompt, action.job.read)
-            self._figures.found(request.stream.usage)
-        self._reuse.leave(action.job)
-        last = action.job.read + action.count == action.job.prompt
+        request, begin = self._requests[action.request], time.perf_counter()
+        if not request.prefill_started:
+            request.prefill_started = True
+            self._batch.record_lookup(
+                action.request.num_prompt_tokens, action.request.num_computed_tokens
+            )
+            self._metrics.count_prefix_hits(request.stream.usage)
+        self._prefix_reuse.cancel_lookup(action.request)
+        last = action.request.num_computed_tokens + action.count == action.request.num_prompt_tokens
         try:
-            logits = self._batch.read(request.seat, action.count)
+            logits = self._batch.prefill(request.sequence, action.count)
             if last:
-                self._split(request)
+                self._fork_choices(request)
         except Exception as error:
-            self._reuse.reject(request)
+            self._prefix_reuse.reject(request)
             self._finish(request, error)
             return
         seconds = time.perf_counter() - begin
-        self._pace.took(action.count, action.job.read, seconds)
-        self._batch.took(action.count, seconds)
-        self._schedule.done(action)
-        if action.job.read in action.job.stops:
-            self._reuse.keep(request.job, request.seat)
+        self._chunk_sizer.record_time(action.count, action.request.num_computed_tokens, seconds)
+        self._batch.record_prefill_time(action.count, seconds)
+        self._scheduler.complete(action)
+        if action.request.num_computed_tokens in action.request.checkpoint_positions:
+            self._prefix_reuse.insert_prefix(request.scheduled, request.sequence)
         if last:
-            if request.came and logits.isnan().any():  # no token will be drawn from them
-                self._reuse.reject(request)
+            if request.restored_range and logits.isnan().any():  # no token will be drawn from them
+                self._prefix_reuse.reject(request)
             rows = logits.expand(len(request.choices), -1)
-            self._say([(request, choice) for choice in request.choices], rows)
+            self._emit_tokens([(request, choice) for choice in request.choices], rows)
 
-    def _split(self, request: Request) -> None:
+    def _fork_choices(self, request: Request) -> None:
         """Let every continuation of a prompt have a sequence of its own."""
-        seats = [request.seat]
-        seats += [self._batch.fork(request.seat) for _ in request.samplers[1:]]
+        seats = [request.sequence]
+        seats += [self._batch.fork(request.sequence) for _ in request.samplers[1:]]
         request.choices = [
-            Choice(index, Reply(self.tokenizer, request.limits, seat.tokens), sampler, seat)
+            RequestChoice(
+                index, Output(self.tokenizer, request.stop_conditions, seat.tokens), sampler, seat
+            )
             for index, (seat, sampler) in enumerate(zip(seats, request.samplers, strict=True))
         ]
 
     def _decode(self, action: Decode) -> None:
         """A token for every sequence of these."""
-        requests = [self._requests[job] for job in action.jobs]
+        requests = [self._requests[job] for job in action.requests]
         going = [(request, choice) for request in requests for choice in request.choices]
-        logits, failed = self._batch.decode([choice.seat for _, choice in going])
+        logits, failed = self._batch.decode([choice.sequence for _, choice in going])
         for place, error in failed.items():
-            if going[place][0].job in self._requests:
+            if going[place][0].scheduled in self._requests:
                 self._finish(going[place][0], error)
-        self._schedule.done(Decode(tuple(job for job in action.jobs if job in self._requests)))
+        self._scheduler.complete(
+            Decode(tuple(job for job in action.requests if job in self._requests))
+        )
         if len(failed) < len(going):
-            self._say([one for place, one in enumerate(going) if place not in failed], logits)
+            self._emit_tokens(
+                [one for place, one in enumerate(going) if place not in failed], logits
+            )
 
-    def _say(self, going: Sequence[tuple[Request, Choice]], logits: Tensor) -> None:
+    def _emit_tokens(
+        self, choices: Sequence[tuple[Request, RequestChoice]], logits: Tensor
+    ) -> None:
         """A token for each, by its row of logits."""
-        found = drawn_for(going, logits)
+        found = sample_tokens(choices, logits)
         now = time.monotonic()
-        for (request, choice), one in zip(going, found, strict=True):
-            if request.job not in self._requests:
+        for (request, choice), one in zip(choices, found, strict=True):
+            if request.scheduled not in self._requests:
                 continue  # another continuation failed
             try:
                 if isinstance(one, Exception):
                     raise one
-                step = choice.reply.add(one, choice=choice.index)
-                self._figures.said(request.since, now, first=choice.reply.said == 1)
-                request.stream.put(step)
+                step = choice.output.append_token(one, choice=choice.index)
+                self._metrics.count_token(
+                    request.last_token_time, now, first=choice.output.num_generated == 1
+                )
+                request.stream.put_step(step)
             except Exception as error:
                 self._finish(request, error)
                 continue
             if step.finish_reason is not None:
                 request.choices.remove(choice)
-                self._schedule.ended(request.job)
-                self._reuse.keep(request.job, choice.seat)
-                self._batch.drop(choice.seat)
+                self._scheduler.finish_sequence(request.scheduled)
+                self._prefix_reuse.insert_prefix(request.scheduled, choice.sequence)
+                self._batch.release(choice.sequence)
                 if not request.choices:
-                    self._figures.finished += 1
+                    self._metrics.finished += 1
                     self._finish(request)
-        for request, _ in going:
-            request.since = now
+        for request, _ in choices:
+            request.last_token_time = now
 
-    def _move(self, action: PutAside | TakeBack) -> None:
+    def _swap(self, action: SwapOut | SwapIn) -> None:
         """Pages of a request to files, or back."""
-        request, job = self._requests[action.job], action.job
-        self._reuse.leave(job)
-        self._figures.put_aside += isinstance(action, PutAside)
+        request, job = self._requests[action.request], action.request
+        self._prefix_reuse.cancel_lookup(job)
+        self._metrics.put_aside += isinstance(action, SwapOut)
         try:
-            if self._folder is None:
-                self._folder = Path(self._undo.enter_context(TemporaryDirectory(prefix="kvant-")))
-            for place, seat in enumerate(request.seats):
-                if isinstance(action, PutAside):
-                    self._batch.put_aside(seat, self._folder / f"{job.number}-{place}.kv")
+            if self._swap_folder is None:
+                self._swap_folder = Path(
+                    self._cleanup.enter_context(TemporaryDirectory(prefix="kvant-"))
+                )
+            for place, seat in enumerate(request.sequences):
+                if isinstance(action, SwapOut):
+                    self._batch.swap_out(seat, self._swap_folder / f"{job.number}-{place}.kv")
                 else:
-                    self._batch.take_back(seat)
+                    self._batch.swap_in(seat)
         except Exception as error:
             self._finish(request, error)
             return
-        self._schedule.done(action)
+        self._scheduler.complete(action)
 
     def _finish(self, request: Request, error: BaseException | None = None) -> None:
         """Let a request go, and tell it why, unless all of it was said."""
         if error is not None:
-            self._figures.failed += 1
-            clear(error)
-        if not request.served:  # else they were counted as its first chunk was read
-            self._figures.found(request.stream.usage)
-        self._schedule.remove(request.job)
-        self._reuse.leave(request.job)
-        for seat in request.seats:
-            if error is None and self._open:
-                self._reuse.keep(request.job, seat)
-            self._batch.drop(seat)
-        request.end(error)
+            self._metrics.failed += 1
+            clear_traceback_frames(error)
+        if not request.prefill_started:  # else they were counted as its first chunk was read
+            self._metrics.count_prefix_hits(request.stream.usage)
+        self._scheduler.remove(request.scheduled)
+        self._prefix_reuse.cancel_lookup(request.scheduled)
+        for seat in request.sequences:
+            if error is None and self._is_open:
+                self._prefix_reuse.insert_prefix(request.scheduled, seat)
+            self._batch.release(seat)
+        request.finish(error)
         request.choices = []
-        self._requests.pop(request.job, None)
+        self._requests.pop(request.scheduled, None)
 
 
-def _prefixes_of(store: Any, max_bytes: int | str | None, prefixes: Any) -> Prefixes | None:
+def _make_prefixes(store: Any, max_bytes: int | str | None, prefixes: Any) -> Prefixes | None:
     """Prefixes of an engine's own, where it is given a store."""
     if store is not None and prefixes is not None:
         raise TypeError("prefixes and a store: give the store to kvant.Prefixes(store=...)")

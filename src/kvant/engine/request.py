@@ -8,63 +8,67 @@ from traceback import clear_frames
 
 from torch import Tensor
 
-from kvant.engine.batch import Seat
-from kvant.engine.schedule import Job
+from kvant.engine.batch import EngineSequence
+from kvant.engine.scheduler import ScheduledRequest
 from kvant.engine.stream import Stream
-from kvant.generation.loop import Reply
-from kvant.generation.sampling import Drawn, Sampler, drawn
-from kvant.generation.settings import Limits
+from kvant.generation.loop import Output
+from kvant.generation.sampling import SampledToken, Sampler, sample_batch
+from kvant.generation.settings import StopConditions
 
 
 @dataclass(eq=False)
-class Choice:
+class RequestChoice:
     """One continuation of a prompt."""
 
     index: int
-    reply: Reply
+    output: Output
     sampler: Sampler
-    seat: Seat
+    sequence: EngineSequence
 
 
 @dataclass(eq=False)
 class Request:
     """What was asked, and who still continues it."""
 
-    job: Job
-    seat: Seat
+    scheduled: ScheduledRequest
+    sequence: EngineSequence
     samplers: list[Sampler]  # one for each continuation
-    limits: Limits
+    stop_conditions: StopConditions
     logprobs: int
     stream: Stream
-    marks: list[int]  # lengths of the prompt at which others may begin to differ
-    since: float  # when the last token came, in seconds; before the first, when it was asked
-    served: bool = False  # has reading its prompt begun?
-    came: range = range(0)  # tokens of the prompt that a store had
-    choices: list[Choice] = field(default_factory=list)  # those that go on
+    branch_points: list[int]  # lengths of the prompt at which others may begin to differ
+    last_token_time: (
+        float  # when the last token came, in seconds; before the first, when it was asked
+    )
+    prefill_started: bool = False  # has reading its prompt begun?
+    restored_range: range = range(0)  # tokens of the prompt that a store had
+    choices: list[RequestChoice] = field(default_factory=list)  # those that go on
 
     @property
-    def seats(self) -> list[Seat]:
-        return [choice.seat for choice in self.choices] or [self.seat]
+    def sequences(self) -> list[EngineSequence]:
+        return [choice.sequence for choice in self.choices] or [self.sequence]
 
-    def end(self, error: BaseException | None = None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         """Tell who asked that nothing comes any more."""
         for choice in self.choices:
-            self.stream.hold(choice.index, choice.reply.text.rest())
-        self.stream.end(error)
+            self.stream.set_final_text(choice.index, choice.output.detokenizer.flush())
+        self.stream.finish(error)
 
 
-def drawn_for(going: Sequence[tuple[Request, Choice]], logits: Tensor) -> list[Drawn | Exception]:
+def sample_tokens(
+    choices: Sequence[tuple[Request, RequestChoice]], logits: Tensor
+) -> list[SampledToken | Exception]:
     """The next token of each, all at once; where that fails, one by one."""
 
-    def draw(some: Sequence[tuple[Request, Choice]], rows: Tensor) -> list[Drawn]:
-        samplers, before = zip(*((c.sampler, c.reply.tokens) for _, c in some), strict=True)
-        return drawn(rows, samplers, before, [request.logprobs for request, _ in some])
+    def draw(some: Sequence[tuple[Request, RequestChoice]], rows: Tensor) -> list[SampledToken]:
+        samplers, before = zip(*((c.sampler, c.output.tokens) for _, c in some), strict=True)
+        return sample_batch(rows, samplers, before, [request.logprobs for request, _ in some])
 
     try:
-        return [*draw(going, logits)]
+        return [*draw(choices, logits)]
     except Exception:
-        found: list[Drawn | Exception] = []
-        for row, one in enumerate(going):
+        found: list[SampledToken | Exception] = []
+        for row, one in enumerate(choices):
             try:
                 found += draw([one], logits[row : row + 1])
             except Exception as error:
@@ -72,7 +76,7 @@ def drawn_for(going: Sequence[tuple[Request, Choice]], logits: Tensor) -> list[D
         return found
 
 
-def clear(error: BaseException | None) -> None:
+def clear_traceback_frames(error: BaseException | None) -> None:
     """Somebody may keep an error, but not the caches that its frames hold."""
     seen = set[int]()
     while error is not None and id(error) not in seen:

@@ -72,26 +72,28 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
     def __init__(
         self,
         prompt: Sequence[int],
-        choices: int,
+        num_choices: int,
         cancel: Callable[[], None],
         on_step: Callable[[Step], None] | None = None,
     ) -> None:
         self.prompt = tuple(prompt)
-        self._found: tuple[int, int, str | None] = (0, 0, None)
-        self._said: list[list[Step]] = [[] for _ in range(choices)]
+        self._prefix_usage: tuple[int, int, str | None] = (0, 0, None)
+        self._steps: list[list[Step]] = [[] for _ in range(num_choices)]
         self._cancel = cancel
         self._on_step = on_step
         self._unread: deque[Step] = deque()
-        self._rests = [""] * choices  # texts that were held back when a request was cancelled
-        self._over = False  # does nothing come any more?
-        self._told: list[Callable[[], object]] = []  # once it is over
+        self._final_texts = [
+            ""
+        ] * num_choices  # texts that were held back when a request was cancelled
+        self._is_done = False  # does nothing come any more?
+        self._done_callbacks: list[Callable[[], object]] = []  # once it is over
         self._error: BaseException | None = None
         self._changed = Condition()
-        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def __next__(self) -> Step:
         with self._changed:
-            while (step := self._next()) is None:
+            while (step := self._take_step()) is None:
                 self._changed.wait()
         return step
 
@@ -100,12 +102,12 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
         while True:
             with self._changed:
                 try:
-                    if (step := self._next()) is not None:
+                    if (step := self._take_step()) is not None:
                         return step
                 except StopIteration:
                     raise StopAsyncIteration from None
                 woken = loop.create_future()
-                self._waiting.append((loop, woken))
+                self._waiters.append((loop, woken))
             await woken
 
     def __aiter__(self) -> Stream:
@@ -118,29 +120,29 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
     @property
     def done(self) -> bool:
         """Does nothing come any more? There may still be steps to read."""
-        return self._over
+        return self._is_done
 
     @property
     def outcome(self) -> Outcome | None:
         """How the request ended; None before it did."""
-        if not self._over:
+        if not self._is_done:
             return None
         if self._error is not None:
             return "failed"
-        ended = all(steps and steps[-1].finish_reason for steps in self._said)
+        ended = all(steps and steps[-1].finish_reason for steps in self._steps)
         return "finished" if ended else "cancelled"
 
-    def add_done_callback(self, tell: Callable[[], object]) -> None:
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call this once nothing comes any more, in the engine's thread, or now if it is so."""
         with self._changed:
-            if not self._over:
-                self._told.append(tell)
+            if not self._is_done:
+                self._done_callbacks.append(callback)
                 return
-        tell()
+        callback()
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.prompt), sum(map(len, self._said)), *self._found)
+        return Usage(len(self.prompt), sum(map(len, self._steps)), *self._prefix_usage)
 
     def result(self, timeout: float | None = None) -> Result:
         """The first continuation, once all of it is there."""
@@ -149,39 +151,43 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
     def results(self, timeout: float | None = None) -> list[Result]:
         """Every continuation, once all of them are there."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._over, timeout):
+            if not self._changed.wait_for(lambda: self._is_done, timeout):
                 raise TimeoutError(f"no result after {timeout} seconds")
         if self._error is not None:
             raise self._error
-        return [self._result(*one) for one in zip(self._said, self._rests, strict=True)]
+        return [self._make_result(*one) for one in zip(self._steps, self._final_texts, strict=True)]
 
     # ---- what the engine calls, in its thread
 
-    def put(self, step: Step) -> None:
+    def put_step(self, step: Step) -> None:
         """A step; an error of somebody who is told of it is an error of this request."""
         with self._changed:
-            self._said[step.choice].append(step)
+            self._steps[step.choice].append(step)
             self._unread.append(step)
-            self._wake()
+            self._wake_waiters()
         if self._on_step is not None:
             self._on_step(step)
 
-    def found(self, tokens: int, came: range, lost: str | None) -> None:
+    def set_prefix_usage(self, num_cached: int, restored: range, mismatch: str | None) -> None:
         """So many tokens of the prompt were there, and which from a store; where it left them."""
-        self._found = tokens, len(range(came.start, min(came.stop, tokens))), lost
+        self._prefix_usage = (
+            num_cached,
+            len(range(restored.start, min(restored.stop, num_cached))),
+            mismatch,
+        )
 
-    def hold(self, choice: int, text: str) -> None:
+    def set_final_text(self, choice: int, text: str) -> None:
         """What was held back of a continuation that is cancelled."""
-        self._rests[choice] = text
+        self._final_texts[choice] = text
 
-    def end(self, error: BaseException | None = None) -> None:
+    def finish(self, error: BaseException | None = None) -> None:
         """Nothing comes any more; continuations without an end of their own were cancelled."""
         if isinstance(error, StopIteration | StopAsyncIteration):  # would be taken for the end
             error = RuntimeError(repr(error))
         with self._changed:
-            self._over, self._error = True, error
-            told, self._told = self._told, []
-            self._wake()
+            self._is_done, self._error = True, error
+            told, self._done_callbacks = self._done_callbacks, []
+            self._wake_waiters()
         for tell in told:
             try:
                 tell()
@@ -190,31 +196,31 @@ class Stream(Iterator[Step], AsyncIterator[Step]):
 
     # ---- within
 
-    def _next(self) -> Step | None:
+    def _take_step(self) -> Step | None:
         """None where there may be one later."""
         if self._unread:
             return self._unread.popleft()
-        if not self._over:
+        if not self._is_done:
             return None
         if self._error is not None:
             raise self._error
         raise StopIteration
 
-    def _wake(self) -> None:
+    def _wake_waiters(self) -> None:
         self._changed.notify_all()
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiters = self._waiters, []
         for loop, woken in waiting:
             with suppress(RuntimeError):  # of a loop that is closed
-                loop.call_soon_threadsafe(_tell, woken)
+                loop.call_soon_threadsafe(_wake_future, woken)
 
-    def _result(self, steps: list[Step], rest: str) -> Result:
-        text = "".join(step.text for step in steps) + rest
+    def _make_result(self, steps: list[Step], final_text: str) -> Result:
+        text = "".join(step.text for step in steps) + final_text
         reason = (steps[-1].finish_reason if steps else None) or "cancelled"
         tokens, logprobs = tuple(s.token for s in steps), tuple(s.logprob for s in steps)
-        usage = Usage(len(self.prompt), len(steps), *self._found)
+        usage = Usage(len(self.prompt), len(steps), *self._prefix_usage)
         return Result(text, tokens, logprobs, reason, usage)
 
 
-def _tell(woken: asyncio.Future[None]) -> None:
-    if not woken.done():
-        woken.set_result(None)
+def _wake_future(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

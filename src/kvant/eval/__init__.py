@@ -1,6 +1,6 @@
 """What every format does to a model, measured: `evaluate(model, tokenizer, formats)`."""
 
 from kvant.eval.evaluation import evaluate
-from kvant.eval.result import Result, Settings
+from kvant.eval.result import EvaluationResult, EvaluationSettings
 
-__all__ = ["Result", "Settings", "evaluate"]
+__all__ = ["EvaluationResult", "EvaluationSettings", "evaluate"]

@@ -23,13 +23,13 @@ from torch import Tensor
 
 from kvant.errors import CapacityError, name_path
 from kvant.planner import plan
-from kvant.probing.predictions import Divergence
-from kvant.probing.recall import Shares
+from kvant.probing.divergence import Divergence
+from kvant.probing.recall import RecallShares
 from kvant.recipes import AnySpec
 
 
 @dataclass(frozen=True)
-class Settings:
+class EvaluationSettings:
     """The defaults are for a small model on a few cores: two minutes for four formats."""
 
     tokens: int = 16384  # of text, whose every next token is predicted
@@ -45,32 +45,35 @@ class Settings:
                 raise ValueError(f"{name}={value}: {least} or more is needed")
 
 
-BLOCK = 128  # positions
-DRAWS = 1000
-Interval = tuple[float, float]
+BOOTSTRAP_BLOCK_POSITIONS = 128  # positions
+NUM_BOOTSTRAP_DRAWS = 1000
+ConfidenceInterval = tuple[float, float]
 
 
-def mean_interval(
-    values: Tensor, *, block: int = BLOCK, level: float = 0.95, seed: int = 0
-) -> Interval:
+def bootstrap_mean_interval(
+    values: Tensor, *, block: int = BOOTSTRAP_BLOCK_POSITIONS, level: float = 0.95, seed: int = 0
+) -> ConfidenceInterval:
     """What the mean of such values lies between, with this confidence."""
     block = max(1, min(block, len(values) // 8))  # of a short text there are still some to draw
     parts = values.double().split(block)  # type: ignore[no-untyped-call]
     sums = torch.stack([part.sum() for part in parts])
     counts = torch.tensor([len(part) for part in parts])
     drawn = torch.randint(
-        len(parts), (DRAWS, len(parts)), generator=torch.Generator().manual_seed(seed)
+        len(parts), (NUM_BOOTSTRAP_DRAWS, len(parts)), generator=torch.Generator().manual_seed(seed)
     )
     means = (sums[drawn].sum(1) / counts[drawn].sum(1)).sort().values
-    outside = round(DRAWS * (1 - level) / 2)
+    outside = round(NUM_BOOTSTRAP_DRAWS * (1 - level) / 2)
     return float(means[outside]), float(means[-1 - outside])
 
 
-LENGTHS = {"2k": 2048, "32k": 32768}  # tokens at which the bytes of a whole cache are told
+REPORTED_CONTEXT_LENGTHS = {
+    "2k": 2048,
+    "32k": 32768,
+}  # tokens at which the bytes of a whole cache are told
 
 
 @dataclass(frozen=True)
-class Result:
+class EvaluationResult:
     """Quality against the raw cache of the same model, and what it costs."""
 
     format: str
@@ -78,16 +81,16 @@ class Result:
     raw_perplexity: float
     perplexity: float
     perplexity_change: float  # 0.01 is one percent more
-    perplexity_change_interval: Interval  # 95%
+    perplexity_change_interval: ConfidenceInterval  # 95%
     mean_kl: float  # nats, as all KL
-    mean_kl_interval: Interval
+    mean_kl_interval: ConfidenceInterval
     p99_kl: float
     p999_kl: float
     top1: float
     identical: float  # tokens of a greedy continuation, of `continued`
     continued: int
-    recall: Shares
-    raw_recall: Shares
+    recall: RecallShares
+    raw_recall: RecallShares
     row_nbytes: float  # of a token in all layers, once it is sealed
     raw_row_nbytes: float
     nbytes: Mapping[str, int | None]  # of a whole cache; None where its capacity is less
@@ -96,114 +99,124 @@ class Result:
     vs_raw: float
 
     @property
-    def shares(self) -> dict[str, float]:
+    def recall_shares(self) -> dict[str, float]:
         """Of the answers that were right, at all depths."""
         return {kind: fmean(depths.values()) for kind, depths in self.recall.items()}
 
     @property
-    def raw_shares(self) -> dict[str, float]:
+    def raw_recall_shares(self) -> dict[str, float]:
         return {kind: fmean(depths.values()) for kind, depths in self.raw_recall.items()}
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """JSON has no infinity: null is what a format gets that gives no numbers."""
-        return {name: _finite(value) for name, value in asdict(self).items()}
+        return {name: _encode_infinity(value) for name, value in asdict(self).items()}
 
     @staticmethod
-    def from_json(told: Mapping[str, Any]) -> Result:
-        return Result(**{one.name: _infinite(told[one.name]) for one in fields(Result)})
+    def from_json(data: Mapping[str, Any]) -> EvaluationResult:
+        return EvaluationResult(
+            **{one.name: _decode_infinity(data[one.name]) for one in fields(EvaluationResult)}
+        )
 
 
-def quality(divergence: Divergence, seed: int) -> dict[str, Any]:
+def summarize_quality(divergence: Divergence, seed: int) -> dict[str, Any]:
     """The figures of all positions."""
-    more = mean_interval(divergence.loss - divergence.raw_loss, seed=seed)
+    more = bootstrap_mean_interval(divergence.loss - divergence.raw_loss, seed=seed)
     change = torch.tensor(more, dtype=torch.float64).expm1()  # which may be infinite
     return {
-        "positions": divergence.positions,
+        "positions": divergence.num_positions,
         "raw_perplexity": divergence.raw_perplexity,
         "perplexity": divergence.perplexity,
         "perplexity_change": divergence.perplexity_change,
         "perplexity_change_interval": (float(change[0]), float(change[1])),
         "mean_kl": divergence.mean_kl,
-        "mean_kl_interval": mean_interval(divergence.kl, seed=seed),
+        "mean_kl_interval": bootstrap_mean_interval(divergence.kl, seed=seed),
         "p99_kl": divergence.quantile(0.99),
         "p999_kl": divergence.quantile(0.999),
         "top1": divergence.top1,
     }
 
 
-def size(model: Any, spec: AnySpec) -> dict[str, Any]:
+def summarize_nbytes(model: Any, spec: AnySpec) -> dict[str, Any]:
     """What the rows of a checkpoint take, whatever it computes in here."""
     shape = model.config
     return {
         "row_nbytes": plan(shape, spec, context=1).nbytes_per_token,
         "raw_row_nbytes": plan(shape, "raw").nbytes_per_token,
-        "nbytes": {name: _nbytes(shape, spec, count) for name, count in LENGTHS.items()},
-        "raw_nbytes": {name: _nbytes(shape, "raw", count) for name, count in LENGTHS.items()},
+        "nbytes": {
+            name: _plan_nbytes(shape, spec, count)
+            for name, count in REPORTED_CONTEXT_LENGTHS.items()
+        },
+        "raw_nbytes": {
+            name: _plan_nbytes(shape, "raw", count)
+            for name, count in REPORTED_CONTEXT_LENGTHS.items()
+        },
     }
 
 
-def flat(result: Result) -> dict[str, Any]:
+def flatten_result(result: EvaluationResult) -> dict[str, Any]:
     """One scalar a name, for a table of CSV."""
     found: dict[str, Any] = {}
-    for name, value in result.as_json().items():
+    for name, value in result.to_json().items():
         if isinstance(value, list):
             found |= {f"{name}_low": value[0], f"{name}_high": value[1]}
         elif isinstance(value, dict):
-            told = {"recall": result.shares, "raw_recall": result.raw_shares}.get(name, value)
+            told = {"recall": result.recall_shares, "raw_recall": result.raw_recall_shares}.get(
+                name, value
+            )
             found |= {f"{name}_{key}": number for key, number in told.items()}
         else:
             found[name] = value
     return found
 
 
-def _nbytes(shape: Any, spec: AnySpec, context: int) -> int | None:
+def _plan_nbytes(shape: Any, spec: AnySpec, context: int) -> int | None:
     try:
         return plan(shape, spec, context=context).nbytes_kept
     except CapacityError:
         return None
 
 
-def _finite(value: Any) -> Any:
+def _encode_infinity(value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_finite(part) for part in value]
+        return [_encode_infinity(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _infinite(value: Any) -> Any:
+def _decode_infinity(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(_infinite(part) for part in value)
+        return tuple(_decode_infinity(part) for part in value)
     return math.inf if value is None else value
 
 
-class Saved:
+class ResultFile:
     """The results of one measurement; without a path only in memory."""
 
-    def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
         self.path = path
-        self._found: dict[tuple[str, str], Result] = {}
+        self._results: dict[tuple[str, str], EvaluationResult] = {}
         if path is None:
             return
-        first, *rest = _lines(path) if path.exists() else [dict(facts)]
-        _check(path, first, facts)
+        first, *rest = _read_lines(path) if path.exists() else [dict(header)]
+        _check_header(path, first, header)
         for told in rest:
-            self._found[told["format"], told["recipe"]] = Result.from_json(told)
+            self._results[told["format"], told["recipe"]] = EvaluationResult.from_json(told)
         if not path.exists():
-            self._append(facts)
+            self._append_line(header)
 
-    def get(self, name: str, recipe: str) -> Result | None:
-        return self._found.get((name, recipe))
+    def get(self, name: str, recipe: str) -> EvaluationResult | None:
+        return self._results.get((name, recipe))
 
-    def add(self, recipe: str, result: Result) -> None:
-        self._found[result.format, recipe] = result
-        self._append(result.as_json() | {"recipe": recipe})
+    def add(self, recipe: str, result: EvaluationResult) -> None:
+        self._results[result.format, recipe] = result
+        self._append_line(result.to_json() | {"recipe": recipe})
 
-    def _append(self, line: Mapping[str, Any]) -> None:
+    def _append_line(self, line: Mapping[str, Any]) -> None:
         if self.path is not None:
             with name_path(self.path), self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def _read_lines(path: Path) -> list[dict[str, Any]]:
     text = path.read_text(encoding="utf-8", errors="replace")
     whole, end, torn = text.rpartition("\n")
     try:
@@ -217,52 +230,54 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _check(path: Path, told: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    for name, value in facts.items():
-        if told.get(name) != value:
+def _check_header(path: Path, header: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    for name, value in expected.items():
+        if header.get(name) != value:
             raise ValueError(
-                f"{path} holds results with {name} {told.get(name)}, and this is {value}: "
+                f"{path} holds results with {name} {header.get(name)}, and this is {value}: "
                 "give the same settings, or save to another file"
             )
 
 
-LEAST = 1e-7  # nats: below is rounding, and a scale in powers has no zero
+MIN_PLOTTED_KL = 1e-7  # nats: below is rounding, and a scale in powers has no zero
 
 
-class Point(NamedTuple):
+class FormatPoint(NamedTuple):
     """A format: bytes of a sealed row, of raw, and the mean divergence."""
 
-    share: float
+    relative_nbytes: float
     kl: float
     name: str
 
     @classmethod
-    def of(cls, one: Result) -> Point:
-        return cls(one.row_nbytes / one.raw_row_nbytes, one.mean_kl, one.format)
+    def from_result(cls, result: EvaluationResult) -> FormatPoint:
+        return cls(result.row_nbytes / result.raw_row_nbytes, result.mean_kl, result.format)
 
 
-def front(points: Iterable[Point]) -> list[Point]:
+def find_pareto_front(points: Iterable[FormatPoint]) -> list[FormatPoint]:
     """From few bytes to many, each with less divergence than all that are smaller."""
-    found: list[Point] = []
+    found: list[FormatPoint] = []
     for one in sorted(points):
         if not found or one.kl < found[-1].kl:
             found.append(one)
     return found
 
 
-def _is_near(place: tuple[float, float], other: tuple[float, float]) -> bool:
+def _is_near(point: tuple[float, float], other: tuple[float, float]) -> bool:
     """Would one name lie over the other?"""
-    return abs(place[0] - other[0]) < 0.03 and abs(math.log10(place[1] / other[1])) < 0.1
+    return abs(point[0] - other[0]) < 0.03 and abs(math.log10(point[1] / other[1])) < 0.1
 
 
-def draw(points: Sequence[Point], title: str, file: Path) -> None:
+def plot_results(points: Sequence[FormatPoint], title: str, file: Path) -> None:
     figure = import_module("matplotlib.figure").Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    places = [(one.share, max(LEAST, one.kl)) for one in front(points)]
+    places = [
+        (one.relative_nbytes, max(MIN_PLOTTED_KL, one.kl)) for one in find_pareto_front(points)
+    ]
     axes.plot(*zip(*places, strict=True), color="0.7", zorder=1)
     named: list[tuple[float, float]] = []
     for one in points:
-        place = one.share, max(LEAST, one.kl)
+        place = one.relative_nbytes, max(MIN_PLOTTED_KL, one.kl)
         axes.scatter(*place, s=18, zorder=2)
         near = sum(_is_near(place, other) for other in named)  # whose names stand there already
         axes.annotate(

@@ -11,21 +11,21 @@ from kvant.lazy import lazy_names
 
 if TYPE_CHECKING:
     from kvant.generation.conversation import Messages
-    from kvant.generation.decoder import HostDecoder
+    from kvant.generation.decoder import TransformersDecoder
     from kvant.generation.grammar import Grammar
     from kvant.generation.loop import Step
     from kvant.generation.session import Session
     from kvant.generation.settings import Sampling
     from kvant.generation.stream import generate
 
-__all__ = ["Grammar", "HostDecoder", "Messages", "Sampling", "Session", "Step", "generate"]
+__all__ = ["Grammar", "Messages", "Sampling", "Session", "Step", "TransformersDecoder", "generate"]
 
 if not TYPE_CHECKING:  # or any name would be a good one
     __getattr__ = lazy_names(
         __name__,
         {
             "Grammar": "kvant.generation.grammar",
-            "HostDecoder": "kvant.generation.decoder",
+            "TransformersDecoder": "kvant.generation.decoder",
             "Messages": "kvant.generation.conversation",
             "Sampling": "kvant.generation.settings",
             "Session": "kvant.generation.session",

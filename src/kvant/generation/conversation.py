@@ -22,11 +22,13 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvant.errors import CacheError, CacheFileError, ContextError, PromptError
-from kvant.generation.reader import shared_prefix
+from kvant.generation.prefill import count_shared_prefix
 from kvant.generation.tools import Message, has_tools, knows_tools, takes_system, tools_as_text
 
-CHARACTERS = 4  # of a token, as a first guess
-CUT = 64  # tokens by which a part of a text may have more than the same part of the whole
+CHARACTERS_PER_TOKEN = 4  # of a token, as a first guess
+MAX_CUT_TOKENS = (
+    64  # tokens by which a part of a text may have more than the same part of the whole
+)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Turn:
         return self.shared + len(self.tokens)
 
 
-def tokens_of(turns: Sequence[Turn]) -> list[int]:
+def join_turns(turns: Sequence[Turn]) -> list[int]:
     """All tokens of a conversation, at the end of its last turn."""
     tokens: list[int] = []
     for turn in turns:
@@ -56,53 +58,67 @@ def tokens_of(turns: Sequence[Turn]) -> list[int]:
     return tokens
 
 
-class Dialogue(Protocol):
+class PromptFormat(Protocol):
     """How a conversation is shown to a model."""
 
     system: str | None
-    template: bool
+    uses_template: bool
 
-    def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
+    def make_prompt(
+        self, turns: Sequence[Turn], previous_tokens: Sequence[int], message: str
+    ) -> list[int]:
         """All tokens before the reply to `message`, behind `turns` that took `tokens`."""
 
-    def marks(self, turns: Sequence[Turn], message: str, prompt: Sequence[int]) -> list[int]:
+    def find_branch_points(
+        self, turns: Sequence[Turn], message: str, prompt: Sequence[int]
+    ) -> list[int]:
         """The lengths of that prompt at which another conversation may begin to differ."""
 
 
-class Continuation:
+class PlainTextFormat:
     """One text: a message stands right behind what was said before it."""
 
-    template = False
+    uses_template = False
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.system = system
 
-    def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
-        if tokens:
-            return [*tokens, *self.tokenizer.encode(message, add_special_tokens=False)]
+    def make_prompt(
+        self, turns: Sequence[Turn], previous_tokens: Sequence[int], message: str
+    ) -> list[int]:
+        if previous_tokens:
+            return [*previous_tokens, *self.tokenizer.encode(message, add_special_tokens=False)]
         return list(self.tokenizer.encode((self.system or "") + message))
 
-    def marks(self, turns: Sequence[Turn], message: str, prompt: Sequence[int]) -> list[int]:
+    def find_branch_points(
+        self, turns: Sequence[Turn], message: str, prompt: Sequence[int]
+    ) -> list[int]:
         return [turns[-1].end] if turns else []
 
 
-class Template:
+class ChatTemplateFormat:
     """Messages with roles, laid out as the model learned them."""
 
-    template = True
+    uses_template = True
 
     def __init__(self, tokenizer: Any, system: str | None = None) -> None:
         self.tokenizer = tokenizer
         self.system = system
 
-    def prompt(self, turns: Sequence[Turn], tokens: Sequence[int], message: str) -> list[int]:
-        return templated(self.tokenizer, Messages(self._messages(turns, message)))
+    def make_prompt(
+        self, turns: Sequence[Turn], previous_tokens: Sequence[int], message: str
+    ) -> list[int]:
+        return encode_messages(self.tokenizer, Messages(self._make_messages(turns, message)))
 
-    def marks(self, turns: Sequence[Turn], message: str, prompt: Sequence[int]) -> list[int]:
-        return marks_of(self.tokenizer, Messages(self._messages(turns, message)), prompt)
+    def find_branch_points(
+        self, turns: Sequence[Turn], message: str, prompt: Sequence[int]
+    ) -> list[int]:
+        return find_branch_points(
+            self.tokenizer, Messages(self._make_messages(turns, message)), prompt
+        )
 
-    def _messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
+    def _make_messages(self, turns: Sequence[Turn], message: str) -> list[dict[str, str]]:
         said = [] if self.system is None else [("system", self.system)]
         for turn in turns:
             said += [("user", turn.message), ("assistant", turn.reply)]
@@ -139,14 +155,14 @@ class Messages:
         plain = tools_as_text(self.messages, self.tools, system=system)
         return replace(self, messages=plain, tools=())
 
-    def text(self, tokenizer: Any, messages: Sequence[Message], **how: Any) -> str:
+    def render_text(self, tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
         """Some of the messages as the template of a tokenizer lays them out."""
         told = dict(self.options) | ({"tools": list(self.tools)} if self.tools else {})
-        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **told, **how)
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **told, **options)
         return text
 
 
-def check_text(text: str) -> str:
+def check_unicode(text: str) -> str:
     """Return a prompt as it is; refuse one that is no Unicode text."""
     try:
         text.encode()
@@ -158,19 +174,19 @@ def check_text(text: str) -> str:
     return text
 
 
-def encode(
-    tokenizer: Any, text: str, limit: int | None = None, *, special: bool = True
+def encode_text(
+    tokenizer: Any, text: str, limit: int | None = None, *, add_special_tokens: bool = True
 ) -> list[int]:
     """Encode a prompt, and refuse one that has far more than `limit` tokens by its front.
 
     A tokenizer takes hundreds of bytes a token while it works. So a long text is encoded in slices
     that double, from its front, until that passes the limit.
     """
-    options = {} if special else {"add_special_tokens": False}
-    size = len(text) if limit is None else CHARACTERS * (limit + CUT)
+    options = {} if add_special_tokens else {"add_special_tokens": False}
+    size = len(text) if limit is None else CHARACTERS_PER_TOKEN * (limit + MAX_CUT_TOKENS)
     while size < len(text):
         count = len(tokenizer.encode(text[:size], **options))
-        if limit is not None and count - CUT >= limit:
+        if limit is not None and count - MAX_CUT_TOKENS >= limit:
             raise ContextError(
                 f"a prompt of {len(text)} characters: its first {size} have {limit} tokens or "
                 "more, which is the limit; shorten it, or keep a window (window=N in the spec) "
@@ -180,87 +196,95 @@ def encode(
     return list(tokenizer.encode(text, **options))
 
 
-def templated(tokenizer: Any, asked: Messages, max_context: int | None = None) -> list[int]:
+def encode_messages(
+    tokenizer: Any, conversation: Messages, max_context: int | None = None
+) -> list[int]:
     """The tokens before the reply to the last of these."""
     if getattr(tokenizer, "chat_template", None) is None:
-        if asked.tools:
+        if conversation.tools:
             raise PromptError(
                 "tools for a tokenizer without a chat template: describe them in one text"
             )
         raise PromptError("messages for a tokenizer without a chat template: give one text")
     try:
-        shown = asked.adapt_to(tokenizer)
-        text = shown.text(tokenizer, shown.messages, add_generation_prompt=True)
+        shown = conversation.adapt_to(tokenizer)
+        text = shown.render_text(tokenizer, shown.messages, add_generation_prompt=True)
     except PromptError:  # of what cannot be shown as text
         raise
     except Exception as error:  # a template is a program of the model's, and may raise anything
         raise PromptError(f"the chat template of the model refuses this: {error}") from error
-    return encode(tokenizer, check_text(text), max_context, special=False)
+    return encode_text(tokenizer, check_unicode(text), max_context, add_special_tokens=False)
 
 
-def marks_of(tokenizer: Any, asked: Messages, prompt: Sequence[int]) -> list[int]:
+def find_branch_points(tokenizer: Any, conversation: Messages, prompt: Sequence[int]) -> list[int]:
     """The lengths of a prompt behind what the system says, and before the last message."""
-    asked = asked.adapt_to(tokenizer)
-    messages = asked.messages
+    conversation = conversation.adapt_to(tokenizer)
+    messages = conversation.messages
     first = next((i for i, one in enumerate(messages) if one.get("role") != "system"), 0)
     found = set()
     for head in (messages[:first], messages[:-1]):
         if head:
             with suppress(Exception):  # a template may want more messages than these
-                ids = tokenizer.encode(asked.text(tokenizer, head), add_special_tokens=False)
-                found.add(shared_prefix(ids, prompt))
+                ids = tokenizer.encode(
+                    conversation.render_text(tokenizer, head), add_special_tokens=False
+                )
+                found.add(count_shared_prefix(ids, prompt))
     return sorted(found)
 
 
-def dialogue_of(tokenizer: Any, system: str | None = None, template: bool = True) -> Dialogue:
+def make_prompt_format(
+    tokenizer: Any, system: str | None = None, template: bool = True
+) -> PromptFormat:
     """By the tokenizer's own template where it has one."""
     templated = template and getattr(tokenizer, "chat_template", None) is not None
-    return (Template if templated else Continuation)(tokenizer, system)
+    return (ChatTemplateFormat if templated else PlainTextFormat)(tokenizer, system)
 
 
-ONE = (
+ONE_PROMPT_MESSAGE = (
     "one prompt at a time is generated; of several, "
     "[list(kvant.generate(model, tokenizer, one)) for one in prompts]"
 )
 Prompt = str | Sequence[int] | Tensor | Sequence[Message] | Messages
 
 
-def tokens_of_prompt(
+def resolve_prompt(
     tokenizer: Any, prompt: Prompt, max_context: int | None = None
 ) -> str | list[int]:
     """Text as it is; of ids [T] or [1, T] the numbers; of messages what the template makes."""
     if isinstance(prompt, str):
-        return check_text(prompt)
-    if (asked := _messages(prompt)) is not None:
-        return templated(tokenizer, asked, max_context)
+        return check_unicode(prompt)
+    if (asked := _parse_messages(prompt)) is not None:
+        return encode_messages(tokenizer, asked, max_context)
     if isinstance(prompt, Mapping):
         raise PromptError("a mapping is no prompt: of a tokenizer's output give ['input_ids']")
     parts: Any = prompt if isinstance(prompt, list | tuple) else [prompt]
-    if any(isinstance(part, str) or (len(parts) > 1 and _many(part)) for part in parts):
-        raise PromptError(ONE)
-    return _ids(prompt)
+    if any(isinstance(part, str) or (len(parts) > 1 and _is_batch(part)) for part in parts):
+        raise PromptError(ONE_PROMPT_MESSAGE)
+    return _parse_token_ids(prompt)
 
 
-def marks_of_prompt(tokenizer: Any, prompt: Prompt, tokens: str | Sequence[int]) -> list[int]:
+def find_prompt_branch_points(
+    tokenizer: Any, prompt: Prompt, tokens: str | Sequence[int]
+) -> list[int]:
     """Where other prompts may begin to differ from one of messages; of others nobody knows."""
-    asked = _messages(prompt)
+    asked = _parse_messages(prompt)
     if asked is None or isinstance(tokens, str):
         return []
-    return marks_of(tokenizer, asked, tokens)
+    return find_branch_points(tokenizer, asked, tokens)
 
 
-def _messages(prompt: Any) -> Messages | None:
+def _parse_messages(prompt: Any) -> Messages | None:
     if isinstance(prompt, list | tuple) and prompt:
         whole = all(isinstance(one, Mapping) for one in prompt)
         return Messages(prompt) if whole else None
     return prompt if isinstance(prompt, Messages) else None
 
 
-def _many(part: Any) -> bool:
+def _is_batch(part: Any) -> bool:
     return isinstance(part, list | tuple) or (isinstance(part, Tensor) and part.ndim > 0)
 
 
-def _ids(prompt: Any) -> list[int]:
+def _parse_token_ids(prompt: Any) -> list[int]:
     try:
         ids = torch.as_tensor(prompt)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -272,11 +296,13 @@ def _ids(prompt: Any) -> list[int]:
     if ids.ndim == 2 and len(ids) == 1:
         ids = ids[0]
     if ids.ndim != 1:
-        raise PromptError(ONE if ids.ndim == 2 else f"token ids {list(ids.shape)}: [T] or [1, T]")
+        raise PromptError(
+            ONE_PROMPT_MESSAGE if ids.ndim == 2 else f"token ids {list(ids.shape)}: [T] or [1, T]"
+        )
     return [int(token) for token in ids.tolist()]
 
 
-ENTRY = "session"
+HEADER_KEY = "session"
 
 
 @dataclass(frozen=True)
@@ -288,19 +314,19 @@ class Transcript:
     template: bool
     model: str | None  # whose tokens and rows they are, where that is known
 
-    def about(self) -> dict[str, Any]:
+    def to_header(self) -> dict[str, Any]:
         """As JSON, for the header of a file."""
-        return {ENTRY: asdict(self)}
+        return {HEADER_KEY: asdict(self)}
 
     @classmethod
-    def of(cls, path: str | os.PathLike[str], about: Mapping[str, Any]) -> Transcript:
-        if ENTRY not in about:
+    def from_header(cls, path: str | os.PathLike[str], header: Mapping[str, Any]) -> Transcript:
+        if HEADER_KEY not in header:
             raise CacheFileError(f"{path}: a cache, but no conversation: kvant.load reads it")
-        with refusing(path):
-            said = about[ENTRY]
+        with convert_errors(path):
+            said = header[HEADER_KEY]
             turns = [Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in said["turns"]]
             made = cls(tuple(turns), said["system"], said["template"], said["model"])
-            made._check()
+            made._check_fields()
         return made
 
     def check_model(self, path: str | os.PathLike[str], model: str | None) -> None:
@@ -310,16 +336,16 @@ class Transcript:
                 "load the model that wrote it"
             )
 
-    def tokens(self, held: int, vocabulary: int | None) -> list[int]:
+    def get_tokens(self, cache_length: int, vocab_size: int | None) -> list[int]:
         """All of them, if a memory of `held` tokens and a model of that vocabulary fit."""
-        tokens = tokens_of(self.turns)
-        if held > len(tokens):
-            raise ValueError(f"{held} tokens in memory, {len(tokens)} were said")
-        if vocabulary is not None and max(tokens, default=0) >= vocabulary:
-            raise ValueError(f"token {max(tokens)} of a vocabulary of {vocabulary}")
+        tokens = join_turns(self.turns)
+        if cache_length > len(tokens):
+            raise ValueError(f"{cache_length} tokens in memory, {len(tokens)} were said")
+        if vocab_size is not None and max(tokens, default=0) >= vocab_size:
+            raise ValueError(f"token {max(tokens)} of a vocabulary of {vocab_size}")
         return tokens
 
-    def _check(self) -> None:
+    def _check_fields(self) -> None:
         if not isinstance(self.template, bool):
             raise ValueError(f"template={self.template!r}: true or false is needed")
         if not all(isinstance(text, str | None) for text in (self.system, self.model)):
@@ -330,18 +356,18 @@ class Transcript:
             before = turn.end
 
 
-def _check_turn(turn: Turn, before: int) -> None:
+def _check_turn(turn: Turn, previous_end: int) -> None:
     numbers = (turn.shared, turn.begin, *turn.tokens)
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError("a turn whose tokens or counts are not whole numbers from 0 on")
-    if not (turn.shared <= before and turn.begin <= turn.end):
+    if not (turn.shared <= previous_end and turn.begin <= turn.end):
         raise ValueError("a turn that does not fit behind the one before")
     if not isinstance(turn.message, str) or not isinstance(turn.reply, str):
         raise ValueError("a turn that is no text")
 
 
 @contextmanager
-def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+def convert_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """What does not fit within is the file's fault, and said of it."""
     try:
         yield

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from kvant.errors import GrammarError
-from kvant.generation.reader import shared_prefix
+from kvant.generation.prefill import count_shared_prefix
 
 # Between the parts of JSON: a new line, and so many spaces. A model that is not sure of what comes
 # would else write spaces for ever.
-SPACE = r"\n?[ \t]{0,16}"
+JSON_WHITESPACE = r"\n?[ \t]{0,16}"
 
 
 @dataclass(frozen=True)
@@ -42,33 +42,37 @@ class Grammar:
         """What fits a JSON schema; without one, any JSON object."""
         wanted = {"type": "object"} if schema is None else schema
         return cls(
-            _llguidance().LLMatcher.grammar_from_json_schema(
-                json.dumps(wanted), overrides={"whitespace_pattern": SPACE}
+            _import_llguidance().LLMatcher.grammar_from_json_schema(
+                json.dumps(wanted), overrides={"whitespace_pattern": JSON_WHITESPACE}
             )
         )
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
         """What a regular expression matches as a whole; it may look neither ahead nor behind."""
-        return cls(_llguidance().LLMatcher.grammar_from_regex(pattern))
+        return cls(_import_llguidance().LLMatcher.grammar_from_regex(pattern))
 
     @classmethod
     def lark(cls, text: str) -> Grammar:
         """What a grammar in the language of Lark, as llguidance reads it, gives for `start`."""
-        return cls(_llguidance().LLMatcher.grammar_from_lark(text))
+        return cls(_import_llguidance().LLMatcher.grammar_from_lark(text))
 
     @classmethod
-    def calls(cls, functions: Mapping[str, Mapping[str, Any]], most: int = 1) -> Grammar:
+    def calls(cls, functions: Mapping[str, Mapping[str, Any]], max_calls: int = 1) -> Grammar:
         """A list of calls of functions, by name with the schemas of their arguments.
 
         `[{"name": ..., "arguments": {...}}]`, with `most` calls at most.
         """
         call = " | ".join(f"call{place}" for place in range(len(functions)))
-        more = f'("," " "? call){{0,{most - 1}}}' if most > 1 else ""
+        more = f'("," " "? call){{0,{max_calls - 1}}}' if max_calls > 1 else ""
         lines = [f'start: "[" call {more} "]"', f"call: {call}"]
         for place, (name, schema) in enumerate(functions.items()):
             head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-            told = {"type": "object", **schema, "x-guidance": {"whitespace_pattern": SPACE}}
+            told = {
+                "type": "object",
+                **schema,
+                "x-guidance": {"whitespace_pattern": JSON_WHITESPACE},
+            }
             lines += [
                 f'call{place}: {head} args{place} "}}"',
                 f"args{place}: %json {json.dumps(told)}",
@@ -76,7 +80,7 @@ class Grammar:
         return cls.lark("\n".join(lines))
 
 
-class Vocabulary:
+class GrammarVocabulary:
     """The tokens of a tokenizer, and those that end a reply."""
 
     def __init__(self, tokenizer: Any, end_tokens: frozenset[int]) -> None:
@@ -85,88 +89,97 @@ class Vocabulary:
         if not getattr(tokenizer, "is_fast", False):
             kind = type(tokenizer).__name__
             raise GrammarError(f"a grammar for {kind}: a fast tokenizer of transformers is needed")
-        _llguidance()
+        _import_llguidance()
         from llguidance.hf import from_tokenizer
 
         self.end_tokens = end_tokens
         try:
-            self._tokens = from_tokenizer(tokenizer, eos_token=sorted(end_tokens))
+            self._llg_tokenizer = from_tokenizer(tokenizer, eos_token=sorted(end_tokens))
         except ValueError as error:
-            raise GrammarError(f"a grammar for this tokenizer: {_line(str(error))}") from None
+            raise GrammarError(
+                f"a grammar for this tokenizer: {_shorten_message(str(error))}"
+            ) from None
 
-    def compile(self, grammar: Grammar) -> Rules:
+    def compile(self, grammar: Grammar) -> CompiledGrammar:
         """Refuses what is no grammar, or more of one than can be followed."""
-        matcher = _llguidance().LLMatcher(self._tokens, grammar.text, log_level=0)
+        matcher = _import_llguidance().LLMatcher(self._llg_tokenizer, grammar.text, log_level=0)
         if matcher.is_error():
-            raise GrammarError(f"a grammar that cannot be followed: {_line(matcher.get_error())}")
-        return Rules(grammar, self, matcher)
+            raise GrammarError(
+                f"a grammar that cannot be followed: {_shorten_message(matcher.get_error())}"
+            )
+        return CompiledGrammar(grammar, self, matcher)
 
 
-class Rules:
+class CompiledGrammar:
     """A grammar over a vocabulary; two of the same are equal."""
 
-    def __init__(self, grammar: Grammar, vocabulary: Vocabulary, matcher: Any) -> None:
-        self._of = grammar, vocabulary
+    def __init__(self, grammar: Grammar, vocabulary: GrammarVocabulary, matcher: Any) -> None:
+        self._key = grammar, vocabulary
         self._matcher = matcher
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rules) and self._of == other._of
+        return isinstance(other, CompiledGrammar) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._of)
+        return hash(self._key)
 
-    def begin(self) -> Follower:
-        return Follower(self._matcher.deep_copy(), self._of[1].end_tokens)
+    def make_matcher(self) -> GrammarMatcher:
+        return GrammarMatcher(self._matcher.deep_copy(), self._key[1].end_tokens)
 
 
-class Follower:
+class GrammarMatcher:
     """Rules along one reply, which may be taken back as far as it was guessed."""
 
     def __init__(self, matcher: Any, end_tokens: frozenset[int]) -> None:
         self._matcher = matcher
-        self._ends = end_tokens
-        self._said: list[int] = []
+        self._end_tokens = end_tokens
+        self._consumed_tokens: list[int] = []
 
-    def allowed(self, said: Sequence[int], size: int) -> Tensor:
+    def compute_token_mask(self, tokens: Sequence[int], vocab_size: int) -> Tensor:
         """Which of `size` tokens may stand behind these: bool [size]; behind the end, any."""
-        if not self._ends.isdisjoint(said):  # somebody guesses on
-            return torch.ones(size, dtype=torch.bool)
-        self._follow(list(said))
+        if not self._end_tokens.isdisjoint(tokens):  # somebody guesses on
+            return torch.ones(vocab_size, dtype=torch.bool)
+        self._advance_to(list(tokens))
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             raise GrammarError(
-                f"the grammar cannot be followed any further: {_line(self._matcher.get_error())}"
+                "the grammar cannot be followed any further: "
+                f"{_shorten_message(self._matcher.get_error())}"
             )
-        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=size)
+        bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=vocab_size)
         return torch.from_numpy(bits).bool()
 
-    def _follow(self, said: list[int]) -> None:
-        shared = shared_prefix(self._said, said)
-        if shared < len(self._said):  # what was guessed, and is not so
-            self._matcher.rollback(len(self._said) - shared)
-        if not self._matcher.consume_tokens(said[shared:]):
-            why = _line(self._matcher.get_error())
-            raise GrammarError(f"the grammar does not go on with {said[shared:]}: {why}")
-        self._said = said
+    def _advance_to(self, tokens: list[int]) -> None:
+        shared = count_shared_prefix(self._consumed_tokens, tokens)
+        if shared < len(self._consumed_tokens):  # what was guessed, and is not so
+            self._matcher.rollback(len(self._consumed_tokens) - shared)
+        if not self._matcher.consume_tokens(tokens[shared:]):
+            why = _shorten_message(self._matcher.get_error())
+            raise GrammarError(f"the grammar does not go on with {tokens[shared:]}: {why}")
+        self._consumed_tokens = tokens
 
 
-def rules_of(grammar: Grammar | None, tokenizer: Any, end_tokens: frozenset[int]) -> Rules | None:
+def compile_grammar(
+    grammar: Grammar | None, tokenizer: Any, end_tokens: frozenset[int]
+) -> CompiledGrammar | None:
     """A grammar over the tokens of a model, where there is one."""
-    return None if grammar is None else _rules(grammar, tokenizer, end_tokens)
+    return None if grammar is None else _compile_grammar(grammar, tokenizer, end_tokens)
 
 
 @lru_cache(maxsize=64)
-def _rules(grammar: Grammar, tokenizer: Any, end_tokens: frozenset[int]) -> Rules:
-    return _vocabulary(tokenizer, end_tokens).compile(grammar)
+def _compile_grammar(
+    grammar: Grammar, tokenizer: Any, end_tokens: frozenset[int]
+) -> CompiledGrammar:
+    return _make_vocabulary(tokenizer, end_tokens).compile(grammar)
 
 
 @lru_cache(maxsize=4)
-def _vocabulary(tokenizer: Any, end_tokens: frozenset[int]) -> Vocabulary:
+def _make_vocabulary(tokenizer: Any, end_tokens: frozenset[int]) -> GrammarVocabulary:
     """Of a large tokenizer it takes a second."""
-    return Vocabulary(tokenizer, end_tokens)
+    return GrammarVocabulary(tokenizer, end_tokens)
 
 
-def _llguidance() -> Any:
+def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError:
@@ -174,6 +187,6 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _line(told: str) -> str:
+def _shorten_message(message: str) -> str:
     """The first lines of an error, as one."""
-    return " ".join(told.split())[:300]
+    return " ".join(message.split())[:300]

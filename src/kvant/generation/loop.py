@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from kvant.generation.drafts import Aim, Drafter, NoDrafts
-from kvant.generation.reader import Progress, Reader
-from kvant.generation.sampling import Draft, Drawn, Sampler
-from kvant.generation.settings import Limits, Sampling
+from kvant.generation.drafters import Drafter, DraftTarget, NoDrafter
+from kvant.generation.prefill import Prefiller, PrefillProgress
+from kvant.generation.sampling import DraftToken, SampledToken, Sampler
+from kvant.generation.settings import Sampling, StopConditions
 
 # An end token or stop string; a limit; the one who asked.
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -45,7 +45,7 @@ class Step:
     choice: int = 0  # which of several continuations of a prompt
 
 
-class Steps(Iterator[Step]):
+class StepStream(Iterator[Step]):
     """An iterator over steps. Who drops it, or closes it, has ended the reply."""
 
     def __init__(self, steps: Generator[Step, None, None]) -> None:
@@ -65,185 +65,202 @@ class Steps(Iterator[Step]):
             self._steps.close()
 
 
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-CONTEXT = 8  # tokens that a tokenizer may look back at when it puts text together
+REPLACEMENT_CHARACTER = "\N{REPLACEMENT CHARACTER}"
+DETOKENIZER_CONTEXT_TOKENS = (
+    8  # tokens that a tokenizer may look back at when it puts text together
+)
 
 
-class Text:
+class IncrementalDetokenizer:
     """The text of a growing list of tokens."""
 
     def __init__(
         self,
         tokenizer: Any,
         stop: Sequence[str] = (),
-        before: Sequence[int] = (),
+        previous_tokens: Sequence[int] = (),
         *,
-        special: bool = False,
+        include_special_tokens: bool = False,
     ) -> None:
         """`before` are tokens that it stands behind: a tokenizer may join words to them.
 
         With `special` the names of special tokens are part of the text.
         """
         self.tokenizer = tokenizer
-        self.special = special
+        self.include_special_tokens = include_special_tokens
         self.stop = tuple(stop)
         self.stopped = False
-        self._tokens = list(before[-CONTEXT:])
-        self._first = 0  # of the tokens that are decoded again
-        self._said = len(self._tokens)  # tokens whose text is certain
-        self._held = ""  # text that may become a stop string
+        self._tokens = list(previous_tokens[-DETOKENIZER_CONTEXT_TOKENS:])
+        self._prefix_offset = 0  # of the tokens that are decoded again
+        self._read_offset = len(self._tokens)  # tokens whose text is certain
+        self._pending_text = ""  # text that may become a stop string
 
-    def add(self, token: int) -> str:
+    def append_token(self, token: int) -> str:
         """The text that is certain now and was not before."""
         self._tokens.append(token)
-        before = self._decoded(self._first, self._said)
-        after = self._decoded(self._first, len(self._tokens))
-        if after.endswith(UNFINISHED) or len(after) < len(before):
+        before = self._decode_range(self._prefix_offset, self._read_offset)
+        after = self._decode_range(self._prefix_offset, len(self._tokens))
+        if after.endswith(REPLACEMENT_CHARACTER) or len(after) < len(before):
             return ""
-        self._first = max(self._first, self._said - CONTEXT)
+        self._prefix_offset = max(
+            self._prefix_offset, self._read_offset - DETOKENIZER_CONTEXT_TOKENS
+        )
         piece = after[len(before) :]
-        self._said = len(self._tokens)
-        return self._until_stop(piece) if self.stop else piece
+        self._read_offset = len(self._tokens)
+        return self._cut_at_stop(piece) if self.stop else piece
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """What was held back, now that nothing comes any more."""
         if self.stopped:
             return ""
-        before = self._decoded(self._first, self._said)
-        piece = self._decoded(self._first, len(self._tokens))[len(before) :]
-        self._said = len(self._tokens)
-        text = self._until_stop(piece)
-        text, self._held = text + self._held, ""
+        before = self._decode_range(self._prefix_offset, self._read_offset)
+        piece = self._decode_range(self._prefix_offset, len(self._tokens))[len(before) :]
+        self._read_offset = len(self._tokens)
+        text = self._cut_at_stop(piece)
+        text, self._pending_text = text + self._pending_text, ""
         return text
 
-    def _decoded(self, first: int, stop: int) -> str:
+    def _decode_range(self, first: int, stop: int) -> str:
         tokens = self._tokens[first:stop]
-        text: str = self.tokenizer.decode(tokens, skip_special_tokens=not self.special)
+        text: str = self.tokenizer.decode(
+            tokens, skip_special_tokens=not self.include_special_tokens
+        )
         return text
 
-    def _until_stop(self, piece: str) -> str:
-        text = self._held + piece
+    def _cut_at_stop(self, piece: str) -> str:
+        text = self._pending_text + piece
         ends = [at for at in (text.find(string) for string in self.stop) if at >= 0]
         if ends:
-            self.stopped, self._held = True, ""
+            self.stopped, self._pending_text = True, ""
             return text[: min(ends)]
-        keep = max((_overlap(text, string) for string in self.stop), default=0)
-        self._held = text[len(text) - keep :]
+        keep = max((_count_overlap(text, string) for string in self.stop), default=0)
+        self._pending_text = text[len(text) - keep :]
         return text[: len(text) - keep]
 
 
-def _overlap(text: str, string: str) -> int:
+def _count_overlap(text: str, string: str) -> int:
     """How many of the last characters are a beginning of the string."""
     most = min(len(text), len(string) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)
 
 
 @dataclass
-class Reply:
+class Output:
     """What is said behind a prompt: tokens become steps, and end somewhere."""
 
     tokenizer: Any
-    limits: Limits
+    stop_conditions: StopConditions
     tokens: list[int]  # prompt and all that was said
-    said: int = 0
+    num_generated: int = 0
 
     def __post_init__(self) -> None:
-        limits = self.limits
-        self.text = Text(self.tokenizer, limits.stop, self.tokens, special=limits.special)
+        limits = self.stop_conditions
+        self.detokenizer = IncrementalDetokenizer(
+            self.tokenizer,
+            limits.stop,
+            self.tokens,
+            include_special_tokens=limits.include_special_tokens,
+        )
 
     @property
-    def left(self) -> int:
+    def num_remaining(self) -> int:
         """How many tokens may still come."""
-        return self.limits.left(self.said, len(self.tokens))
+        return self.stop_conditions.count_remaining(self.num_generated, len(self.tokens))
 
-    def add(self, drawn: Drawn, *, drafted: bool = False, choice: int = 0) -> Step:
+    def append_token(
+        self, sampled: SampledToken, *, drafted: bool = False, choice: int = 0
+    ) -> Step:
         """The next token: the step it makes, which ends the reply where it has a finish reason."""
-        token, text = drawn.token, self.text
+        token, text = sampled.token, self.detokenizer
         self.tokens.append(token)
-        self.said += 1
+        self.num_generated += 1
         reason: FinishReason | None = None
-        if token in self.limits.end_tokens:
-            piece, reason = text.rest(), "stop"
+        if token in self.stop_conditions.end_tokens:
+            piece, reason = text.flush(), "stop"
         else:
-            piece = text.add(token)
-            if text.stopped or self.left <= 0:
-                piece += text.rest()
+            piece = text.append_token(token)
+            if text.stopped or self.num_remaining <= 0:
+                piece += text.flush()
                 reason = "stop" if text.stopped else "length"
-        return Step(token, piece, drawn.logprob, reason, drafted, drawn.likeliest, choice)
+        return Step(token, piece, sampled.logprob, reason, drafted, sampled.top_logprobs, choice)
 
 
 @dataclass
-class Run:
+class GenerationLoop:
     """One generation: the tokens so far, and how the next one comes about."""
 
-    reader: Reader
+    prefiller: Prefiller
     sampling: Sampling
-    limits: Limits
+    stop_conditions: StopConditions
     tokenizer: Any
-    drafter: Drafter = field(default_factory=NoDrafts)
-    reply: Reply | None = None
-    drafts: int = 0
-    drafts_accepted: int = 0
+    drafter: Drafter = field(default_factory=NoDrafter)
+    output: Output | None = None
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
 
     @property
     def tokens(self) -> list[int]:
         """Prompt and all that was said."""
-        return [] if self.reply is None else self.reply.tokens
+        return [] if self.output is None else self.output.tokens
 
     @property
-    def said(self) -> int:
-        return 0 if self.reply is None else self.reply.said
+    def num_generated(self) -> int:
+        return 0 if self.output is None else self.output.num_generated
 
-    def steps(
+    def generate_steps(
         self,
         prompt: Sequence[int],
-        progress: Progress | None = None,
-        marks: Sequence[int] = (),
+        progress: PrefillProgress | None = None,
+        branch_points: Sequence[int] = (),
     ) -> Generator[Step, None, None]:
         """Continue `prompt`; what the memory shares with it is not read again.
 
         At `marks`, lengths, other prompts may begin to differ from this one.
         """
-        self.limits.check_prompt(prompt)
-        self.reply = reply = Reply(self.tokenizer, self.limits, list(prompt))
-        sampler, drafts = Sampler(self.sampling, len(prompt)), list[Draft]()
+        self.stop_conditions.check_prompt(prompt)
+        self.output = reply = Output(self.tokenizer, self.stop_conditions, list(prompt))
+        sampler, drafts = Sampler(self.sampling, len(prompt)), list[DraftToken]()
         try:
-            rows = self.reader.prompt(reply.tokens, progress, marks)[None]
+            rows = self.prefiller.prefill(reply.tokens, progress, branch_points)[None]
             while True:
                 for logits, draft in zip(rows, [*drafts, None], strict=True):
-                    step = self._step(sampler, logits, draft, reply)
+                    step = self._sample_step(sampler, logits, draft, reply)
                     yield step
                     if step.finish_reason is not None:
                         return
                     if not step.drafted:
                         break
-                drafts = self._drafts(Aim(sampler, rows.shape[-1]), reply)
+                drafts = self._propose_drafts(DraftTarget(sampler, rows.shape[-1]), reply)
                 ahead = [*reply.tokens, *(draft.token for draft in drafts)]
-                rows = self.reader.next(ahead, len(drafts) + 1)
+                rows = self.prefiller.compute_next_logits(ahead, len(drafts) + 1)
         finally:
-            self.reader.align(reply.tokens)
+            self.prefiller.align_cache(reply.tokens)
 
-    def _step(self, sampler: Sampler, logits: Tensor, draft: Draft | None, reply: Reply) -> Step:
+    def _sample_step(
+        self, sampler: Sampler, logits: Tensor, draft: DraftToken | None, output: Output
+    ) -> Step:
         if draft is None:
-            return reply.add(sampler.draw(logits, reply.tokens))
-        drawn = sampler.verify(logits, reply.tokens, draft)
-        self.drafts_accepted += drawn.token == draft.token
-        return reply.add(drawn, drafted=drawn.token == draft.token)
+            return output.append_token(sampler.sample(logits, output.tokens))
+        drawn = sampler.verify_draft(logits, output.tokens, draft)
+        self.num_accepted_drafts += drawn.token == draft.token
+        return output.append_token(drawn, drafted=drawn.token == draft.token)
 
-    def _drafts(self, aim: Aim, reply: Reply) -> list[Draft]:
+    def _propose_drafts(self, target: DraftTarget, output: Output) -> list[DraftToken]:
         """Guesses, where at least one and the token behind it may still be said."""
-        length, capacity = len(reply.tokens), self.reader.memory.capacity
-        most = min(self.limits.max_drafts, reply.left - 1)
+        length, capacity = len(output.tokens), self.prefiller.cache.capacity
+        most = min(self.stop_conditions.max_drafts, output.num_remaining - 1)
         if capacity is not None:
             most = min(most, capacity - length)
-        if (room := self.reader.memory.before_prune) is not None:  # and the token before them
+        if (
+            room := self.prefiller.cache.tokens_until_prune
+        ) is not None:  # and the token before them
             most = min(most, room - 1)
-        drafts = self.drafter.drafts(reply.tokens, most, aim) if most > 0 else []
-        self.drafts += len(drafts)
+        drafts = self.drafter.propose_drafts(output.tokens, most, target) if most > 0 else []
+        self.num_drafts += len(drafts)
         if drafts:
-            self.reader.memory.widen(self.limits.max_drafts + 1)
+            self.prefiller.cache.ensure_slack(self.stop_conditions.max_drafts + 1)
         return drafts
 
-    def rest(self) -> str:
+    def flush(self) -> str:
         """What was held back for a longer text, where that does not come any more."""
-        return "" if self.reply is None else self.reply.text.rest()
+        return "" if self.output is None else self.output.detokenizer.flush()

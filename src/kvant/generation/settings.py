@@ -13,7 +13,7 @@ from kvant.errors import ContextError, PromptError, SpecError
 from kvant.sizes import as_bytes
 
 if TYPE_CHECKING:
-    from kvant.generation.grammar import Rules
+    from kvant.generation.grammar import CompiledGrammar
 
 MAX_PENALTY = 100.0  # a larger factor makes logits infinite, and so does its inverse
 STRATEGIES = ("always", "disabled", "long", "adaptive")
@@ -32,7 +32,7 @@ class Sampling:
     presence_penalty: float = 0.0  # taken from the logit of what was said,
     frequency_penalty: float = 0.0  # and as often as it was
     logit_bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
-    rules: Rules | None = None  # of the grammar that a reply follows
+    grammar: CompiledGrammar | None = None  # of the grammar that a reply follows
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
@@ -58,37 +58,37 @@ class Sampling:
                 raise ValueError(f"{name}={number}: a number is needed")
 
     @property
-    def changes(self) -> bool:
+    def modifies_logits(self) -> bool:
         """Does it change logits, by what came before, by a bias or by a grammar?"""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1.0
-        return any(penalties) or bool(self.logit_bias) or self.rules is not None
+        return any(penalties) or bool(self.logit_bias) or self.grammar is not None
 
-    def apart(self, index: int) -> Sampling:
+    def derive_choice(self, index: int) -> Sampling:
         """The same with other random numbers, for one of several continuations."""
-        return replace(self, seed=seed_of(self.seed, index))
+        return replace(self, seed=derive_seed(self.seed, index))
 
     @property
-    def leaves_all(self) -> bool:
+    def keeps_all_tokens(self) -> bool:
         """May every token be drawn?"""
         return self.top_k is None and self.top_p in (None, 1.0) and not self.min_p
 
 
-def seed_of(seed: int | None, index: int) -> int | None:
+def derive_seed(seed: int | None, index: int) -> int | None:
     """The seed of one of several texts; it begins again behind the largest."""
     return None if seed is None else (seed + index) % 2**64
 
 
 @dataclass(frozen=True)
-class Limits:
+class StopConditions:
     """Where the loop ends, and how far it guesses."""
 
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     end_tokens: frozenset[int] = frozenset()
     max_context: int | None = None
-    vocabulary: int | None = None
+    vocab_size: int | None = None
     max_drafts: int = 8  # tokens that are guessed at once, where there is somebody to guess
-    special: bool = False  # are the names of special tokens part of the text?
+    include_special_tokens: bool = False  # are the names of special tokens part of the text?
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "max_context", "max_drafts"):
@@ -99,7 +99,7 @@ class Limits:
             raise ValueError(f"stop={list(self.stop)}: strings that are not empty are needed")
 
     def check_prompt(self, tokens: Sequence[int]) -> None:
-        count, most = len(tokens), self.vocabulary
+        count, most = len(tokens), self.vocab_size
         if count == 0:
             raise PromptError("the prompt has no tokens: give at least one")
         if min(tokens) < 0 or (most is not None and max(tokens) >= most):
@@ -112,10 +112,10 @@ class Limits:
                 "keep a window (window=N in the spec) and allow a longer context"
             )
 
-    def left(self, said: int, length: int) -> int:
+    def count_remaining(self, num_generated: int, num_tokens: int) -> int:
         """How many tokens may still come after `said` of them, with `length` in all."""
-        more = self.max_new_tokens - said
-        return more if self.max_context is None else min(more, self.max_context - length)
+        more = self.max_new_tokens - num_generated
+        return more if self.max_context is None else min(more, self.max_context - num_tokens)
 
 
 def check_strategy(name: str, threshold: int = 512, budget: int | str | None = None) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvant.generation.conversation import Prompt, marks_of_prompt, tokens_of_prompt
-from kvant.generation.decoder import Memory
-from kvant.generation.drafts import Drafter
+from kvant.generation.conversation import Prompt, find_prompt_branch_points, resolve_prompt
+from kvant.generation.decoder import SequenceCache
+from kvant.generation.drafters import Drafter
 from kvant.generation.grammar import Grammar
 from kvant.generation.loop import Step
-from kvant.generation.reader import Progress
+from kvant.generation.prefill import PrefillProgress
 from kvant.generation.session import Session
 from kvant.prefixes import Prefixes
 from kvant.recipes import AnySpec
@@ -21,7 +21,7 @@ def generate(
     tokenizer: Any,
     prompt: Prompt,
     *,
-    kv_cache: AnySpec | Memory = "raw",
+    kv_cache: AnySpec | SequenceCache = "raw",
     max_new_tokens: int = 256,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -43,7 +43,7 @@ def generate(
     max_drafts: int = 8,
     backend: str | None = None,
     prefixes: Prefixes | None = None,
-    progress: Progress | None = None,
+    progress: PrefillProgress | None = None,
 ) -> Iterator[Step]:
     """Stream the continuation of a prompt, a `Step` for each token.
 
@@ -76,8 +76,8 @@ def generate(
         backend=backend,
         prefixes=prefixes,
     )
-    tokens = tokens_of_prompt(tokenizer, prompt)
-    marks = [] if prefixes is None else marks_of_prompt(tokenizer, prompt, tokens)
+    tokens = resolve_prompt(tokenizer, prompt)
+    marks = [] if prefixes is None else find_prompt_branch_points(tokenizer, prompt, tokens)
     return session.send(
         tokens,
         max_new_tokens=max_new_tokens,
@@ -93,5 +93,5 @@ def generate(
         grammar=grammar,
         ignore_end=ignore_end,
         progress=progress,
-        marks=marks,
+        branch_points=marks,
     )

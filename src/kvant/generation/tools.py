@@ -56,16 +56,16 @@ def knows_tools(
     of the template.
     """
     how = {**options, "tools": [PROBE_TOOL]}
-    text = _rendered(tokenizer, [{"role": "user", "content": "a"}], how)
+    text = _render(tokenizer, [{"role": "user", "content": "a"}], how)
     if text is None and messages:
-        text = _rendered(tokenizer, messages, how)
+        text = _render(tokenizer, messages, how)
     return text is not None and PROBE in text
 
 
 def takes_system(tokenizer: Any, options: Mapping[str, Any] = MappingProxyType({})) -> bool:
     """Whether the chat template of a tokenizer renders a system message."""
     messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "a"}]
-    return PROBE in (_rendered(tokenizer, messages, options) or "")
+    return PROBE in (_render(tokenizer, messages, options) or "")
 
 
 def has_tools(messages: Sequence[Message]) -> bool:
@@ -124,7 +124,7 @@ def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
             name = one.get("name") or names.get(str(one.get("tool_call_id")), "the function")
             one = {"role": "user", "content": f"{name} returned: {_text(one)}"}
         elif calls:
-            functions = [_called(call) for call in calls]
+            functions = [_parse_function(call) for call in calls]
             for call, function in zip(calls, functions, strict=True):
                 names[str(call.get("id"))] = function["name"]
             listed = [{"name": f["name"], "arguments": _arguments(f)} for f in functions]
@@ -139,7 +139,7 @@ def _calls_as_text(messages: Sequence[Message]) -> list[Message]:
     return plain
 
 
-def _called(call: Any) -> Mapping[str, Any]:
+def _parse_function(call: Any) -> Mapping[str, Any]:
     """Return the function of a call: a mapping with a name."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -181,7 +181,7 @@ def _json(value: Any) -> str:
         raise PromptError(f"tools: a function or a call that is no JSON: {error}") from error
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Message], how: Mapping[str, Any]) -> str | None:
+def _render(tokenizer: Any, messages: Sequence[Message], how: Mapping[str, Any]) -> str | None:
     """Render messages by the template; return None where it raises."""
     try:
         text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **how)

@@ -1,55 +1,61 @@
 """kvant in the hands of Hugging Face transformers."""
 
 from kvant.attention import explain
-from kvant.hf.attach import attach, attachments, detach, explain_model
-from kvant.hf.build import PairedCache, cache_for, loaded
-from kvant.hf.cache import HostCache
-from kvant.hf.detect import continues, crosses
+from kvant.hf.attach import attach, detach, explain_model, get_attachments
+from kvant.hf.build import PairedCache, cache_for, load_cache
+from kvant.hf.cache import TransformersCache
 from kvant.hf.forward import TokenForward
-from kvant.hf.inside import (
-    cache_name,
-    check_continues,
-    continuing,
-    host_model,
-    identity,
-    reader,
-    unwrapped,
+from kvant.hf.model import (
+    check_text_model,
+    compute_model_fingerprint,
+    find_text_model,
+    get_cache_argument,
+    get_text_model,
+    get_transformers_model,
+    unwrap_model,
 )
-from kvant.hf.modules import held, named_modules, plain
-from kvant.hf.replaying import NATIVELY, Capture, Replayer, captured, capturing
-from kvant.hf.support import Level, Support, support_of
+from kvant.hf.model_layers import has_cross_attention, supports_chunked_prefill
+from kvant.hf.module_attributes import make_comparable, named_attributes, named_modules
+from kvant.hf.replay import (
+    NATIVE_REPLAY,
+    CaptureFunction,
+    Replayer,
+    capture_graph,
+    make_capture_function,
+)
+from kvant.hf.support import Support, SupportLevel, get_support
 
-explain.register(HostCache, HostCache.explain)
+explain.register(TransformersCache, TransformersCache.explain)
 explain.register(PairedCache, PairedCache.explain)
 
 __all__ = [
-    "NATIVELY",
-    "Capture",
-    "HostCache",
-    "Level",
+    "NATIVE_REPLAY",
+    "CaptureFunction",
     "PairedCache",
     "Replayer",
     "Support",
+    "SupportLevel",
     "TokenForward",
+    "TransformersCache",
     "attach",
-    "attachments",
     "cache_for",
-    "cache_name",
-    "captured",
-    "capturing",
-    "check_continues",
-    "continues",
-    "continuing",
-    "crosses",
+    "capture_graph",
+    "check_text_model",
+    "compute_model_fingerprint",
     "detach",
     "explain_model",
-    "held",
-    "host_model",
-    "identity",
-    "loaded",
+    "find_text_model",
+    "get_attachments",
+    "get_cache_argument",
+    "get_support",
+    "get_text_model",
+    "get_transformers_model",
+    "has_cross_attention",
+    "load_cache",
+    "make_capture_function",
+    "make_comparable",
+    "named_attributes",
     "named_modules",
-    "plain",
-    "reader",
-    "support_of",
-    "unwrapped",
+    "supports_chunked_prefill",
+    "unwrap_model",
 ]

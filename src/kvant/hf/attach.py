@@ -8,17 +8,21 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import Cache as HFCache
 
-from kvant.hf.attention import switch, switch_back, switchable
+from kvant.hf.attention import (
+    find_attention_implementations,
+    restore_implementations,
+    set_kvant_implementations,
+)
 from kvant.hf.build import cache_for
-from kvant.hf.detect import hides_padding, host_layers, unfolding
-from kvant.hf.inside import cache_name, generating, host_model
-from kvant.hf.latents import fold, folds, unfold
+from kvant.hf.latents import disable_folding, enable_folding, supports_folding
+from kvant.hf.model import get_cache_argument, get_transformers_model, list_generating_parts
+from kvant.hf.model_layers import find_latent_modules, get_model_layers, hides_padding
 from kvant.recipes import AnySpec
 
-PREPARE = "_prepare_cache_for_generation"
-MARK = "_kvant_attachment"
+PREPARE_CACHE_METHOD = "_prepare_cache_for_generation"
+ATTACHMENT_ATTRIBUTE = "_kvant_attachment"
 
 
 @dataclass
@@ -28,7 +32,7 @@ class Attachment:
     spec: AnySpec
     backend: str | None = None
     implementations: list[tuple[Any, str]] = field(default_factory=list)  # by configuration
-    folded: list[Any] = field(default_factory=list)  # modules with an `expand_kv` of ours
+    folded_modules: list[Any] = field(default_factory=list)  # modules with an `expand_kv` of ours
 
 
 def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = None) -> None:
@@ -37,25 +41,25 @@ def attach(model: nn.Module, spec: AnySpec = "raw", *, backend: str | None = Non
     A model inside a wrapper is attached itself, and with it the parts that it hands over to.
     A copy of an attached model is attached by itself, also one that was pickled.
     """
-    model = host_model(model)
-    parts = generating(model)
+    model = get_transformers_model(model)
+    parts = list_generating_parts(model)
     for part in parts:
         cache_for(
             part, spec, backend=backend
         )  # a spec that does not fit is refused before anything changes
-    if any(MARK in part.__dict__ for part in parts):
+    if any(ATTACHMENT_ATTRIBUTE in part.__dict__ for part in parts):
         detach(model)
     for part in parts:
-        part.__dict__[MARK] = Attachment(spec, backend)
-        part.__dict__[PREPARE] = partial(_prepare, part)
-    attachment: Attachment = model.__dict__[MARK]
-    if any(layer.attends for layer in host_layers(model)):
-        attachment.implementations = switchable(model)
-    switch(attachment.implementations)
-    for module in unfolding(model):
-        if folds(module):
-            fold(module)
-            attachment.folded.append(module)
+        part.__dict__[ATTACHMENT_ATTRIBUTE] = Attachment(spec, backend)
+        part.__dict__[PREPARE_CACHE_METHOD] = partial(_prepare_cache, part)
+    attachment: Attachment = model.__dict__[ATTACHMENT_ATTRIBUTE]
+    if any(layer.attends for layer in get_model_layers(model)):
+        attachment.implementations = find_attention_implementations(model)
+    set_kvant_implementations(attachment.implementations)
+    for module in find_latent_modules(model):
+        if supports_folding(module):
+            enable_folding(module)
+            attachment.folded_modules.append(module)
 
 
 def detach(model: nn.Module) -> None:
@@ -64,33 +68,37 @@ def detach(model: nn.Module) -> None:
     >>> attached = kvant.attach(model, "affine8")
     >>> kvant.detach(model)
     >>> attached
-    Attached(Qwen3ForCausalLM, not attached any more)
+    AttachedModel(Qwen3ForCausalLM, not attached any more)
     """
-    found = attachments(model)
+    found = get_attachments(model)
     if not found:
-        raise ValueError(f"{type(host_model(model)).__name__} is not attached to kvant")
+        raise ValueError(f"{type(get_transformers_model(model)).__name__} is not attached to kvant")
     for part, attachment in found.items():
-        del part.__dict__[MARK], part.__dict__[PREPARE]
-        for module in attachment.folded:
-            unfold(module)
-        switch_back(attachment.implementations)
+        del part.__dict__[ATTACHMENT_ATTRIBUTE], part.__dict__[PREPARE_CACHE_METHOD]
+        for module in attachment.folded_modules:
+            disable_folding(module)
+        restore_implementations(attachment.implementations)
 
 
-def attachments(model: nn.Module) -> dict[PreTrainedModel, Attachment]:
+def get_attachments(model: nn.Module) -> dict[PreTrainedModel, Attachment]:
     """What is attached of a model now, by part; those of its own come first."""
-    parts = generating(host_model(model))
-    return {part: part.__dict__[MARK] for part in parts if MARK in part.__dict__}
+    parts = list_generating_parts(get_transformers_model(model))
+    return {
+        part: part.__dict__[ATTACHMENT_ATTRIBUTE]
+        for part in parts
+        if ATTACHMENT_ATTRIBUTE in part.__dict__
+    }
 
 
 def explain_model(model: nn.Module) -> str:
     """How a cache of this model would be read, layer by layer: as it is attached, else raw."""
-    model = host_model(model)
-    held = attachments(model).get(model)
+    model = get_transformers_model(model)
+    held = get_attachments(model).get(model)
     spec, backend = ("raw", None) if held is None else (held.spec, held.backend)
     return str(cache_for(model, spec, backend=backend).explain())
 
 
-def _prepare(
+def _prepare_cache(
     self: Any,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
@@ -98,8 +106,8 @@ def _prepare(
     **kwargs: Any,
 ) -> None:
     """In place of the host's method: what `generate` prepares is a cache of ours."""
-    name = cache_name(self)
-    given: TransformersCache | None = model_kwargs.get(name)
+    name = get_cache_argument(self)
+    given: HFCache | None = model_kwargs.get(name)
     if given is None and generation_config.use_cache is not False:
         asked = generation_config.cache_implementation
         if asked not in (None, self.generation_config.cache_implementation):
@@ -107,7 +115,7 @@ def _prepare(
                 f"cache_implementation={asked!r} of a model that kvant is attached to: leave it "
                 "out, or kvant.detach(model) first"
             )
-        attachment: Attachment = self.__dict__[MARK]
+        attachment: Attachment = self.__dict__[ATTACHMENT_ATTRIBUTE]
         mask: Tensor | None = model_kwargs.get("attention_mask") if hides_padding(self) else None
         backend = attachment.backend
         cache = cache_for(self, attachment.spec, attention_mask=mask, backend=backend)
@@ -115,4 +123,6 @@ def _prepare(
             cache.activate_past_recording()
         model_kwargs[name] = cache
         return
-    getattr(type(self), PREPARE)(self, generation_config, model_kwargs, *args, **kwargs)
+    getattr(type(self), PREPARE_CACHE_METHOD)(
+        self, generation_config, model_kwargs, *args, **kwargs
+    )

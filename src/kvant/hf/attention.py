@@ -18,26 +18,33 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from kvant.hf.handles import source_of
-from kvant.hf.lazies import dense
-from kvant.hf.masks import LazyMask, lazily
-from kvant.hf.reading import Question
+from kvant.hf.handles import get_shared_source
+from kvant.hf.lazy_tensor import materialize_tensor
+from kvant.hf.masks import LazyMask, make_lazy_mask_function
+from kvant.hf.pending_attention import AttentionCall
 
-Forward = Callable[..., tuple[Tensor, Tensor | None]]
-EAGER = "eager_attention_forward"
-UNKNOWN = ("indices", "block_indices")  # of sparse attention: leaving them out would be wrong
-FOREIGN = ("sinks",)  # a logit of each query that leads nowhere: only the host's own adds it
+AttentionForward = Callable[..., tuple[Tensor, Tensor | None]]
+EAGER_FUNCTION_NAME = "eager_attention_forward"
+SPARSE_ARGUMENTS = (
+    "indices",
+    "block_indices",
+)  # of sparse attention: leaving them out would be wrong
+UNSUPPORTED_ARGUMENTS = (
+    "sinks",
+)  # a logit of each query that leads nowhere: only the host's own adds it
 
 
-def eager(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def call_eager_attention(
+    module: nn.Module, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """The attention that a model's own file defines, or that of the class it was made from."""
     files = (vars(sys.modules[kind.__module__]) for kind in type(module).__mro__)
-    found = next(names[EAGER] for names in files if EAGER in names)
+    found = next(names[EAGER_FUNCTION_NAME] for names in files if EAGER_FUNCTION_NAME in names)
     out: tuple[Tensor, Tensor | None] = found(module, *args, **kwargs)
     return out
 
 
-def over(host: Forward) -> Forward:
+def wrap_attention(fallback: AttentionForward) -> AttentionForward:
     """Attention on the pages for handles, and the host's for everything else."""
 
     def forward(
@@ -50,20 +57,20 @@ def over(host: Forward) -> Forward:
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        for name in UNKNOWN:
+        for name in SPARSE_ARGUMENTS:
             if kwargs.get(name) is not None:
                 raise NotImplementedError(
                     f"{name}: kvant's attention knows no sparse selection; kvant.detach the model, "
                     "and give generate a cache from kvant.cache_for"
                 )
-        source = source_of(key, value)
+        source = get_shared_source(key, value)
         ours = not dropout and not kwargs.get("output_attentions")
-        ours = ours and all(kwargs.get(name) is None for name in FOREIGN)
+        ours = ours and all(kwargs.get(name) is None for name in UNSUPPORTED_ARGUMENTS)
         if source is not None and ours:
-            question = Question(
-                _biased(attention_mask, kwargs.get("position_bias")),
+            question = AttentionCall(
+                _add_bias(attention_mask, kwargs.get("position_bias")),
                 scaling,
-                causal=_causal(module, kwargs.get("is_causal")),
+                causal=_resolve_causal(module, kwargs.get("is_causal")),
                 softcap=kwargs.get("softcap"),
                 sink_logits=kwargs.get("s_aux"),
             )
@@ -71,69 +78,72 @@ def over(host: Forward) -> Forward:
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
         why = "attention of the host's"
-        mask = attention_mask.original if type(attention_mask) is LazyMask else attention_mask
-        rows = dense(key, why), dense(value, why)
-        return host(module, query, *rows, mask, dropout=dropout, scaling=scaling, **kwargs)
+        mask = attention_mask.original_mask if type(attention_mask) is LazyMask else attention_mask
+        rows = materialize_tensor(key, why), materialize_tensor(value, why)
+        return fallback(module, query, *rows, mask, dropout=dropout, scaling=scaling, **kwargs)
 
     return forward
 
 
-def _causal(module: nn.Module, told: bool | None) -> bool:
-    return bool(getattr(module, "is_causal", True)) if told is None else told
+def _resolve_causal(module: nn.Module, is_causal: bool | None) -> bool:
+    return bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
 
 
-def _biased(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+def _add_bias(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
     """A bias on positions is a mask of numbers; the host's own mask lies on top of it."""
     if bias is None:
         return mask
-    hidden = dense(mask, "a bias on positions")
+    hidden = materialize_tensor(mask, "a bias on positions")
     if hidden is None:
         return bias
     return bias.masked_fill(~hidden, -torch.inf) if hidden.dtype == torch.bool else bias + hidden
 
 
-def switchable(model: PreTrainedModel) -> list[tuple[Any, str]]:
+def find_attention_implementations(model: PreTrainedModel) -> list[tuple[Any, str]]:
     """The configurations of a model, or of its parts, that take a name of ours for attention."""
     found = {}
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and module._can_set_attn_implementation():
             name = module.config._attn_implementation
-            if name in NAMES:
+            if name in KVANT_IMPLEMENTATIONS:
                 found[id(module.config)] = (module.config, name)
     return list(found.values())
 
 
-def switch(found: list[tuple[Any, str]]) -> None:
+def set_kvant_implementations(implementations: list[tuple[Any, str]]) -> None:
     """To the names of ours."""
-    for config, name in found:
-        config._attn_implementation_internal = NAMES[name]
+    for config, name in implementations:
+        config._attn_implementation_internal = KVANT_IMPLEMENTATIONS[name]
 
 
-def switch_back(found: list[tuple[Any, str]]) -> None:
-    for config, name in found:
+def restore_implementations(implementations: list[tuple[Any, str]]) -> None:
+    for config, name in implementations:
         config._attn_implementation_internal = name
 
 
 @contextmanager
-def switched(model: PreTrainedModel) -> Iterator[None]:
+def use_kvant_attention(model: PreTrainedModel) -> Iterator[None]:
     """Within, a model uses the names of ours."""
-    found = switchable(model)
-    switch(found)
+    found = find_attention_implementations(model)
+    set_kvant_implementations(found)
     try:
         yield
     finally:
-        switch_back(found)
+        restore_implementations(found)
 
 
-NAMES = {"sdpa": "kvant_sdpa", "eager": "kvant_eager"}  # the host's name: ours over it
+KVANT_IMPLEMENTATIONS = {
+    "sdpa": "kvant_sdpa",
+    "eager": "kvant_eager",
+}  # the host's name: ours over it
 
 
-def host_name(name: str | None) -> str | None:
+def get_transformers_implementation(name: str | None) -> str | None:
     """Return the host's name of attention, also where ours stands in its place."""
-    return next((host for host, ours in NAMES.items() if ours == name), name)
+    return next((host for host, ours in KVANT_IMPLEMENTATIONS.items() if ours == name), name)
 
 
-AttentionInterface.register(NAMES["sdpa"], over(sdpa_attention_forward))
-AttentionInterface.register(NAMES["eager"], over(eager))
-AttentionMaskInterface.register(NAMES["sdpa"], lazily(sdpa_mask))
-AttentionMaskInterface.register(NAMES["eager"], lazily(eager_mask))
+AttentionInterface.register(KVANT_IMPLEMENTATIONS["sdpa"], wrap_attention(sdpa_attention_forward))
+AttentionInterface.register(KVANT_IMPLEMENTATIONS["eager"], wrap_attention(call_eager_attention))
+AttentionMaskInterface.register(KVANT_IMPLEMENTATIONS["sdpa"], make_lazy_mask_function(sdpa_mask))
+AttentionMaskInterface.register(KVANT_IMPLEMENTATIONS["eager"], make_lazy_mask_function(eager_mask))

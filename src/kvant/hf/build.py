@@ -17,22 +17,27 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from kvant.cache import files
 from kvant.errors import CacheError
-from kvant.hf.attention import switchable
-from kvant.hf.cache import HostCache
-from kvant.hf.detect import check_crossing, crosses, host_layers, recipes
-from kvant.hf.inside import host_model
-from kvant.hf.masks import left_padding
-from kvant.hf.smoothing import smooth
-from kvant.hf.verbs import Explanation
+from kvant.hf.attention import find_attention_implementations
+from kvant.hf.cache import TransformersCache
+from kvant.hf.cache_methods import CacheExplanation
+from kvant.hf.masks import find_left_padding
+from kvant.hf.model import get_transformers_model
+from kvant.hf.model_layers import (
+    check_cross_attention,
+    get_model_layers,
+    has_cross_attention,
+    make_cache_spec,
+)
+from kvant.hf.smoothing import fit_smooth_frames
 from kvant.recipes import AnySpec
 
 log = logging.getLogger("kvant")
 
 
 @lru_cache(maxsize=1)
-def check_version() -> None:
+def check_transformers_version() -> None:
     """Warn once, if need be. The range stands in pyproject.toml."""
-    known, have = known_range(), version("transformers")
+    known, have = get_tested_versions(), version("transformers")
     if known is not None and not known.specifier.contains(have, prereleases=True):
         log.warning(
             "transformers %s is outside %s, which kvant is known to work with",
@@ -41,7 +46,7 @@ def check_version() -> None:
         )
 
 
-def known_range() -> Requirement | None:
+def get_tested_versions() -> Requirement | None:
     found = [Requirement(line) for line in requires("kvant") or ()]
     return next((r for r in found if r.marker and "known" in str(r.marker)), None)
 
@@ -49,8 +54,8 @@ def known_range() -> Requirement | None:
 class PairedCache(EncoderDecoderCache):
     """Both are ours; the second is written once and read by every later token."""
 
-    self_attention_cache: HostCache
-    cross_attention_cache: HostCache
+    self_attention_cache: TransformersCache
+    cross_attention_cache: TransformersCache
 
     def check_dynamic_cache(self, method: str) -> None:
         """The host asks for its own class before it crops or selects: ours can do both."""
@@ -79,9 +84,9 @@ class PairedCache(EncoderDecoderCache):
             "cross": self.cross_attention_cache.stats(),
         }
 
-    def explain(self) -> Explanation:
+    def explain(self) -> CacheExplanation:
         own, cross = self.self_attention_cache.explain(), self.cross_attention_cache.explain()
-        return Explanation(
+        return CacheExplanation(
             tuple(f"own rows: {line}" for line in own.lines)
             + tuple(f"rows of the encoder: {line}" for line in cross.lines)
         )
@@ -93,7 +98,7 @@ def cache_for(
     *,
     attention_mask: Tensor | None = None,
     backend: str | None = None,
-) -> HostCache | PairedCache:
+) -> TransformersCache | PairedCache:
     """An empty cache for `model.generate(..., cache=cache)`.
 
     `backend` is the one that is to read every layer ("reference", "native", "triton"), else the
@@ -107,42 +112,42 @@ def cache_for(
     >>> cache.get_seq_length() == ids.shape[1] - 1  # the last token was not read
     True
     """
-    check_version()
-    inside = host_model(model)
-    layers = host_layers(inside)
-    full = smooth(inside, recipes(layers, spec))
-    attachable = bool(switchable(inside))
+    check_transformers_version()
+    inside = get_transformers_model(model)
+    layers = get_model_layers(inside)
+    full = fit_smooth_frames(inside, make_cache_spec(layers, spec))
+    attachable = bool(find_attention_implementations(inside))
     told = None if inside.config.is_encoder_decoder else attention_mask  # else it is the encoder's
-    padding = None if told is None else _padding(told)
+    padding = None if told is None else _find_padding(told)
     columns = None if told is None else told.shape[1]
-    own = HostCache(layers, full, padding=padding, columns=columns, attachable=attachable)
+    own = TransformersCache(layers, full, padding=padding, columns=columns, attachable=attachable)
     own.backend = backend
-    if not crosses(inside):
+    if not has_cross_attention(inside):
         return own
-    check_crossing(inside, full)
+    check_cross_attention(inside, full)
     # An encoder has no newest rows.
-    whole = full.changed(lambda layer: replace(layer, select=None, prune=None))
-    cross = HostCache(layers, whole, cross=True, attachable=attachable)
+    whole = full.map_layers(lambda layer: replace(layer, select=None, prune=None))
+    cross = TransformersCache(layers, whole, is_cross=True, attachable=attachable)
     cross.backend = backend
     return PairedCache(own, cross)
 
 
-def loaded(
+def load_cache(
     path: str | os.PathLike[str], model: PreTrainedModel, device: str | torch.device | None = None
-) -> HostCache:
+) -> TransformersCache:
     """The cache in a file, as that model takes it."""
-    inside = host_model(model)
+    inside = get_transformers_model(model)
     saved = files.read(path, device=inside.device if device is None else device)
-    with files.restoring(path):
+    with files.convert_errors(path):
         cache = cache_for(inside, saved.spec)
-        if not isinstance(cache, HostCache):
+        if not isinstance(cache, TransformersCache):
             raise CacheError(f"{type(inside).__name__} reads an encoder: it has no saved cache")
         cache.restore(saved.snapshot)
     return cache
 
 
-def _padding(mask: Tensor) -> list[int] | None:
+def _find_padding(mask: Tensor) -> list[int] | None:
     """Columns of left padding; where there are holes, the host's own mask says what is seen."""
     if mask.ndim != 2:
         raise ValueError(f"attention_mask {list(mask.shape)}: [sequences, tokens] is needed")
-    return left_padding(mask.bool())
+    return find_left_padding(mask.bool())

@@ -7,7 +7,7 @@ from typing import Any, cast
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.hf.inside import cache_name, forward_arguments
+from kvant.hf.model import get_cache_argument, get_forward_arguments
 
 
 class TokenForward:
@@ -15,19 +15,19 @@ class TokenForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._cache = cache_name(model)
-        names = forward_arguments(model)
+        self._cache_argument = get_cache_argument(model)
+        names = get_forward_arguments(model)
         self.takes_positions = "position_ids" in names
-        self._keeps_logits = "logits_to_keep" in names
+        self._takes_logits_to_keep = "logits_to_keep" in names
 
-    def __call__(self, ids: Tensor, positions: Tensor, cache: Any, last: int = 1) -> Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, cache: Any, num_logits: int = 1) -> Tensor:
         """Return logits [sequences, `last` or more, vocabulary] of `ids` [sequences, tokens].
 
         Without a cache nothing is kept.
         """
-        arguments: dict[str, Any] = {self._cache: cache, "use_cache": cache is not None}
+        arguments: dict[str, Any] = {self._cache_argument: cache, "use_cache": cache is not None}
         if self.takes_positions:
             arguments["position_ids"] = positions
-        if self._keeps_logits:
-            arguments["logits_to_keep"] = last
+        if self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = num_logits
         return cast(Tensor, self.model(input_ids=ids, **arguments).logits)

@@ -14,39 +14,39 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvant.hf.lazies import Lazy
-from kvant.hf.reading import Question, SideName, Source
+from kvant.hf.lazy_tensor import LazyTensor
+from kvant.hf.pending_attention import AttentionCall, KVSource, SideName
 
-ALL = slice(None)
+FULL_SLICE = slice(None)
 
 
-class Handle(Lazy):
+class KVHandle(LazyTensor):
     """One side of a source, [B, H * times, n, D], or [B, H, times, n, D] on the way there."""
 
-    source: Source
+    source: KVSource
     side: SideName
-    times: int
-    whole: bool  # four dimensions: not on the way
+    repeats: int
+    is_4d: bool  # four dimensions: not on the way
 
     @classmethod
-    def of(
+    def from_source(
         cls,
-        source: Source,
+        source: KVSource,
         side: SideName,
         dtype: torch.dtype,
         device: torch.device,
         shape: Sequence[int],
-        times: int = 1,
-    ) -> Handle:
-        made: Handle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made._real, made._shape = None, torch.Size(shape)
-        made.source, made.side, made.times = source, side, times
-        made.whole = len(shape) == 4
+        repeats: int = 1,
+    ) -> KVHandle:
+        made: KVHandle = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made._dense, made._shape = None, torch.Size(shape)
+        made.source, made.side, made.repeats = source, side, repeats
+        made.is_4d = len(shape) == 4
         return made
 
-    def laid(self, shape: Sequence[int], times: int) -> Handle:
+    def make_reshaped(self, shape: Sequence[int], repeats: int) -> KVHandle:
         """The same rows in another shape."""
-        return Handle.of(self.source, self.side, self.dtype, self.device, shape, times)
+        return KVHandle.from_source(self.source, self.side, self.dtype, self.device, shape, repeats)
 
     @classmethod
     def __torch_function__(
@@ -58,40 +58,47 @@ class Handle(Lazy):
     ) -> Any:
         out: Tensor | None = None
         if func is functional.scaled_dot_product_attention:
-            out = _intercepted(*args, **(kwargs or {}))
-        elif func in REPEATING and type(args[0]) is Handle and not kwargs and not args[0].touched:
-            out = REPEATING[func](*args)
+            out = _attend_handles(*args, **(kwargs or {}))
+        elif (
+            func in REPEAT_KV_FUNCTIONS
+            and type(args[0]) is KVHandle
+            and not kwargs
+            and not args[0].is_materialized
+        ):
+            out = REPEAT_KV_FUNCTIONS[func](*args)
         if out is not None:
             return out
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
-    def make(self, why: str) -> Tensor:
-        rows = self.source.rows(self.side, why)
+    def compute_dense(self, reason: str) -> Tensor:
+        rows = self.source.read_rows(self.side, reason)
         if rows.shape == self.shape:
             return rows
-        return rows.repeat_interleave(self.times, 1).view(self.shape)
+        return rows.repeat_interleave(self.repeats, 1).view(self.shape)
 
 
-def pair(source: Source, dtype: torch.dtype, device: torch.device) -> tuple[Handle, Handle]:
+def make_handles(
+    source: KVSource, dtype: torch.dtype, device: torch.device
+) -> tuple[KVHandle, KVHandle]:
     """The keys and the values of a source."""
-    keys, values = source.shapes()
+    keys, values = source.get_shapes()
     return (
-        Handle.of(source, "keys", dtype, device, keys),
-        Handle.of(source, "values", dtype, device, values),
+        KVHandle.from_source(source, "keys", dtype, device, keys),
+        KVHandle.from_source(source, "values", dtype, device, values),
     )
 
 
-def source_of(key: Any, value: Any) -> Source | None:
+def get_shared_source(key: Any, value: Any) -> KVSource | None:
     """Where keys and values come from, if they are the two sides of one source."""
-    if type(key) is not Handle or type(value) is not Handle or key.source is not value.source:
+    if type(key) is not KVHandle or type(value) is not KVHandle or key.source is not value.source:
         return None
-    alike = key.times == value.times and key.whole and value.whole
-    alike = alike and key._real is None and value._real is None
+    alike = key.repeats == value.repeats and key.is_4d and value.is_4d
+    alike = alike and key._dense is None and value._dense is None
     return key.source if alike and (key.side, value.side) == ("keys", "values") else None
 
 
-def _intercepted(
+def _attend_handles(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -102,42 +109,50 @@ def _intercepted(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """PyTorch's attention on a pair of handles, or None where it must see dense rows."""
-    source = source_of(key, value)
+    source = get_shared_source(key, value)
     # A causal mask is laid to the upper left corner there: ours only where the two are one.
     if source is None or dropout_p or (is_causal and query.shape[2] != key.shape[2]):
         return None
     packable = not (is_causal or enable_gqa)
-    return source.attend(query, Question(attn_mask, scale, causal=is_causal, packable=packable))
+    return source.attend(
+        query, AttentionCall(attn_mask, scale, causal=is_causal, may_pack_heads=packable)
+    )
 
 
-def _with_axis(handle: Handle, index: Any) -> Handle | None:
+def _insert_axis(handle: KVHandle, index: Any) -> KVHandle | None:
     """`x[:, :, None, :, :]`"""
-    if handle.ndim != 4 or index != (ALL, ALL, None, ALL, ALL):
+    if handle.ndim != 4 or index != (FULL_SLICE, FULL_SLICE, None, FULL_SLICE, FULL_SLICE):
         return None
     batch, heads, rows, dim = handle.shape
-    return handle.laid((batch, heads, 1, rows, dim), handle.times) if handle.times == 1 else None
+    return (
+        handle.make_reshaped((batch, heads, 1, rows, dim), handle.repeats)
+        if handle.repeats == 1
+        else None
+    )
 
 
-def _expanded(handle: Handle, *shape: int) -> Handle | None:
+def _expand_heads(handle: KVHandle, *shape: int) -> KVHandle | None:
     """`x.expand(batch, heads, times, rows, dim)`"""
-    if handle.ndim != 5 or handle.times != 1 or len(shape) != 5:
+    if handle.ndim != 5 or handle.repeats != 1 or len(shape) != 5:
         return None
     batch, heads, _, rows, dim = handle.shape
     times = shape[2]
     fits = shape == (batch, heads, times, rows, dim) and times > 0
-    return handle.laid(shape, times) if fits else None
+    return handle.make_reshaped(shape, times) if fits else None
 
 
-def _reshaped(handle: Handle, *shape: int) -> Handle | None:
+def _merge_heads(handle: KVHandle, *shape: int) -> KVHandle | None:
     """`x.reshape(batch, heads * times, rows, dim)`"""
     if handle.ndim != 5 or len(shape) != 4:
         return None
     batch, heads, times, rows, dim = handle.shape
-    return handle.laid(shape, times) if shape == (batch, heads * times, rows, dim) else None
+    return (
+        handle.make_reshaped(shape, times) if shape == (batch, heads * times, rows, dim) else None
+    )
 
 
-REPEATING: Mapping[Any, Callable[..., Handle | None]] = {
-    Tensor.__getitem__: _with_axis,
-    Tensor.expand: _expanded,
-    Tensor.reshape: _reshaped,
+REPEAT_KV_FUNCTIONS: Mapping[Any, Callable[..., KVHandle | None]] = {
+    Tensor.__getitem__: _insert_axis,
+    Tensor.expand: _expand_heads,
+    Tensor.reshape: _merge_heads,
 }

@@ -22,21 +22,26 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from kvant.attention import reads_prompts
-from kvant.cache import Attention, Group
+from kvant.attention import has_fast_prefill
+from kvant.cache import GroupLayer, PagedLayer
 from kvant.contracts import View
 from kvant.errors import CacheError
-from kvant.hf.context import Context, Notes
-from kvant.hf.detect import HostLayer, narrows
-from kvant.hf.handles import Handle, pair
-from kvant.hf.latents import LatentReading
-from kvant.hf.reading import CrossReading, PromptReading, Reading, Source
+from kvant.hf.cache_context import AttentionStats, CacheContext
+from kvant.hf.handles import KVHandle, make_handles
+from kvant.hf.latents import PendingLatentAttention
+from kvant.hf.model_layers import ModelLayer, narrows_window
+from kvant.hf.pending_attention import (
+    KVSource,
+    PendingAttention,
+    PendingCrossAttention,
+    PendingPromptAttention,
+)
 from kvant.hf.recurrence import Recurrence
 from kvant.models.shapes import CROSS
 from kvant.recipes import CacheSpec, GroupSpec, LayerSpec, RecurrentSpec
 
 log = logging.getLogger("kvant")
-PROCESSOR = torch.device("cpu")
+CPU = torch.device("cpu")
 
 
 class AttentionLayer(CacheLayerMixin):
@@ -45,47 +50,55 @@ class AttentionLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = True
 
-    def __init__(self, context: Context, index: int, described: HostLayer) -> None:
+    def __init__(self, context: CacheContext, index: int, layer_info: ModelLayer) -> None:
         self.context = context
         self.index = index
-        self.described = described
-        self._window = described.window
-        self.is_sliding = described.window is not None
-        self.notes = context.notes.setdefault(index, Notes())
-        self.kind: type[Reading] = CrossReading if context.cross else Reading
-        if described.latent is not None:
-            self.kind = LatentReading
+        self.layer_info = layer_info
+        self._window = layer_info.window
+        self.is_sliding = layer_info.window is not None
+        self.attention_stats = context.attention_stats.setdefault(index, AttentionStats())
+        self.pending_type: type[PendingAttention] = (
+            PendingCrossAttention if context.is_cross else PendingAttention
+        )
+        if layer_info.latent is not None:
+            self.pending_type = PendingLatentAttention
         self.dtype = torch.float32
-        self._known: Any = None  # the contents of the cache that `_state` and `_narrow` are of
-        self._state: Attention
-        self._narrow = False
-        self._reading: weakref.ref[Reading] | None = None  # whoever reads it keeps it
+        self._known_contents: Any = (
+            None  # the contents of the cache that `_state` and `_narrow` are of
+        )
+        self._paged_layer: PagedLayer
+        self._narrows_window = False
+        self._pending_ref: weakref.ref[PendingAttention] | None = None  # whoever reads it keeps it
         super().__init__()
 
     @property
-    def state(self) -> Attention:
+    def paged_layer(self) -> PagedLayer:
         """Where its rows are: a recode or a restore puts another one there."""
         contents = self.context.states.contents
-        if contents is not self._known:
-            state = contents.by_layer[self.index]
-            self._state = state["attention"] if isinstance(state, Group) else state
-            self._narrow = narrows(self.described, self._state.spec)
-            self._known = contents
-        return self._state
+        if contents is not self._known_contents:
+            state = contents.indexed_layers[self.index]
+            self._paged_layer = state["attention"] if isinstance(state, GroupLayer) else state
+            self._narrows_window = narrows_window(self.layer_info, self._paged_layer.spec)
+            self._known_contents = contents
+        return self._paged_layer
 
     @property
-    def narrow(self) -> bool:
+    def narrows_window(self) -> bool:
         """Does the recipe let a query see less than the model would?"""
-        return narrows(self.described, self.state.spec)
+        return narrows_window(self.layer_info, self.paged_layer.spec)
 
     @property
     def recipe(self) -> LayerSpec:
-        return self.state.spec
+        return self.paged_layer.spec
 
     @property
     def keys(self) -> Tensor | None:
         """What cross-attention reads, step after step; the host asks whether it is empty, too."""
-        return self._pair(self._again())[0] if self.state.length else self._nothing()
+        return (
+            self._make_handles(self._get_or_make_pending())[0]
+            if self.paged_layer.length
+            else self._make_empty_rows()
+        )
 
     @keys.setter
     def keys(self, value: None) -> None:
@@ -93,7 +106,11 @@ class AttentionLayer(CacheLayerMixin):
 
     @property
     def values(self) -> Tensor | None:
-        return self._pair(self._again())[1] if self.state.length else self._nothing()
+        return (
+            self._make_handles(self._get_or_make_pending())[1]
+            if self.paged_layer.length
+            else self._make_empty_rows()
+        )
 
     @values.setter
     def values(self, value: None) -> None: ...
@@ -109,46 +126,56 @@ class AttentionLayer(CacheLayerMixin):
         if not self.is_initialized or self.dtype != key_states.dtype:
             self.lazy_initialization(key_states, value_states)
         if key_states.requires_grad:
-            _warn_of_gradients()
+            _warn_about_gradients()
         count, context = key_states.shape[2], self.context
-        state = self._state if context.states.contents is self._known else self.state
-        ledger, narrow = state.ledger, self._narrow
-        if state.leaf in ledger.book.arrived:
-            context.check_once(self.index)
-        if not context.begun:
-            context.check_begun(state.length, count)
+        state = (
+            self._paged_layer
+            if context.states.contents is self._known_contents
+            else self.paged_layer
+        )
+        ledger, narrow = state.tracker, self._narrows_window
+        if state.leaf in ledger.state.appended_leaves:
+            context.check_not_appended(self.index)
+        if not context.first_forward_done:
+            context.check_first_forward(state.length, count)
         start, stored = None, False
         if count > 1:
-            speculated = ledger.speculating or (context.recording and state.length > 0)
+            speculated = ledger.in_speculation or (context.record_past and state.length > 0)
             stored = speculated or state.spec.prefill == "stored"
         if context.padding is not None and state.length == 0:
-            context.check_columns(count)
-            start = context.start(key_states.shape[0])
+            context.check_padding_columns(count)
+            start = context.compute_start(key_states.shape[0])
         rows: tuple[Tensor, ...] = (key_states, value_states)
-        if self.described.latent is not None:  # in one stream, values inside the keys
+        if self.layer_info.latent is not None:  # in one stream, values inside the keys
             rows = (torch.cat(rows, -1),)
         view = state.append(*rows, start=start, prefill="stored" if stored else None)
-        reading = None if self._reading is None else self._reading()
+        reading = None if self._pending_ref is None else self._pending_ref()
         if reading is not None:
-            reading.current = False
+            reading.is_current = False
         if (
             count > 1
-            and view.extent.columns == count
+            and view.page_table.num_columns == count
             and not (stored or narrow)
-            and view.watch is None
+            and view.query_listener is None
         ):
             # A first chunk sees its own rows, as they came.
-            self.notes.prompts += 1
-            self._reading = None
-            if self.kind is not Reading or context.padding is not None or not reads_prompts(view):
+            self.attention_stats.prompt_calls += 1
+            self._pending_ref = None
+            if (
+                self.pending_type is not PendingAttention
+                or context.padding is not None
+                or not has_fast_prefill(view)
+            ):
                 return key_states, value_states
-            return pair(self._prompt(view, key_states, value_states), self.dtype, self.device)
-        return pair(self._read(view, count, stored), self.dtype, self.device)
+            return make_handles(
+                self._make_pending_prompt(view, key_states, value_states), self.dtype, self.device
+            )
+        return make_handles(self._make_pending(view, count, stored), self.dtype, self.device)
 
-    def arrive(self) -> None:
+    def record_replay(self) -> None:
         """A forward has put the row of a token to where it was expected, and attended with it."""
-        self.expire()
-        self.notes.fused += 1
+        self.invalidate_pending()
+        self.attention_stats.fused_calls += 1
 
     def get_seq_length(self) -> int:
         return self.context.states.length
@@ -158,22 +185,22 @@ class AttentionLayer(CacheLayerMixin):
         length = self.get_seq_length()
         if query_length == 1 and self.context.states.ragged:
             return 1, length  # every row of a sequence is seen, or left out by its own window
-        past = length if self.described.window is None else min(length, self.described.window - 1)
+        past = length if self.layer_info.window is None else min(length, self.layer_info.window - 1)
         return past + query_length, length - past
 
     def get_max_length(self) -> int:
-        limits = (self.described.window, self.recipe.capacity)
+        limits = (self.layer_info.window, self.recipe.capacity)
         return min((limit for limit in limits if limit is not None), default=-1)
 
-    def expire(self) -> None:
+    def invalidate_pending(self) -> None:
         """What the host was handed before is not to be read any more."""
-        reading = None if self._reading is None else self._reading()
+        reading = None if self._pending_ref is None else self._pending_ref()
         if reading is not None:
-            reading.current = False
-        self._reading = None
+            reading.is_current = False
+        self._pending_ref = None
 
-    def forget(self) -> None:
-        self.expire()
+    def clear_initialization(self) -> None:
+        self.invalidate_pending()
         self.is_initialized = False
 
     def reset(self, *args: Any) -> NoReturn:
@@ -193,60 +220,72 @@ class AttentionLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Lie in the memory of the processor until `prefetch`."""
-        self._move(PROCESSOR)
+        self._move(CPU)
 
     def prefetch(self) -> None:
         """Be back before the next forward."""
         if self.is_initialized:
             self._move(self.device)
 
-    def like(self, other: AttentionLayer) -> None:
+    def copy_initialization(self, other: AttentionLayer) -> None:
         """Take over what the other has learnt of the model's rows."""
         if other.is_initialized:
             self.dtype, self.device, self.is_initialized = other.dtype, other.device, True
 
     def _move(self, device: torch.device) -> None:
-        self.expire()
-        self.context.moves += 1
+        self.invalidate_pending()
+        self.context.num_moves += 1
         state = self.context.states[self.index]
-        for part in state.values() if isinstance(state, Group) else [state]:
+        for part in state.values() if isinstance(state, GroupLayer) else [state]:
             part.move(device)
 
-    def _read(self, view: View, count: int, stored: bool) -> Reading:
-        shown, window = view.extent.columns, self._window
+    def _make_pending(self, view: View, count: int, stored_prefill: bool) -> PendingAttention:
+        shown, window = view.page_table.num_columns, self._window
         if window is not None and shown - count >= window:
             shown = window - 1 + count
-        stored = stored and not self._state.spec.exact  # raw rows are the same for every query
-        reading = self.kind(view, count, shown, self.dtype, self.notes, self._narrow, stored)
-        reading.packs = self.described.packs
-        self._reading = weakref.ref(reading)
+        stored_prefill = (
+            stored_prefill and not self._paged_layer.spec.exact
+        )  # raw rows are the same for every query
+        reading = self.pending_type(
+            view,
+            count,
+            shown,
+            self.dtype,
+            self.attention_stats,
+            self._narrows_window,
+            stored_prefill,
+        )
+        reading.model_has_gqa = self.layer_info.model_has_gqa
+        self._pending_ref = weakref.ref(reading)
         return reading
 
-    def _prompt(self, view: View, keys: Tensor, values: Tensor) -> Reading:
+    def _make_pending_prompt(self, view: View, keys: Tensor, values: Tensor) -> PendingAttention:
         count = keys.shape[2]
-        reading = PromptReading(view, count, count, self.dtype, Notes(), keys=keys, values=values)
-        reading.packs = self.described.packs
-        self._reading = weakref.ref(reading)
+        reading = PendingPromptAttention(
+            view, count, count, self.dtype, AttentionStats(), keys=keys, values=values
+        )
+        reading.model_has_gqa = self.layer_info.model_has_gqa
+        self._pending_ref = weakref.ref(reading)
         return reading
 
-    def _again(self) -> Reading:
+    def _get_or_make_pending(self) -> PendingAttention:
         """The rows as the newest token sees them, for one query."""
-        reading = None if self._reading is None else self._reading()
+        reading = None if self._pending_ref is None else self._pending_ref()
         if reading is None:
-            self.expire()
-            reading = self._read(self.state.view(), 1, stored=False)
+            self.invalidate_pending()
+            reading = self._make_pending(self.paged_layer.view(), 1, stored_prefill=False)
         return reading
 
-    def _nothing(self) -> Tensor | None:
+    def _make_empty_rows(self) -> Tensor | None:
         """The rows of a layer that has forgotten what it had, as the host's own has them."""
         return torch.empty(0, dtype=self.dtype, device=self.device) if self.is_initialized else None
 
-    def _pair(self, source: Source) -> tuple[Handle, Handle]:
-        return pair(source, self.dtype, self.device)
+    def _make_handles(self, source: KVSource) -> tuple[KVHandle, KVHandle]:
+        return make_handles(source, self.dtype, self.device)
 
 
 @lru_cache(maxsize=1)
-def _warn_of_gradients() -> None:
+def _warn_about_gradients() -> None:
     log.warning("no gradients flow through a cache of kvant: use torch.no_grad() for inference")
 
 
@@ -256,54 +295,56 @@ class HybridLayer(AttentionLayer, LinearAttentionCacheLayerMixin):
     supports_early_init = False
 
     @property
-    def beside(self) -> Any:
+    def linear_layer(self) -> Any:
         """The host's layer."""
         state: Recurrence = self.context.states[self.index]["recurrence"]
         return state.layer
 
     @property
     def conv_states(self) -> Any:
-        return self.beside.conv_states
+        return self.linear_layer.conv_states
 
     @property
     def recurrent_states(self) -> Any:
-        return self.beside.recurrent_states
+        return self.linear_layer.recurrent_states
 
     @property
     def has_previous_state(self) -> Any:
-        return self.beside.has_previous_state
+        return self.linear_layer.has_previous_state
 
     @property
     def record_past(self) -> Any:
-        return self.beside.record_past
+        return self.linear_layer.record_past
 
     @property
     def is_croppable(self) -> Any:  # type: ignore[override]
-        return self.beside.is_croppable
+        return self.linear_layer.is_croppable
 
     def activate_past_recording(self) -> None:
-        self.beside.activate_past_recording()
+        self.linear_layer.activate_past_recording()
 
     def update_conv_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.beside.update_conv_state(*args, **kwargs)
+        return self.linear_layer.update_conv_state(*args, **kwargs)
 
     def update_recurrent_state(self, *args: Any, **kwargs: Any) -> Any:
-        return self.beside.update_recurrent_state(*args, **kwargs)
+        return self.linear_layer.update_recurrent_state(*args, **kwargs)
 
 
-class CrossLayer(DynamicLayer):
+class CrossAttentionLayer(DynamicLayer):
     """Rows that every token reads whole: no part of what the other layers commit together."""
 
-    def __init__(self, context: Context, index: int) -> None:
+    def __init__(self, context: CacheContext, index: int) -> None:
         self.context = context
         self.index = index
-        self._came: list[tuple[int, int]] = []  # how long the text was then, and how many rows
+        self._row_counts: list[
+            tuple[int, int]
+        ] = []  # how long the text was then, and how many rows
         super().__init__()
 
     @property
     def keys(self) -> Tensor | None:
         """The host asks for them in a forward that brings none."""
-        self._keep(self.context.states.length)
+        self._truncate_rows(self.context.states.length)
         return self._keys
 
     @keys.setter
@@ -312,7 +353,7 @@ class CrossLayer(DynamicLayer):
 
     @property
     def values(self) -> Tensor | None:
-        self._keep(self.context.states.length)
+        self._truncate_rows(self.context.states.length)
         return self._values
 
     @values.setter
@@ -323,30 +364,30 @@ class CrossLayer(DynamicLayer):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         rows: tuple[Tensor, Tensor] = super().update(key_states, value_states)
-        self._came.append((self.context.states.length, key_states.shape[2]))
+        self._row_counts.append((self.context.states.length, key_states.shape[2]))
         return rows
 
     def crop(self, tokens_to_remove: int) -> None:
         """Tokens of the text go; an image goes with the last of those that it came with."""
-        self._keep(max(0, self.context.states.length + tokens_to_remove))
+        self._truncate_rows(max(0, self.context.states.length + tokens_to_remove))
 
     def reset(self) -> None:
         super().reset()
-        self._came = []
+        self._row_counts = []
 
-    def _keep(self, length: int) -> None:
+    def _truncate_rows(self, length: int) -> None:
         """Only the rows that came with the first `length` tokens of the text."""
         # Behind the last layer of the text, the tokens of the forward are counted already.
         behind = self.index > max(self.context.states.layers, default=self.index)
-        kept = [(at, count) for at, count in self._came if at < length + behind]
-        if len(kept) < len(self._came):
+        kept = [(at, count) for at, count in self._row_counts if at < length + behind]
+        if len(kept) < len(self._row_counts):
             assert self._keys is not None and self._values is not None
             rows = sum(count for _, count in kept)
             self._keys, self._values = self._keys[:, :, :rows], self._values[:, :, :rows]
-            self._came = kept
+            self._row_counts = kept
 
 
-def recurrences(layers: Sequence[HostLayer], spec: CacheSpec) -> dict[str, Recurrence]:
+def make_recurrences(layers: Sequence[ModelLayer], spec: CacheSpec) -> dict[str, Recurrence]:
     """States whose present a layer of the host's keeps, by the name of their memory."""
     found = {}
     for index, (layer, recipe) in enumerate(zip(layers, spec.layers, strict=True)):
@@ -360,7 +401,7 @@ def recurrences(layers: Sequence[HostLayer], spec: CacheSpec) -> dict[str, Recur
     return found
 
 
-def layer_for(context: Context, index: int, layer: HostLayer, own: Any) -> Any:
+def make_layer(context: CacheContext, index: int, layer: ModelLayer, existing: Any) -> Any:
     """What stands in the host's list; `own` is one of the host's classes that exists already."""
     if layer.attends:
         kind = HybridLayer if layer.recurs else AttentionLayer
@@ -370,5 +411,5 @@ def layer_for(context: Context, index: int, layer: HostLayer, own: Any) -> Any:
         assert isinstance(state, Recurrence)
         return state.layer
     if layer.type == CROSS:
-        return own or CrossLayer(context, index)
-    return own or DYNAMIC_LAYER_TYPE_MAPPING[layer.type](**layer.options)
+        return existing or CrossAttentionLayer(context, index)
+    return existing or DYNAMIC_LAYER_TYPE_MAPPING[layer.type](**layer.options)

@@ -21,58 +21,61 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from kvant.cache.recurrent import (
-    NOTHING,
-    Moment,
-    Past,
-    Recurring,
-    restored,
-    shared_snapshot,
+    EMPTY_STATE,
+    RecurrentBase,
+    RecurrentState,
+    StateHistory,
+    restore_history,
+    snapshot_history,
     wide,
 )
-from kvant.contracts import Fields, Snapshot, Tally
+from kvant.contracts import Fields, LayerStats, Snapshot
 from kvant.errors import CacheError, RewindError, SnapshotMismatch
-from kvant.hf.detect import HostLayer
+from kvant.hf.model_layers import ModelLayer
 from kvant.recipes import RecurrentSpec
 
-KINDS = {"conv": "conv_states", "recurrent": "recurrent_states"}  # name in a file: the host's
+STATE_ATTRIBUTES = {
+    "conv": "conv_states",
+    "recurrent": "recurrent_states",
+}  # name in a file: the host's
 
 
-class Recurrence(Recurring):
+class Recurrence(RecurrentBase):
     """A state that lies in a layer of the host's; a `HostState`."""
 
     def __init__(self, spec: RecurrentSpec, layer: LinearAttentionLayer) -> None:
         self.spec = spec
         self.layer = layer
-        self.tally = Tally()
+        self.stats = LayerStats()
         self.length = 0
-        self.checkpoints: tuple[Moment, ...] = ()
-        self.lost = False
-        self.touched = False  # by a forward that has not come to its end
+        self.checkpoints: tuple[RecurrentState, ...] = ()
+        self.is_lost = False
+        self.in_forward = False  # by a forward that has not come to its end
 
     @property
-    def past(self) -> Past:
-        return Past(Moment(self.length, self._live()), self.checkpoints)
+    def history(self) -> StateHistory:
+        return StateHistory(RecurrentState(self.length, self._collect_tensors()), self.checkpoints)
 
-    def touch(self) -> None:
+    def begin_forward(self) -> None:
         """A forward begins here; if the one before did not end, it died."""
-        if self.touched:
+        if self.in_forward:
             self.invalidate()
-        self.check()
-        self.touched = True
+        self.check_valid()
+        self.in_forward = True
 
-    def follow(self, length: int) -> None:
-        self.touched = False
+    def advance_to(self, length: int) -> None:
+        self.in_forward = False
         self.length = length
 
     def invalidate(self) -> None:
-        self.lost = True
+        self.is_lost = True
         if self.length == 0:
-            self._give({})
-            self.lost = False
-        self.touched = False  # last: an interrupt before it leaves no state at all
+            self._load_tensors({})
+            self.is_lost = False
+        self.in_forward = False  # last: an interrupt before it leaves no state at all
 
-    def check(self) -> None:
-        if self.lost:
+    def check_valid(self) -> None:
+        if self.is_lost:
             raise CacheError(
                 "a forward or a verb was abandoned, and a recurrent layer cannot go back alone: "
                 f"rewind to a checkpoint ({self.reachable(self.length)} is the longest) or reset"
@@ -82,44 +85,46 @@ class Recurrence(Recurring):
         raise TypeError("the host changes this state; nobody appends to it")
 
     def reachable(self, to: int) -> int:
-        if not self._astray and to >= self.length - self._recorded():
+        if not self._has_no_length and to >= self.length - self._count_recorded_tokens():
             return min(to, self.length)
         points = (moment.length for moment in self.checkpoints)
         return max((length for length in points if length <= to), default=0)
 
-    def going_back(self, to: int) -> Callable[[], None]:
+    def prepare_rewind(self, to: int) -> Callable[[], None]:
         if self.reachable(to) != to:
             raise RewindError(f"length {to}: {self.reachable(to)} is the longest that can be")
         kept = tuple(moment for moment in self.checkpoints if moment.length <= to)
-        crops = not self._astray and to >= self.length - self._recorded()
+        crops = not self._has_no_length and to >= self.length - self._count_recorded_tokens()
         if to < self.length or not crops:
-            self.lost = True
-        return partial(self._crop if crops else self._return, to, kept)
+            self.is_lost = True
+        return partial(self._crop if crops else self._restore_checkpoint, to, kept)
 
-    def _crop(self, to: int, checkpoints: tuple[Moment, ...]) -> None:
+    def _crop(self, to: int, checkpoints: tuple[RecurrentState, ...]) -> None:
         if self.layer.record_past:
             self.layer.crop(to - self.length)
         self.length, self.checkpoints = to, checkpoints
-        self.lost = False
+        self.is_lost = False
 
-    def _return(self, to: int, checkpoints: tuple[Moment, ...]) -> None:
-        self._become(Past(checkpoints[-1].copied() if to else NOTHING, checkpoints))
+    def _restore_checkpoint(self, to: int, checkpoints: tuple[RecurrentState, ...]) -> None:
+        self._restore_history(
+            StateHistory(checkpoints[-1].copy() if to else EMPTY_STATE, checkpoints)
+        )
 
     def checkpoint(self) -> None:
         """Come back to the present length from here on; the oldest checkpoint may go for it."""
-        self._check_still()
+        self._check_between_forwards()
         if all(moment.length != self.length for moment in self.checkpoints):
-            marked = (*self.checkpoints, self.past.now.copied())
+            marked = (*self.checkpoints, self.history.current.copy())
             self.checkpoints = marked[-self.spec.max_checkpoints :]
 
     def shared_snapshot(self) -> Snapshot:
-        self._check_still()
-        return shared_snapshot(self.past)
+        self._check_between_forwards()
+        return snapshot_history(self.history)
 
-    def restored(self, snapshot: Snapshot) -> Past:
-        past, own = restored(self.spec, snapshot), self._shapes()
-        for moment in past.moments:
-            held = {name: (x.dtype, tuple(x.shape[1:])) for name, x in moment.state.items()}
+    def parse_snapshot(self, snapshot: Snapshot) -> StateHistory:
+        past, own = restore_history(self.spec, snapshot), self._shapes()
+        for moment in past.states:
+            held = {name: (x.dtype, tuple(x.shape[1:])) for name, x in moment.tensors.items()}
             if own and held and held != own:
                 raise SnapshotMismatch(f"states {held}, {own} are the model's")
         return past
@@ -129,42 +134,44 @@ class Recurrence(Recurring):
         """Whether the host made its tensors, so that their shapes are known."""
         return bool(self._shapes())
 
-    def becoming(self, past: Past) -> Callable[[], None]:
-        self.lost, self.checkpoints = True, ()  # of another past
-        return partial(self._become, past)
+    def prepare_restore(self, history: StateHistory) -> Callable[[], None]:
+        self.is_lost, self.checkpoints = True, ()  # of another past
+        return partial(self._restore_history, history)
 
-    def _become(self, past: Past) -> None:
+    def _restore_history(self, history: StateHistory) -> None:
         """Let the host's layer have the present state of this past."""
-        self._give(past.now.state)
-        self.length, self.checkpoints = past.now.length, past.checkpoints
-        self.touched = self.lost = False  # last: an interrupt before it leaves no state at all
+        self._load_tensors(history.current.tensors)
+        self.length, self.checkpoints = history.current.length, history.checkpoints
+        self.in_forward = self.is_lost = (
+            False  # last: an interrupt before it leaves no state at all
+        )
 
     def fork(self) -> Recurrence:
-        self._check_still()
+        self._check_between_forwards()
         twin = Recurrence(self.spec, copy.deepcopy(self.layer))
         twin.length = self.length
-        twin.checkpoints = tuple(moment.copied() for moment in self.checkpoints)
+        twin.checkpoints = tuple(moment.copy() for moment in self.checkpoints)
         return twin
 
-    def settled(self) -> Past:
-        self._check_still()
-        return self.past
+    def get_history(self) -> StateHistory:
+        self._check_between_forwards()
+        return self.history
 
     @property
-    def _astray(self) -> bool:
+    def _has_no_length(self) -> bool:
         """Is the state of no length?"""
-        return self.lost or self.touched
+        return self.is_lost or self.in_forward
 
-    def _check_still(self) -> None:
+    def _check_between_forwards(self) -> None:
         """The verbs come between forwards: one that is under way has died."""
-        if self.touched:
+        if self.in_forward:
             self.invalidate()
-        self.check()
+        self.check_valid()
 
-    def _live(self) -> dict[str, Tensor]:
+    def _collect_tensors(self) -> dict[str, Tensor]:
         """The host's tensors, by a name that a file may hold."""
         layer, live = self.layer, {}
-        for kind, attribute in KINDS.items():
+        for kind, attribute in STATE_ATTRIBUTES.items():
             for index, tensor in getattr(layer, attribute).items():
                 if tensor is None or not layer.has_previous_state[index]:
                     continue
@@ -176,7 +183,7 @@ class Recurrence(Recurring):
     def _shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """What a snapshot of the host's tensors has, by name, whatever the sequences."""
         layer, found = self.layer, {}
-        for kind, attribute in KINDS.items():
+        for kind, attribute in STATE_ATTRIBUTES.items():
             for index, tensor in getattr(layer, attribute).items():
                 if tensor is None:
                     continue
@@ -186,13 +193,13 @@ class Recurrence(Recurring):
                 found[f"{kind}{index}"] = wide(tensor.dtype), shape
         return found
 
-    def _give(self, state: Fields) -> None:
+    def _load_tensors(self, tensors: Fields) -> None:
         """Let the host's layer have this state and no other."""
         layer = self.layer
-        for kind, attribute in KINDS.items():
+        for kind, attribute in STATE_ATTRIBUTES.items():
             held, begun = getattr(layer, attribute), getattr(layer, f"is_{attribute}_initialized")
             for index, old in list(held.items()):
-                new = state.get(f"{kind}{index}")
+                new = tensors.get(f"{kind}{index}")
                 if new is not None:
                     held[index] = new if old is None else new.to(old.dtype)
                 elif old is not None:  # the host's own reset leaves zeros, too
@@ -207,7 +214,7 @@ class Recurrence(Recurring):
                 if kind == "conv":
                     layer.conv_kernel_size[index] = new.shape[-1]
 
-    def _recorded(self) -> int:
+    def _count_recorded_tokens(self) -> int:
         """How many tokens back the host has kept what a convolution needs."""
         layer = self.layer
         if not layer.record_past or not layer.is_croppable:
@@ -220,54 +227,55 @@ class Recurrence(Recurring):
         return max(0, min(spare, default=0))
 
 
-class Pace:
+class RecurrentProgress:
     """Told of the first state of the first recurrent layer, which every forward asks for once."""
 
-    def __init__(self, layers: Sequence[HostLayer], recurrences: Sequence[Recurrence]) -> None:
+    def __init__(self, layers: Sequence[ModelLayer], recurrences: Sequence[Recurrence]) -> None:
         self.recurrences = tuple(recurrences)
         attending = [index for index, layer in enumerate(layers) if layer.attends]
         recurring = [index for index, layer in enumerate(layers) if layer.recurs]
-        self._first = (recurring[0], 0) if recurring else None
-        self._counts = not attending
-        self._watches = bool(attending and recurring) and recurring[0] < attending[-1]
-        self._beside = bool(recurring) and recurring[0] in attending
+        self._first_state = (recurring[0], 0) if recurring else None
+        self._counts_tokens = not attending
+        self._tracks_forwards = bool(attending and recurring) and recurring[0] < attending[-1]
+        self._first_is_hybrid = bool(recurring) and recurring[0] in attending
 
-    def again(self, layer: int, state: int) -> bool:
+    def is_repeated_forward(self, layer_idx: int, state_idx: int) -> bool:
         """Does a forward begin here, and did the one before it not end?"""
-        begins = (layer, state) == self._first
-        return begins and any(recurrence.touched for recurrence in self.recurrences)
+        begins = (layer_idx, state_idx) == self._first_state
+        return begins and any(recurrence.in_forward for recurrence in self.recurrences)
 
-    def asked(self, layer: int, state: int, rows: bool) -> None:
+    def record_state_read(self, layer_idx: int, state_idx: int, has_rows: bool) -> None:
         """The host asks for a state: a forward of one token, unless `passed` says more.
 
         `rows` says whether any came since the last commit. Where attention is in the same layer and
         none ever did, a dead forward and a part of the model that runs alone look the same.
         """
-        if (layer, state) != self._first:
+        if (layer_idx, state_idx) != self._first_state:
             return
-        empty = [one for one in self.recurrences if one.touched and one.length == 0]
-        if self._beside and empty and not rows:
+        empty = [one for one in self.recurrences if one.in_forward and one.length == 0]
+        if self._first_is_hybrid and empty and not has_rows:
             raise CacheError(
-                f"the state of layer {layer} is asked for again, and no rows came in between: if "
+                f"the state of layer {layer_idx} is asked for again, and no rows came in between: "
+                "if "
                 "a forward died, reset the cache; a part of a model alone cannot be cached"
             )
-        if self._counts:
-            self._count(1)
-        elif self._watches:
+        if self._counts_tokens:
+            self._add_tokens(1)
+        elif self._tracks_forwards:
             for recurrence in self.recurrences:
-                recurrence.touch()
+                recurrence.begin_forward()
 
-    def passed(self, layer: int, state: int, tokens: int) -> None:
+    def record_conv_tokens(self, layer_idx: int, state_idx: int, num_tokens: int) -> None:
         """So many tokens pass a convolution; one of them was counted when it was asked."""
-        if self._counts and (layer, state) == self._first:
-            self._count(tokens - 1)
+        if self._counts_tokens and (layer_idx, state_idx) == self._first_state:
+            self._add_tokens(num_tokens - 1)
 
-    def check(self) -> None:
+    def check_valid(self) -> None:
         """Refuse to go on with a state that a dead forward left behind."""
         for recurrence in self.recurrences:
-            recurrence.check()
+            recurrence.check_valid()
 
-    def _count(self, tokens: int) -> None:
-        self.check()
+    def _add_tokens(self, num_tokens: int) -> None:
+        self.check_valid()
         for recurrence in self.recurrences:
-            recurrence.follow(recurrence.length + tokens)
+            recurrence.advance_to(recurrence.length + num_tokens)

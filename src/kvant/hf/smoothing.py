@@ -20,60 +20,64 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvant.codecs import Raw
-from kvant.codecs.frames import Diagonal, Identity, fitted, waits
+from kvant.codecs.frames import Diagonal, Identity, fill_smoothing, needs_fitting
 from kvant.contracts import Codec, Frame
 from kvant.errors import SpecError
-from kvant.hf.attention import switched
-from kvant.hf.cache import HostCache
-from kvant.hf.detect import crosses, host_layers, recipes
-from kvant.hf.inside import cache_name, continuing
+from kvant.hf.attention import use_kvant_attention
+from kvant.hf.cache import TransformersCache
+from kvant.hf.model import get_cache_argument, get_text_model
+from kvant.hf.model_layers import get_model_layers, has_cross_attention, make_cache_spec
 from kvant.models import max_context
-from kvant.recipes import CacheSpec, LayerSpec, attention_in
-from kvant.retention import All
+from kvant.recipes import CacheSpec, LayerSpec, iterate_attention
+from kvant.retention import KeepAll
 
-TOKENS = 256
-LEAST = 1e-3  # of the largest channel: smaller ones are taken to be as large
-DIGITS = 4
+MAX_FIT_TOKENS = 256
+MIN_RELATIVE_SCALE = 1e-3  # of the largest channel: smaller ones are taken to be as large
+SCALE_DIGITS = 4
 
 # Of the weights that a model had when it was first asked; with others, scores stay right as well.
-_known: WeakKeyDictionary[PreTrainedModel, list[Scales]] = WeakKeyDictionary()
+_fitted_frames: WeakKeyDictionary[PreTrainedModel, list[SmoothFrames]] = WeakKeyDictionary()
 
 
 @dataclass(eq=False)
-class Watched:
+class ObservedFrame:
     """A = 1, and the squares of all that passed, summed up by channel."""
 
-    trivial: ClassVar[bool] = False
-    stored: Tensor | None = None  # [H, D]
-    asked: Tensor | None = None  # [H * group, D]
+    is_identity: ClassVar[bool] = False
+    row_squares: Tensor | None = None  # [H, D]
+    query_squares: Tensor | None = None  # [H * group, D]
 
-    def rows(self, x: Tensor) -> Tensor:
-        self.stored = _summed(self.stored, x)
+    def transform_rows(self, x: Tensor) -> Tensor:
+        self.row_squares = _add_squares(self.row_squares, x)
         return x
 
-    def queries(self, q: Tensor) -> Tensor:
-        self.asked = _summed(self.asked, q)
+    def transform_queries(self, q: Tensor) -> Tensor:
+        self.query_squares = _add_squares(self.query_squares, q)
         return q.float()
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def restore_outputs(self, x: Tensor) -> Tensor:
         return x
 
-    def scale(self) -> Frame:
-        if self.stored is None:
+    def compute_frame(self) -> Frame:
+        if self.row_squares is None:
             return Identity()  # values that lie inside the keys
-        heads, dim = self.stored.shape
-        stored = _large(self.stored)
+        heads, dim = self.row_squares.shape
+        stored = _clamp_squares(self.row_squares)
         # Nobody asks values; and of a model that computes its scores itself no query is seen.
-        asked = 1 / stored if self.asked is None else self.asked.view(heads, -1, dim).mean(1)
-        scale = (_large(asked) / stored) ** 0.25  # of squares
+        asked = (
+            1 / stored
+            if self.query_squares is None
+            else self.query_squares.view(heads, -1, dim).mean(1)
+        )
+        scale = (_clamp_squares(asked) / stored) ** 0.25  # of squares
         even = scale / scale.log().mean(-1, keepdim=True).exp()
         if not even.isfinite().all():
             raise SpecError("smooth: keys, values or queries of this model are no numbers")
-        return Diagonal(tuple(tuple(_rounded(v) for v in head) for head in even.tolist()))
+        return Diagonal(tuple(tuple(_round_scale(v) for v in head) for head in even.tolist()))
 
 
 @dataclass(frozen=True)
-class Scales:
+class SmoothFrames:
     """The frames that one layer's keys and values get."""
 
     keys: Frame
@@ -81,75 +85,75 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class Door(Raw):
+class FramedRaw(Raw):
     """Rows of any width that stay as they are, behind a frame."""
 
     frame: Frame = field(default_factory=Identity)  # type: ignore[misc]
 
 
-def smooth(model: PreTrainedModel, spec: CacheSpec) -> CacheSpec:
+def fit_smooth_frames(model: PreTrainedModel, spec: CacheSpec) -> CacheSpec:
     """The spec with a scale of this model wherever one is to be fitted."""
-    codecs = [codec for layer in attention_in(*spec.layers) for codec in layer.sides.values()]
-    if not any(waits(codec.frame) for codec in codecs):
+    codecs = [codec for layer in iterate_attention(*spec.layers) for codec in layer.sides.values()]
+    if not any(needs_fitting(codec.frame) for codec in codecs):
         return spec
-    if model not in _known:
-        _known[model] = _scales(continuing(model))
-    scales = iter(_known[model])
-    return spec.changed(lambda layer: _with_scales(layer, next(scales)))
+    if model not in _fitted_frames:
+        _fitted_frames[model] = _fit_frames(get_text_model(model))
+    scales = iter(_fitted_frames[model])
+    return spec.map_layers(lambda layer: _insert_frames(layer, next(scales)))
 
 
-def _with_scales(layer: LayerSpec, scales: Scales) -> LayerSpec:
+def _insert_frames(layer: LayerSpec, frames: SmoothFrames) -> LayerSpec:
     return replace(
         layer,
-        keys=_with_scale(layer.keys, scales.keys),
-        values=_with_scale(layer.values, scales.values),
+        keys=_insert_frame(layer.keys, frames.keys),
+        values=_insert_frame(layer.values, frames.values),
     )
 
 
-def _with_scale(codec: Any, scale: Frame) -> Codec:
-    if not waits(codec.frame):
+def _insert_frame(codec: Any, frame: Frame) -> Codec:
+    if not needs_fitting(codec.frame):
         return codec  # type: ignore[no-any-return]
-    return replace(codec, frame=fitted(codec.frame, scale))  # type: ignore[no-any-return]
+    return replace(codec, frame=fill_smoothing(codec.frame, frame))  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def _scales(model: PreTrainedModel) -> list[Scales]:
+def _fit_frames(model: PreTrainedModel) -> list[SmoothFrames]:
     """One for each layer that attends."""
-    if crosses(model):
+    if has_cross_attention(model):
         raise SpecError("smooth is fitted to models that only decode; leave it out")
-    layers = host_layers(model)
-    watched = [(Watched(), Watched()) for layer in layers if layer.attends]
-    doors = (LayerSpec(Door(keys), Door(values), All()) for keys, values in watched)
-    cache = HostCache(layers, recipes(layers, CacheSpec(tuple(doors))))
+    layers = get_model_layers(model)
+    watched = [(ObservedFrame(), ObservedFrame()) for layer in layers if layer.attends]
+    doors = (LayerSpec(FramedRaw(keys), FramedRaw(values), KeepAll()) for keys, values in watched)
+    cache = TransformersCache(layers, make_cache_spec(layers, CacheSpec(tuple(doors))))
     config = model.config.get_text_config(decoder=True)
-    count = min(TOKENS, max_context(config) or TOKENS)
+    count = min(MAX_FIT_TOKENS, max_context(config) or MAX_FIT_TOKENS)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (1, count), generator=generator, device="cpu")
     modes = {module: module.training for module in model.modules()}
-    given = {cache_name(model): cache}
+    given = {get_cache_argument(model): cache}
     try:
         model.eval()  # what is dropped at random is none of the model's
         ids = ids.to(model.device)
-        with switched(model):  # queries are seen by ours
+        with use_kvant_attention(model):  # queries are seen by ours
             model(ids[:, :1], **given)
             for keys, _ in watched:
-                keys.asked = None  # a first token sees itself alone, whatever it asks
+                keys.query_squares = None  # a first token sees itself alone, whatever it asks
             model(ids[:, 1:], **given)  # behind it, attention asks the cache
     finally:
         for module, training in modes.items():
             module.training = training
-    return [Scales(keys.scale(), values.scale()) for keys, values in watched]
+    return [SmoothFrames(keys.compute_frame(), values.compute_frame()) for keys, values in watched]
 
 
-def _summed(total: Tensor | None, x: Tensor) -> Tensor:
+def _add_squares(total: Tensor | None, x: Tensor) -> Tensor:
     more = x.double().square().sum((0, 2))
     return more if total is None else total + more
 
 
-def _large(squares: Tensor) -> Tensor:
+def _clamp_squares(squares: Tensor) -> Tensor:
     most = float(squares.max())
-    return squares.clamp(min=LEAST**2 * most) if most else torch.ones_like(squares)
+    return squares.clamp(min=MIN_RELATIVE_SCALE**2 * most) if most else torch.ones_like(squares)
 
 
-def _rounded(x: float) -> float:
-    return float(f"{x:.{DIGITS}g}")
+def _round_scale(x: float) -> float:
+    return float(f"{x:.{SCALE_DIGITS}g}")

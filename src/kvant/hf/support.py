@@ -26,92 +26,92 @@ from transformers import PreTrainedModel
 
 from kvant.cache import merge
 from kvant.errors import CacheError
-from kvant.hf.attach import attach, attachments, detach
-from kvant.hf.attention import host_name
+from kvant.hf.attach import attach, detach, get_attachments
+from kvant.hf.attention import get_transformers_implementation
 from kvant.hf.build import cache_for
-from kvant.hf.cache import HostCache
+from kvant.hf.cache import TransformersCache
 from kvant.hf.forward import TokenForward
-from kvant.hf.modules import restore_modules
+from kvant.hf.module_attributes import restore_modules
 
 log = logging.getLogger("kvant")
 
-LENGTHS = (5, 9)  # tokens of the two prompts: different, and few
+PROMPT_LENGTHS = (5, 9)  # tokens of the two prompts: different, and few
 # Root mean square of the difference of logits, by their standard deviation. Wrong ones differ by
 # about 1; rounding of 16 bits may send a token to other experts.
-TOLERANCE = {2: 0.1, 4: 0.01, 8: 0.01}  # by bytes of a number
+LOGIT_TOLERANCES = {2: 0.1, 4: 0.01, 8: 0.01}  # by bytes of a number
 
-STOCK = "model.generate(...)"
-CONTINUES_NOT = "does not continue what its cache holds by new tokens alone"
-OWN = (
+GENERATE_CALL = "model.generate(...)"
+NO_CONTINUATION = "does not continue what its cache holds by new tokens alone"
+USE_GENERATE = (
     "kvant's own loop and engine cannot run it; use model.generate(..., "
     "cache=kvant.cache_for(model, spec))"
 )
 
 
-class Level(IntEnum):
+class SupportLevel(IntEnum):
     """What a model supports: each level includes those before it."""
 
     NOTHING = 0  # no cache of kvant's
     GENERATE = 1  # transformers' own `generate` with a cache of kvant's
-    ALONE = 2  # kvant's loop and engine, one sequence a forward
-    TOGETHER = 3  # sequences of different lengths in one forward
+    ONE_SEQUENCE = 2  # kvant's loop and engine, one sequence a forward
+    RAGGED_BATCH = 3  # sequences of different lengths in one forward
 
 
-LEVELS = {
-    Level.NOTHING: "refused",
-    Level.GENERATE: "for transformers' generate alone",
-    Level.ALONE: "sequences decode in turns",
-    Level.TOGETHER: "sequences of different lengths decode together",
+LEVEL_DESCRIPTIONS = {
+    SupportLevel.NOTHING: "refused",
+    SupportLevel.GENERATE: "for transformers' generate alone",
+    SupportLevel.ONE_SEQUENCE: "sequences decode in turns",
+    SupportLevel.RAGGED_BATCH: "sequences of different lengths decode together",
 }
 
 
 class Support(NamedTuple):
     """A level, and the reason why it is no higher."""
 
-    level: Level
+    level: SupportLevel
     reason: str = ""
 
-    def require(self, level: Level) -> None:
+    def require_level(self, level: SupportLevel) -> None:
         """Raise the reason as an error if the level is not reached."""
         if self.level < level:
             raise CacheError(self.reason)
 
 
-class Verdict(NamedTuple):
+class SupportVerdict(NamedTuple):
     """What a model supports, and whether that holds for each model of its class."""
 
     support: Support
-    lasting: bool  # for the same configuration
+    holds_for_class: bool  # for the same configuration
 
 
 _lock = RLock()
-_known: dict[tuple[object, ...], Support] = {}
+_known_support: dict[tuple[object, ...], Support] = {}
 
 
-def support_of(model: PreTrainedModel) -> Support:
+def get_support(model: PreTrainedModel) -> Support:
     """Return what the model supports; the first call for a class and configuration runs it."""
-    device = find_device(model)
+    device = find_model_device(model)
     if device is None:  # there are no weights to compute with
-        return Support(Level.TOGETHER)
+        return Support(SupportLevel.RAGGED_BATCH)
     config = model.config
-    name = host_name(config._attn_implementation)
+    name = get_transformers_implementation(config._attn_implementation)
     settings = repr(config.to_dict())  # not its JSON: it may hold any object
     key = (type(model), settings, name, model.dtype, device.type)
     with _lock:
-        found = _known.get(key)
+        found = _known_support.get(key)
         if found is None:
             began = time.perf_counter()
             found, lasting = _check_model(model, device)
             if lasting:
-                _known[key] = found
+                _known_support[key] = found
             seconds = time.perf_counter() - began
-            said = f"{LEVELS[found.level]}, checked in {seconds:.2f} s"
+            said = f"{LEVEL_DESCRIPTIONS[found.level]}, checked in {seconds:.2f} s"
             why = f": {found.reason}" if found.reason else ""
             log.info("%s: %s%s", type(model).__name__, said, why)
     return found
 
 
-def find_device(model: PreTrainedModel) -> torch.device | None:
+def find_model_device(model: PreTrainedModel) -> torch.device | None:
     """Return the device on which a model takes tokens, None where all its weights are on meta.
 
     Some may be on meta until a hook loads them for their layer, as those that accelerate offloads.
@@ -120,15 +120,15 @@ def find_device(model: PreTrainedModel) -> torch.device | None:
 
 
 @torch.no_grad()
-def _check_model(model: PreTrainedModel, device: torch.device) -> Verdict:
+def _check_model(model: PreTrainedModel, device: torch.device) -> SupportVerdict:
     """Run the forwards of a check on a model, and leave it as it was."""
     empty, name = cache_for(model), type(model).__name__
-    if not isinstance(empty, HostCache):
+    if not isinstance(empty, TransformersCache):
         reason = (
             f"{name} reads an encoder: the loop continues text, it does not translate; use its "
             "own generate with kvant.cache_for"
         )
-        return Verdict(Support(Level.GENERATE, reason), lasting=True)
+        return SupportVerdict(Support(SupportLevel.GENERATE, reason), holds_for_class=True)
     devices = [device] if device.type == "cuda" else []
     with restore_modules(model), torch.random.fork_rng(devices):
         model.eval()
@@ -137,16 +137,20 @@ def _check_model(model: PreTrainedModel, device: torch.device) -> Verdict:
             support = check.find_refusal()
         except CacheError as error:
             reason = f"{name} cannot use a cache of kvant's: {error}"
-            return Verdict(Support(Level.NOTHING, reason), lasting=True)
+            return SupportVerdict(Support(SupportLevel.NOTHING, reason), holds_for_class=True)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # it may not come again
-            reason = f"{name} {CONTINUES_NOT} ({_shorten_error(error)}): {OWN}"
-            return Verdict(Support(Level.GENERATE, reason), lasting=False)
+            reason = f"{name} {NO_CONTINUATION} ({_shorten_error(error)}): {USE_GENERATE}"
+            return SupportVerdict(Support(SupportLevel.GENERATE, reason), holds_for_class=False)
         if support is None:
             turns = check.find_reason_for_turns()
-            support = Support(Level.TOGETHER) if turns is None else Support(Level.ALONE, turns)
-    return Verdict(support, check.lasting)
+            support = (
+                Support(SupportLevel.RAGGED_BATCH)
+                if turns is None
+                else Support(SupportLevel.ONE_SEQUENCE, turns)
+            )
+    return SupportVerdict(support, check.holds_for_class)
 
 
 def _shorten_error(error: Exception) -> str:
@@ -157,80 +161,90 @@ def _shorten_error(error: Exception) -> str:
 class _ModelCheck:
     """Two prompts of different lengths, and the same next token behind both."""
 
-    def __init__(self, model: PreTrainedModel, device: torch.device, empty: HostCache) -> None:
+    def __init__(
+        self, model: PreTrainedModel, device: torch.device, empty_cache: TransformersCache
+    ) -> None:
         self.model, self.device = model, device
         self.forward = TokenForward(model)
-        tokens = _choose_tokens(model, sum(LENGTHS) + 1)
-        self.prompts = tokens[: LENGTHS[0]], tokens[LENGTHS[0] : -1]
+        tokens = _choose_tokens(model, sum(PROMPT_LENGTHS) + 1)
+        self.prompts = tokens[: PROMPT_LENGTHS[0]], tokens[PROMPT_LENGTHS[0] : -1]
         self.token = tokens[-1]
-        self.empty = empty
-        self.caches: list[HostCache] = []  # of the prompts
-        self.alone: list[Tensor] = []  # logits of the token behind each prompt
-        self.lasting = True  # the findings hold for each model of the class
+        self.empty_cache = empty_cache
+        self.caches: list[TransformersCache] = []  # of the prompts
+        self.single_logits: list[Tensor] = []  # logits of the token behind each prompt
+        self.holds_for_class = True  # the findings hold for each model of the class
 
     def find_refusal(self) -> Support | None:
         """Return the level of a model that kvant cannot run token by token, None for others."""
         name = type(self.model).__name__
         for prompt in self.prompts:
-            cache = self.empty.fork()
-            self._compute([prompt], [0], cache)
+            cache = self.empty_cache.fork()
+            self._compute_logits([prompt], [0], cache)
             held = f"after a prompt of {len(prompt)} tokens its cache holds {cache.length}"
             if cache.length < len(prompt):
-                reason = f"{name} keeps no cache: {held}; leave kvant out and call {STOCK}"
-                return Support(Level.NOTHING, reason)
+                reason = f"{name} keeps no cache: {held}; leave kvant out and call {GENERATE_CALL}"
+                return Support(SupportLevel.NOTHING, reason)
             if cache.length > len(prompt):
-                return Support(Level.GENERATE, f"{name} {CONTINUES_NOT} ({held}): {OWN}")
+                return Support(
+                    SupportLevel.GENERATE, f"{name} {NO_CONTINUATION} ({held}): {USE_GENERATE}"
+                )
             self.caches.append(cache)
-            self.alone.append(self._decode_token(cache.fork(), len(prompt)))
-        again = self._decode_token(self.caches[0].fork(), LENGTHS[0])
-        self.lasting = all(_are_comparable(logits) for logits in (*self.alone, again))
-        if not self.lasting or _match_logits(again, self.alone[0]):
+            self.single_logits.append(self._decode_token(cache.fork(), len(prompt)))
+        again = self._decode_token(self.caches[0].fork(), PROMPT_LENGTHS[0])
+        self.holds_for_class = all(
+            _are_comparable(logits) for logits in (*self.single_logits, again)
+        )
+        if not self.holds_for_class or _match_logits(again, self.single_logits[0]):
             return None
         return Support(
-            Level.NOTHING,
+            SupportLevel.NOTHING,
             f"{name} keeps state of a sequence in its modules, where no cache knows of it, and a "
             "second sequence changes what the first one gets; leave kvant out and call "
-            f"{STOCK}, one batch after the other",
+            f"{GENERATE_CALL}, one batch after the other",
         )
 
     def find_reason_for_turns(self) -> str | None:
         """Return why sequences cannot decode in one forward, None where they can."""
-        if not self.forward.takes_positions and any(one.attends for one in self.empty.described):
+        if not self.forward.takes_positions and any(
+            one.attends for one in self.empty_cache.layer_info
+        ):
             return "its forward takes no position_ids, so each sequence cannot have its own"
-        if not self.lasting:
+        if not self.holds_for_class:
             return "its logits are NaN or all alike, so those of two sequences cannot be compared"
         try:
-            with _attach_meanwhile(self.model):
+            with _attach_temporarily(self.model):
                 merged = merge(self.caches)
-                found = self._compute([[self.token]] * 2, list(LENGTHS), merged)
+                found = self._compute_logits([[self.token]] * 2, list(PROMPT_LENGTHS), merged)
         except torch.OutOfMemoryError:
             raise
         except CacheError as error:  # of what the forward does, whatever its weights are
             return _shorten_error(error)
         except Exception as error:  # it may not come again: a CPU out of memory is a RuntimeError
-            self.lasting = False
+            self.holds_for_class = False
             return _shorten_error(error)
-        self.lasting = not bool(found.isnan().any())
-        if all(_match_logits(*both) for both in zip(found, self.alone, strict=True)):
+        self.holds_for_class = not bool(found.isnan().any())
+        if all(_match_logits(*both) for both in zip(found, self.single_logits, strict=True)):
             return None
         return "a sequence gets other logits beside one of another length than alone"
 
-    def _decode_token(self, cache: HostCache, length: int) -> Tensor:
+    def _decode_token(self, cache: TransformersCache, length: int) -> Tensor:
         """Return the logits [vocabulary] of the token behind a prompt."""
-        return self._compute([[self.token]], [length], cache)[0]
+        return self._compute_logits([[self.token]], [length], cache)[0]
 
-    def _compute(self, rows: list[list[int]], begins: list[int], cache: HostCache) -> Tensor:
+    def _compute_logits(
+        self, prompts: list[list[int]], starts: list[int], cache: TransformersCache
+    ) -> Tensor:
         """Return logits [sequences, vocabulary] behind the last token of each row."""
-        ids = torch.tensor(rows, device=self.device)
-        first = torch.tensor(begins, device=ids.device)[:, None]
+        ids = torch.tensor(prompts, device=self.device)
+        first = torch.tensor(starts, device=ids.device)[:, None]
         positions = first + torch.arange(ids.shape[1], device=ids.device)
         return self.forward(ids, positions, cache)[:, -1]
 
 
 @contextmanager
-def _attach_meanwhile(model: PreTrainedModel) -> Iterator[None]:
+def _attach_temporarily(model: PreTrainedModel) -> Iterator[None]:
     """Attach the model within, as an engine does, unless it is attached."""
-    if attachments(model):
+    if get_attachments(model):
         yield
         return
     attach(model)
@@ -246,14 +260,14 @@ def _are_comparable(logits: Tensor) -> bool:
     return not bool(logits.isnan().any()) and bool((finite != finite[:1]).any())
 
 
-def _match_logits(found: Tensor, expected: Tensor) -> bool:
+def _match_logits(actual: Tensor, expected: Tensor) -> bool:
     """Return whether logits are those expected, but for rounding."""
     finite = torch.isfinite(expected)
-    if not torch.equal(torch.isfinite(found), finite):
+    if not torch.equal(torch.isfinite(actual), finite):
         return False
-    limit = TOLERANCE[expected.dtype.itemsize]
-    found, expected = found[finite].double(), expected[finite].double()
-    return bool((found - expected).square().mean().sqrt() <= limit * expected.std())
+    limit = LOGIT_TOLERANCES[expected.dtype.itemsize]
+    actual, expected = actual[finite].double(), expected[finite].double()
+    return bool((actual - expected).square().mean().sqrt() <= limit * expected.std())
 
 
 def _choose_tokens(model: PreTrainedModel, count: int) -> list[int]:

@@ -33,12 +33,12 @@ LINEAR, CONV = "linear_attention", "conv"
 HYBRID, HYBRID_SLIDING = "hybrid", "hybrid_sliding"  # attention beside a recurrence, in one layer
 EMPTY = "dummy"  # no memory of its own
 CROSS = "cross_attention"  # rows of an image among the layers of a text: once, and not one a token
-ATTENDING = (FULL, SLIDING, CHUNKED, HYBRID, HYBRID_SLIDING)
-RECURRING = (LINEAR, CONV, HYBRID, HYBRID_SLIDING)
-WINDOWED = (SLIDING, HYBRID_SLIDING)
+ATTENTION_KINDS = (FULL, SLIDING, CHUNKED, HYBRID, HYBRID_SLIDING)
+RECURRENT_KINDS = (LINEAR, CONV, HYBRID, HYBRID_SLIDING)
+WINDOWED_KINDS = (SLIDING, HYBRID_SLIDING)
 
 
-class Described(Protocol):
+class LayerInfo(Protocol):
     """What a spec has to know of a layer."""
 
     @property
@@ -50,7 +50,7 @@ class Described(Protocol):
         """How many positions the model lets a query see; a chunk counts as one."""
 
     @property
-    def chunked(self) -> bool: ...
+    def is_chunked(self) -> bool: ...
     @property
     def latent(self) -> int | None:
         """Channels of the compressed rows that keys and values unfold from."""
@@ -71,14 +71,14 @@ class LayerShape:
 
     @property
     def attends(self) -> bool:
-        return self.kind in ATTENDING
+        return self.kind in ATTENTION_KINDS
 
     @property
     def recurs(self) -> bool:
-        return self.kind in RECURRING
+        return self.kind in RECURRENT_KINDS
 
     @property
-    def chunked(self) -> bool:
+    def is_chunked(self) -> bool:
         return self.kind == CHUNKED
 
 
@@ -103,7 +103,7 @@ class Shape:
         return (alike,) * self.num_layers
 
 
-def fitted(layers: Sequence[Described], spec: AnySpec) -> CacheSpec:
+def fit_spec(layers: Sequence[LayerInfo], spec: AnySpec) -> CacheSpec:
     """One recipe a layer: the spec's for those that attend, within what the model lets them see.
 
     A CacheSpec has one recipe for each layer, as a file has, or for each that attends.
@@ -114,13 +114,15 @@ def fitted(layers: Sequence[Described], spec: AnySpec) -> CacheSpec:
     else:
         own = as_spec(spec, max(1, len(places))).layers  # it may be wrong where none attends, too
         given = dict(zip(places, own, strict=False))
-    return CacheSpec(tuple(_recipe(layer, given.get(i)) for i, layer in enumerate(layers)))
+    return CacheSpec(tuple(_make_recipe(layer, given.get(i)) for i, layer in enumerate(layers)))
 
 
-def _recipe(layer: Described, given: Recipe | None) -> Recipe:
-    parts = dict(given.parts) if isinstance(given, GroupSpec) else {}
-    attention = _attention(layer, parts.get("attention", given)) if layer.attends else None
-    told = parts.get("recurrence", given)
+def _make_recipe(layer: LayerInfo, recipe: Recipe | None) -> Recipe:
+    parts = dict(recipe.parts) if isinstance(recipe, GroupSpec) else {}
+    attention = (
+        _make_attention_recipe(layer, parts.get("attention", recipe)) if layer.attends else None
+    )
+    told = parts.get("recurrence", recipe)
     recurrence = told if isinstance(told, RecurrentSpec) else RecurrentSpec()
     if attention is None:
         return recurrence if layer.recurs else EmptySpec()
@@ -129,13 +131,13 @@ def _recipe(layer: Described, given: Recipe | None) -> Recipe:
     return attention
 
 
-def _attention(layer: Described, recipe: Recipe | None) -> LayerSpec:
+def _make_attention_recipe(layer: LayerInfo, recipe: Recipe | None) -> LayerSpec:
     if not isinstance(recipe, LayerSpec):
         raise SpecError(f"{recipe} for a layer that attends: a LayerSpec is needed")
     window, policy = layer.window, recipe.retention.window
     if window is not None:  # no sinks: the model would not see them beyond its window
         recipe = replace(recipe, retention=Window(min(window, policy or window)))
-    chunk = window if layer.chunked else None
+    chunk = window if layer.is_chunked else None
     if window is not None or chunk is not None or layer.latent is not None:
         recipe = replace(recipe, prune=None)  # these forget by themselves, or have no heads
     return replace(recipe, chunk=chunk, value_dim=layer.latent)

@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from kvant.openmp import compute_alone
+from kvant.openmp import use_one_thread
 
 T = TypeVar("T")
 Call = Callable[[], None]
@@ -28,7 +28,7 @@ def start_daemon(call: Call, name: str) -> None:
     """Run a call in a thread of its own, which computes without others."""
 
     def run() -> None:
-        compute_alone()
+        use_one_thread()
         call()
 
     thread = Thread(target=run, name=name, daemon=True)

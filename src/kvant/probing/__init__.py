@@ -1,18 +1,18 @@
 """What a spec does to a model, before it answers with it."""
 
-from kvant.probing.finding import Probe, probe, resolved
-from kvant.probing.guard import attach, attached, harm
-from kvant.probing.judgement import trial
-from kvant.probing.predictions import Divergence, divergence
+from kvant.probing.divergence import Divergence, measure_divergence
+from kvant.probing.evaluator import make_trial
+from kvant.probing.guard import attach, attach_checked, explain_harm
+from kvant.probing.recommendation import Probe, probe, resolve_auto
 
 __all__ = [
     "Divergence",
     "Probe",
     "attach",
-    "attached",
-    "divergence",
-    "harm",
+    "attach_checked",
+    "explain_harm",
+    "make_trial",
+    "measure_divergence",
     "probe",
-    "resolved",
-    "trial",
+    "resolve_auto",
 ]

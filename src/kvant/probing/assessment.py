@@ -21,25 +21,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.probing.predictions import (
-    COMPARED,
+from kvant.probing.divergence import (
+    MAX_COMPARED_POSITIONS,
     Divergence,
-    compared,
-    empty_cache,
-    forward,
-    stored,
+    compare_logits,
+    compute_logits,
+    make_empty_cache,
+    make_stored_prefill_spec,
 )
-from kvant.recipes import CacheSpec, attention_in
+from kvant.recipes import CacheSpec, iterate_attention
 
 FIRST = (4, 16, 44, 64)  # tokens of the first pieces
 PIECE = 128  # and of the others
 MIN_JUDGED = 64  # positions before a verdict may be clear
 ERRORS = 3.0  # standard errors between the mean and what is tolerated, for a clear verdict
 
-Progress = Callable[[int, int], None]  # steps done, and all that there are
+ProbeProgress = Callable[[int, int], None]  # steps done, and all that there are
 
 
-def silent(done: int, total: int) -> None:
+def ignore_progress(done: int, total: int) -> None:
     """Show no progress."""
 
 
@@ -69,13 +69,13 @@ def assess(
     max_kl: float,
     *,
     seconds: float,
-    progress: Progress,
+    progress: ProbeProgress,
 ) -> Verdict:
     """Read the text [1, T] until the verdict is clear, at its end, or out of time."""
     deadline = monotonic() + seconds
     begin, judged_from = _first_sealed(spec)
     count = ids.shape[1] - 1
-    raw, ours = empty_cache(model, stored(model, "raw")), None
+    raw, ours = make_empty_cache(model, make_stored_prefill_spec(model, "raw")), None
     parts: list[Divergence] = []
     read, pace = 0, 0.0  # pace: seconds a token of one cache takes, at most
     sizes = chain(FIRST, repeat(PIECE))
@@ -89,10 +89,10 @@ def assess(
         piece, targets = ids[:, read : read + size], ids[0, read + 1 : read + size + 1]
         if caches == 2 and ours is None:
             ours = raw.fork()
-            ours.recode(empty_cache(model, spec).spec)  # with what is fitted to the model
-        right = forward(model, piece, raw)
+            ours.recode(make_empty_cache(model, spec).spec)  # with what is fitted to the model
+        right = compute_logits(model, piece, raw)
         if ours is not None:
-            parts += _compared(right, forward(model, piece, ours), targets)
+            parts += _measure_divergences(right, compute_logits(model, piece, ours), targets)
         # The first piece reads the weights for the first time: the next may take as long again.
         pace = (monotonic() - now) / ((size if read else FIRST[1]) * caches)
         read += size
@@ -105,15 +105,18 @@ def assess(
 
 def _first_sealed(spec: CacheSpec) -> tuple[int, int]:
     """Positions from which on a row is seen sealed, and at least half of all rows are."""
-    pages = [layer.paging for layer in attention_in(*spec.layers) if layer.seals]
+    pages = [layer.paging for layer in iterate_attention(*spec.layers) if layer.seals]
     firsts = [max(one.page + (one.tail or 0), one.dense_until) - 1 for one in pages]
     halves = [one.page + 2 * (one.tail or 0) - 1 for one in pages]
     return min(firsts), max(*firsts, *halves)
 
 
-def _compared(right: Tensor, logits: Tensor, targets: Tensor) -> list[Divergence]:
-    slices = (slice(at, at + COMPARED) for at in range(0, len(targets), COMPARED))
-    return [compared(right[here], logits[here], targets[here]) for here in slices]
+def _measure_divergences(right: Tensor, logits: Tensor, targets: Tensor) -> list[Divergence]:
+    slices = (
+        slice(at, at + MAX_COMPARED_POSITIONS)
+        for at in range(0, len(targets), MAX_COMPARED_POSITIONS)
+    )
+    return [compare_logits(right[here], logits[here], targets[here]) for here in slices]
 
 
 def _clear(parts: list[Divergence], first: int, read: int, max_kl: float) -> bool | None:
@@ -135,6 +138,6 @@ def _verdict(harmless: bool | None, parts: list[Divergence], read: int, total: i
     """The means count tokens that see no sealed row yet, as the whole text has them too."""
     if not parts:
         return Verdict(harmless, 0.0, 1.0, read, total)
-    found = Divergence.joined(parts)
-    share = found.positions / read
+    found = Divergence.concatenate(parts)
+    share = found.num_positions / read
     return Verdict(harmless, found.mean_kl * share, 1 - (1 - found.top1) * share, read, total)

@@ -13,19 +13,19 @@ from transformers import PreTrainedModel
 
 from kvant import hf
 from kvant.errors import UnsupportedView
-from kvant.hf.detect import host_layers, recipes
+from kvant.hf.model_layers import get_model_layers, make_cache_spec
 from kvant.probing import verdicts
-from kvant.probing.assessment import Progress, Verdict, assess, silent
-from kvant.probing.finding import choose
-from kvant.probing.judgement import Candidate, Trial, trial
-from kvant.probing.predictions import empty_cache, unbounded
-from kvant.recipes import AnySpec, CacheSpec, attention_in
+from kvant.probing.assessment import ProbeProgress, Verdict, assess, ignore_progress
+from kvant.probing.divergence import make_empty_cache, make_unbounded_spec
+from kvant.probing.evaluator import FormatTrial, ProbeTrial, make_trial
+from kvant.probing.recommendation import choose
+from kvant.recipes import AnySpec, CacheSpec, iterate_attention
 from kvant.spec.auto import is_auto
 from kvant.spec.headers import dumps
 
 log = logging.getLogger("kvant")
 BUDGET = 2.0  # seconds that a start may take longer by a trial
-UNASKED = (
+RECALL_UNTESTED_WARNING = (
     "auto was chosen by predictions alone, which change little where a model forgets: give "
     "tokenizer=, and a model of 512 tokens or more, for what it recalls to be asked too"
 )
@@ -38,7 +38,7 @@ def attach(
     tokenizer: Any = None,
     guard: bool = True,
     backend: str | None = None,
-) -> Attached:
+) -> AttachedModel:
     """Let `model.generate(...)` use a cache with this spec, until `detach`, or in a `with`.
 
     A format is tried on the model first, for two seconds at most, on a text if there is a
@@ -54,123 +54,137 @@ def attach(
     >>> ids.shape[1] - inputs["input_ids"].shape[1]
     4
     """
-    before = hf.attachments(model)
-    found = attached(model, spec, tokenizer, guard=guard, backend=backend)
+    before = hf.get_attachments(model)
+    found = attach_checked(model, spec, tokenizer, guard=guard, backend=backend)
     if found.warning is not None:
         warnings.warn(found.warning, stacklevel=2)
-    return Attached(model, before)
+    return AttachedModel(model, before)
 
 
-class Attached:
+class AttachedModel:
     """A model that is attached: at the end of a `with`, it is again what it was."""
 
-    def __init__(self, model: nn.Module, before: Mapping[PreTrainedModel, Any]) -> None:
-        self._model, self._before = model, before
+    def __init__(self, model: nn.Module, previous: Mapping[PreTrainedModel, Any]) -> None:
+        self._model, self._previous = model, previous
 
     def __enter__(self) -> nn.Module:
         return self._model
 
     def __exit__(self, *error: object) -> None:
-        _put_back(self._model, self._before)
+        _restore_attachments(self._model, self._previous)
 
     def __repr__(self) -> str:
-        held = next(iter(hf.attachments(self._model).values()), None)
+        held = next(iter(hf.get_attachments(self._model).values()), None)
         told = "not attached any more" if held is None else repr(held.spec)
         return f"{type(self).__name__}({type(self._model).__name__}, {told})"
 
 
-def _put_back(model: nn.Module, before: Mapping[PreTrainedModel, Any]) -> None:
-    if hf.attachments(model):
+def _restore_attachments(model: nn.Module, previous: Mapping[PreTrainedModel, Any]) -> None:
+    if hf.get_attachments(model):
         hf.detach(model)
-    for part, held in before.items():
+    for part, held in previous.items():
         hf.attach(part, held.spec, backend=held.backend)
 
 
 @dataclass(frozen=True)
-class Attachment:
+class GuardedSpec:
     """The spec that a model is attached with, what to warn of, and what `auto` tried for it."""
 
     spec: AnySpec
     warning: str | None
-    candidates: tuple[Candidate, ...] = ()
+    candidates: tuple[FormatTrial, ...] = ()
 
 
-def attached(
+def attach_checked(
     model: nn.Module,
     spec: AnySpec,
     tokenizer: Any,
     *,
     guard: bool,
     backend: str | None = None,
-    progress: Progress = silent,
-) -> Attachment:
+    progress: ProbeProgress = ignore_progress,
+) -> GuardedSpec:
     """Attach a model; after an error it is attached as it was before, or not at all.
 
     `progress(0, total)` says that a trial begins: none does where its verdict is known.
     """
-    model = hf.host_model(model)
-    before = hf.attachments(model)
-    reader = hf.reader(model)
-    if reader is not None and not hf.crosses(reader):
-        hf.support_of(reader).require(hf.Level.GENERATE)
+    model = hf.get_transformers_model(model)
+    before = hf.get_attachments(model)
+    reader = hf.find_text_model(model)
+    if reader is not None and not hf.has_cross_attention(reader):
+        hf.get_support(reader).require_level(hf.SupportLevel.GENERATE)
     try:
         if is_auto(spec):
-            return _chosen(model, spec, tokenizer, backend, progress)
-        return Attachment(spec, _attached(model, spec, tokenizer, guard, backend, progress))
+            return _attach_auto(model, spec, tokenizer, backend, progress)
+        return GuardedSpec(spec, _attach_spec(model, spec, tokenizer, guard, backend, progress))
     except BaseException:
-        if hf.attachments(model) != before:
-            _put_back(model, before)
+        if hf.get_attachments(model) != before:
+            _restore_attachments(model, before)
         raise
 
 
-def _chosen(
-    model: PreTrainedModel, spec: AnySpec, tokenizer: Any, backend: str | None, progress: Progress
-) -> Attachment:
+def _attach_auto(
+    model: PreTrainedModel,
+    spec: AnySpec,
+    tokenizer: Any,
+    backend: str | None,
+    progress: ProbeProgress,
+) -> GuardedSpec:
     """Attached with what `auto` stands for; that it does no harm is just found out."""
     hf.attach(model, "raw")
-    reading = hf.continuing(model)
-    tried = trial(reading, tokenizer)
+    reading = hf.get_text_model(model)
+    tried = make_trial(reading, tokenizer)
     found = choose(reading, str(spec), tried, progress)
     hf.attach(model, found.spec, backend=backend)
-    return Attachment(found.spec, None if tried.exams() else UNASKED, found.candidates)
+    return GuardedSpec(
+        found.spec, None if tried.make_exams() else RECALL_UNTESTED_WARNING, found.candidates
+    )
 
 
-def _attached(
+def _attach_spec(
     model: PreTrainedModel,
     spec: AnySpec,
     tokenizer: Any,
     guard: bool,
     backend: str | None,
-    progress: Progress,
+    progress: ProbeProgress,
 ) -> str | None:
     hf.attach(model, spec, backend=backend)
-    seals = any(one.seals for one in attention_in(*recipes(host_layers(model), spec).layers))
-    reader = hf.reader(model) if guard and seals else None
+    seals = any(
+        one.seals
+        for one in iterate_attention(*make_cache_spec(get_model_layers(model), spec).layers)
+    )
+    reader = hf.find_text_model(model) if guard and seals else None
     if reader is None:
         if guard and seals:
             log.info("the format was not tried on the model: tokens are not enough for it")
         return None
-    return harm(reader, spec, trial(reader, tokenizer), progress)
+    return explain_harm(reader, spec, make_trial(reader, tokenizer), progress)
 
 
-def harm(
-    model: PreTrainedModel, spec: AnySpec, tried: Trial, progress: Progress = silent
+def explain_harm(
+    model: PreTrainedModel,
+    spec: AnySpec,
+    trial: ProbeTrial,
+    progress: ProbeProgress = ignore_progress,
 ) -> str | None:
     """Warn of a spec that changes what this model predicts, or of which that is unknown."""
-    if hf.crosses(model):
+    if hf.has_cross_attention(model):
         return None  # it continues no text
     try:
         # What goes by a rule, goes because somebody asked for it: formats are judged.
-        formats = unbounded(model, spec).changed(lambda layer: replace(layer, prune=None))
-        if not any(layer.seals for layer in attention_in(*formats.layers)):
+        formats = make_unbounded_spec(model, spec).map_layers(
+            lambda layer: replace(layer, prune=None)
+        )
+        if not any(layer.seals for layer in iterate_attention(*formats.layers)):
             return None
-        fitted = empty_cache(model, formats).spec  # its channel scales are part of its name
-        found = _verdict(model, fitted, tried, progress)
+        fitted = make_empty_cache(model, formats).spec  # its channel scales are part of its name
+        found = _verdict(model, fitted, trial, progress)
     except UnsupportedView as error:  # attention of the model's own, which needs dense rows
         log.info("the format was not tried on the model: %s", error)
         return None
     word = spec if isinstance(spec, str) else "this cache"
-    seen = f"{found.mean_kl:.2g} nats in the mean, where {tried.max_kl:.2g} is tolerated"
+    seen = f"{found.mean_kl:.2g} nats in the mean, where {trial.max_kl:.2g} is tolerated"
     if found.harmless is None:
         return (
             f"unknown what {word} does to {type(model).__name__}: {found.tokens} of "
@@ -187,7 +201,7 @@ def harm(
 
 
 def _verdict(
-    model: PreTrainedModel, formats: CacheSpec, tried: Trial, progress: Progress
+    model: PreTrainedModel, formats: CacheSpec, tried: ProbeTrial, progress: ProbeProgress
 ) -> Verdict:
     """Read it from disk, or find it out and keep it, unless it is unknown."""
     key = verdicts.key_of(model, tried.ids, "format", dumps(formats), tried.max_kl)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvant.hf import held, named_modules, plain
+from kvant.hf import make_comparable, named_attributes, named_modules
 from kvant.weights import named_weights
 
 EDITION = "kvant verdict 2"  # another one where trials find another thing
@@ -49,7 +49,7 @@ def key_of(model: PreTrainedModel, ids: Tensor, *parts: object) -> str | None:
     ) or any(tensor.is_meta for _, tensor in _tensors(model)):
         return None
     settings = json.dumps(model.config.to_dict(), sort_keys=True, default=repr)
-    values = [(name, plain(value)) for name, value in held(model)]
+    values = [(name, make_comparable(value)) for name, value in named_attributes(model)]
     told = (
         EDITION,
         version("kvant"),
@@ -68,7 +68,7 @@ def key_of(model: PreTrainedModel, ids: Tensor, *parts: object) -> str | None:
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     yield from named_weights(model)
     yield from model.named_buffers()
-    for name, value in held(model):
+    for name, value in named_attributes(model):
         if isinstance(value, Tensor):
             yield name, value
 

@@ -6,10 +6,10 @@ from kvant.lazy import Registry
 SCORES: Registry[type[Score]] = Registry(
     {
         "snapkv": "kvant.scores.snapkv:SnapKV",
-        "expected": "kvant.scores.expected:Expected",
+        "expected": "kvant.scores.expected:ExpectedAttention",
         "keydiff": "kvant.scores.keydiff:KeyDiff",
         "tova": "kvant.scores.tova:Tova",
-        "random": "kvant.scores.random:Random",
+        "random": "kvant.scores.random:RandomScore",
     }
 )
 

@@ -10,26 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvant.contracts import Rows, Score
+from kvant.contracts import Score, ScoreInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-FIRST = 4  # rows that always stay: many heads rest their attention on them
+NUM_PROTECTED_FIRST_ROWS = 4  # rows that always stay: many heads rest their attention on them
 
 
 @dataclass(frozen=True)
-class Expected(Score):
+class ExpectedAttention(Score):
     name: ClassVar[str] = "expected"
-    queries: ClassVar[int] = 512
+    num_queries: ClassVar[int] = 512
 
-    def of(self, rows: Rows) -> Tensor:
+    def score_rows(self, rows: ScoreInput) -> Tensor:
         import torch
 
-        assert rows.queries is not None and rows.asked is not None
+        assert rows.queries is not None and rows.query_rows is not None
         found = []
         for keys, there, queries, asked in zip(
-            rows.keys, rows.there, rows.queries, rows.asked, strict=True
+            rows.keys, rows.valid, rows.queries, rows.query_rows, strict=True
         ):
             asking = queries[:, asked >= 0] * rows.scale  # [group, m, D]
             mean = asking.mean(1, keepdim=True)
@@ -38,7 +38,7 @@ class Expected(Score):
             logits = (mean @ keys.T).squeeze(1) + ((keys @ covariance) * keys).sum(-1) / 2
             found.append(logits.masked_fill(~there, float("-inf")).softmax(-1).mean(0))
         scores = torch.stack(found) * rows.values.norm(dim=-1)
-        first = rows.there.long().cumsum(1)
+        first = rows.valid.long().cumsum(1)
         most = torch.finfo(scores.dtype).max  # the newest rows, which are infinite, come before
-        kept: Tensor = scores.masked_fill(rows.there & (first <= FIRST), most)
+        kept: Tensor = scores.masked_fill(rows.valid & (first <= NUM_PROTECTED_FIRST_ROWS), most)
         return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvant.contracts import Rows, Score
+from kvant.contracts import Score, ScoreInput
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,12 +16,12 @@ class KeyDiff(Score):
     """The cosine of a key and the mean direction of all keys of its head: the less, the better."""
 
     name: ClassVar[str] = "keydiff"
-    decodes: ClassVar[bool] = True
+    prunes_during_decode: ClassVar[bool] = True
 
-    def of(self, rows: Rows) -> Tensor:
+    def score_rows(self, rows: ScoreInput) -> Tensor:
         from torch.nn.functional import normalize
 
         directions = normalize(rows.keys, dim=-1)
-        there = rows.there.unsqueeze(-1)
+        there = rows.valid.unsqueeze(-1)
         mean = (directions * there).sum(1, keepdim=True) / there.sum(1, keepdim=True)
         return -(directions * normalize(mean, dim=-1)).sum(-1)

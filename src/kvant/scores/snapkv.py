@@ -5,21 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvant.contracts import Rows, Score
-from kvant.scores.weights import attention
+from kvant.contracts import Score, ScoreInput
+from kvant.scores.attention_weights import compute_attention_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-WIDTH = 5  # neighbours over which weights are averaged: what matters is rarely one row
+POOLING_WIDTH = 5  # neighbours over which weights are averaged: what matters is rarely one row
 
 
 @dataclass(frozen=True)
 class SnapKV(Score):
     name: ClassVar[str] = "snapkv"
-    queries: ClassVar[int] = 64
+    num_queries: ClassVar[int] = 64
 
-    def of(self, rows: Rows) -> Tensor:
+    def score_rows(self, rows: ScoreInput) -> Tensor:
         from torch.nn.functional import avg_pool1d
 
-        return avg_pool1d(attention(rows), WIDTH, stride=1, padding=WIDTH // 2).mean(1)
+        return avg_pool1d(
+            compute_attention_weights(rows), POOLING_WIDTH, stride=1, padding=POOLING_WIDTH // 2
+        ).mean(1)

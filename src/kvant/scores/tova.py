@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from kvant.contracts import Rows, Score
-from kvant.scores.weights import attention
+from kvant.contracts import Score, ScoreInput
+from kvant.scores.attention_weights import compute_attention_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,10 +15,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Tova(Score):
     name: ClassVar[str] = "tova"
-    decodes: ClassVar[bool] = True
-    queries: ClassVar[int] = 1
+    prunes_during_decode: ClassVar[bool] = True
+    num_queries: ClassVar[int] = 1
 
-    def of(self, rows: Rows) -> Tensor:
-        heads, count = rows.there.shape
-        weights = attention(rows).mean(1).view(-1, rows.heads, count).mean(1, keepdim=True)
-        return weights.expand(-1, rows.heads, -1).reshape(heads, count)
+    def score_rows(self, rows: ScoreInput) -> Tensor:
+        heads, count = rows.valid.shape
+        weights = (
+            compute_attention_weights(rows)
+            .mean(1)
+            .view(-1, rows.heads_per_sequence, count)
+            .mean(1, keepdim=True)
+        )
+        return weights.expand(-1, rows.heads_per_sequence, -1).reshape(heads, count)

@@ -44,36 +44,36 @@ from ray.serve.config import (
 )
 from ray.serve.schema import LoggingConfig
 
-from kvant.devices import named_device
+from kvant.devices import parse_device
 from kvant.prefixes import Prefixes
-from kvant.probing import attached
-from kvant.serve.asked import Asked
+from kvant.probing import attach_checked
+from kvant.serve.routed_request import RoutedRequest
 from kvant.serve.router import PageRouter
-from kvant.server import Keys, Settings, create_app, known
-from kvant.server.access import UNKNOWN
-from kvant.server.app import LARGEST, TOO_LARGE
-from kvant.server.replies import event, refused
-from kvant.server.running import is_local
+from kvant.server import ApiKeys, ServerSettings, create_app, load_keys
+from kvant.server.access import UNKNOWN_KEY_MESSAGE
+from kvant.server.app import BODY_TOO_LARGE_MESSAGE, MAX_BODY_BYTES
+from kvant.server.http_server import is_local
+from kvant.server.response_writers import format_event, make_error
 
 log = logging.getLogger("kvant")
 
-LOCAL = "127.0.0.1"
-TRIED = 3  # replicas of one request, where each goes before it says anything
-NEWEST = 4096  # keys that a replica tells a router
-TOLD_EACH = 10.0  # seconds in which it does
-FULL = 0.9  # of the bytes of all replicas: from there on there should be more of them
-APP = "kvant"
-NAMED = b"x-kvant-replica"  # the header in which an answer says who answered
-USED = "used"
-WRITING = 30.0  # seconds for what a store is yet to have, as a replica ends
-UNBOUNDED = 1_000_000  # requests under way: a replica says itself that its house is full
+LOCAL_HOST = "127.0.0.1"
+MAX_REPLICA_TRIES = 3  # replicas of one request, where each goes before it says anything
+MAX_REPORTED_KEYS = 4096  # keys that a replica tells a router
+STATS_PERIOD_S = 10.0  # seconds in which it does
+SCALE_UP_SHARE = 0.9  # of the bytes of all replicas: from there on there should be more of them
+APP_NAME = "kvant"
+REPLICA_HEADER = b"x-kvant-replica"  # the header in which an answer says who answered
+USED_METRIC = "used"
+STORE_FLUSH_S = 30.0  # seconds for what a store is yet to have, as a replica ends
+MAX_ONGOING_REQUESTS = 1_000_000  # requests under way: a replica says itself that its house is full
 
 
-class Deployed(Settings):
+class DeploymentSettings(ServerSettings):
     """What a deployment is of; the arguments of `app`."""
 
     api_keys: Path | None = None  # or KVANT_API_KEYS, where it is deployed
-    host: str = LOCAL  # by which clients may call it that need no keys
+    host: str = LOCAL_HOST  # by which clients may call it that need no keys
     replicas: int = Field(default=1, ge=1)
     most_replicas: int | None = Field(default=None, ge=1)  # to which it may grow
     fronts: int = Field(default=1, ge=1)
@@ -81,10 +81,10 @@ class Deployed(Settings):
     gpus: float = Field(default=0, ge=0)
     grace: float = Field(default=30, ge=0)  # seconds for what is under way as it ends
 
-    def shared(self) -> Deployed:
+    def assign_resources(self) -> DeploymentSettings:
         """The same, with replicas that share the cores of the cluster, or have a GPU each."""
         there = ray.cluster_resources()
-        if named_device(self.device).type == "cuda":
+        if parse_device(self.device).type == "cuda":
             if self.device not in (None, "cuda"):
                 raise ValueError(
                     f"--device {self.device} beside --replicas: each has one of its own"
@@ -100,31 +100,34 @@ class Deployed(Settings):
 # ---- a replica
 
 
-class Replica:
+class EngineReplica:
     """An engine, and the application of it."""
 
-    def __init__(self, settings: Deployed, clients: Keys) -> None:
-        self._open = ExitStack()
+    def __init__(self, settings: DeploymentSettings, api_keys: ApiKeys) -> None:
+        self._resources = ExitStack()
         if not settings.gpus:
             torch.set_num_threads(max(1, int(settings.cpus)))
         model, tokenizer = settings.load()
-        found = attached(model, settings.kv_cache, tokenizer, guard=settings.guard)
+        found = attach_checked(model, settings.kv_cache, tokenizer, guard=settings.guard)
         if found.warning is not None:
             log.warning("%s", found.warning)
-        kept = Prefixes(settings.most_kept, store=settings.store or None)
-        self._open.enter_context(kept)  # in the end it is written to the store
-        served = settings.served(model, tokenizer, found.spec, kept, clients)
-        self._service = self._open.enter_context(served)
-        self._open.callback(self._service.close)
+        kept = Prefixes(settings.max_prefix_bytes, store=settings.store or None)
+        self._resources.enter_context(kept)  # in the end it is written to the store
+        served = settings.open_service(model, tokenizer, found.spec, kept, api_keys)
+        self._service = self._resources.enter_context(served)
+        self._resources.callback(self._service.close)
         self._app = create_app(self._service, settings.host)
-        self._newest = OrderedDict[bytes, None]()
-        self._named = (NAMED, serve.get_replica_context().replica_id.unique_id.encode())
+        self._recent_keys = OrderedDict[bytes, None]()
+        self._replica_header = (
+            REPLICA_HEADER,
+            serve.get_replica_context().replica_id.unique_id.encode(),
+        )
 
-    async def ask(self, asked: Asked) -> AsyncIterator[Any]:
+    async def stream_answer(self, request: RoutedRequest) -> AsyncIterator[Any]:
         """The status and headers of an answer, then its bytes as they come."""
         said: asyncio.Queue[Any] = asyncio.Queue()
         gone = asyncio.Event()
-        body = [{"type": "http.request", "body": asked.body, "more_body": False}]
+        body = [{"type": "http.request", "body": request.body, "more_body": False}]
 
         async def receive() -> dict[str, Any]:
             if body:
@@ -132,49 +135,49 @@ class Replica:
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        answering = asyncio.create_task(self._app(asked.scope, receive, said.put))
+        answering = asyncio.create_task(self._app(request.scope, receive, said.put))
         answering.add_done_callback(lambda task: said.put_nowait(None))
         try:
             while (message := await said.get()) is not None:
                 if message["type"] == "http.response.start":
-                    yield message["status"], [*message["headers"], self._named]
+                    yield message["status"], [*message["headers"], self._replica_header]
                 elif told := message.get("body", b""):
                     yield told
         finally:
             gone.set()
             with suppress(Exception):
                 await answering
-        self._remember(asked.keys)
+        self._remember_keys(request.page_keys)
 
-    def _remember(self, keys: Sequence[bytes]) -> None:
+    def _remember_keys(self, keys: Sequence[bytes]) -> None:
         for key in keys:
-            self._newest[key] = None
-            self._newest.move_to_end(key)
-        while len(self._newest) > NEWEST:
-            self._newest.popitem(last=False)
+            self._recent_keys[key] = None
+            self._recent_keys.move_to_end(key)
+        while len(self._recent_keys) > MAX_REPORTED_KEYS:
+            self._recent_keys.popitem(last=False)
 
     def record_routing_stats(self) -> dict[str, Any]:
         """For routers that begin later than it did."""
-        return {"keys": tuple(self._newest)}
+        return {"keys": tuple(self._recent_keys)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """The share of its bytes that requests use; what is kept besides can go."""
         told = self._service.stats()
         kept, most = told["prefixes"], told["max_bytes"]
-        return {USED: (told["nbytes_held"] - kept["nbytes_idle"]) / most if most else 0.0}
+        return {USED_METRIC: (told["nbytes_held"] - kept["nbytes_idle"]) / most if most else 0.0}
 
     def check_health(self) -> None:
-        if not self._service.ready:
+        if not self._service.is_ready:
             raise RuntimeError("the engine does not serve any more")
 
     def __del__(self) -> None:
-        self._open.close()
+        self._resources.close()
 
 
-def wanted(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+def choose_num_replicas(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
     """So many replicas that neither places nor bytes are short."""
-    used = (context.aggregated_metrics or {}).get(USED, {})
-    by_bytes = sum(used.values()) / FULL
+    used = (context.aggregated_metrics or {}).get(USED_METRIC, {})
+    by_bytes = sum(used.values()) / SCALE_UP_SHARE
     by_requests = context.total_num_requests / context.config.target_ongoing_requests
     return max(by_bytes, by_requests), {}
 
@@ -182,40 +185,46 @@ def wanted(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 # ---- the front
 
 
-class Front:
+class HttpFront:
     """Where clients ask."""
 
-    def __init__(self, replicas: Any, clients: Keys) -> None:
-        self._ask = replicas.options(stream=True).ask
-        self._clients = clients
+    def __init__(self, replicas: Any, api_keys: ApiKeys) -> None:
+        self._stream_answer = replicas.options(stream=True).stream_answer
+        self._api_keys = api_keys
 
     async def __call__(self, http: Request) -> Response:
-        if not (len(self._clients) or (http.client and is_local(http.client.host))):
-            return told(403, "only this machine may ask: a server for others needs api_keys")
-        tenant = self._clients.asking(http.headers.get("authorization", ""))
+        if not (len(self._api_keys) or (http.client and is_local(http.client.host))):
+            return make_refusal(
+                403, "only this machine may ask: a server for others needs api_keys"
+            )
+        tenant = self._api_keys.authenticate(http.headers.get("authorization", ""))
         if tenant is None and http.method == "POST":  # what else there is a replica answers
-            return told(401, UNKNOWN, code="invalid_api_key")
+            return make_refusal(401, UNKNOWN_KEY_MESSAGE, code="invalid_api_key")
         body = bytearray()
         async for part in http.stream():
             body += part
-            if len(body) > LARGEST:
-                return told(413, TOO_LARGE)
-        asked = Asked.of(http.scope, bytes(body), tenant or "")
-        for _ in range(TRIED):
-            stream = self._ask.remote(asked)
+            if len(body) > MAX_BODY_BYTES:
+                return make_refusal(413, BODY_TOO_LARGE_MESSAGE)
+        asked = RoutedRequest.from_scope(http.scope, bytes(body), tenant or "")
+        for _ in range(MAX_REPLICA_TRIES):
+            stream = self._stream_answer.remote(asked)
             try:
                 status, headers = await anext(stream)
                 first = await anext(stream, b"")
             except RayActorError as error:
                 log.warning("a replica went before it answered: %s", error)
                 continue
-            found = StreamingResponse(passed_on(stream, first, is_events(headers)), status)
+            found = StreamingResponse(
+                forward_answer(stream, first, has_event_stream(headers)), status
+            )
             found.raw_headers = headers
             return found
-        return told(503, f"{TRIED} replicas went before they answered", "server_error")
+        return make_refusal(
+            503, f"{MAX_REPLICA_TRIES} replicas went before they answered", "server_error"
+        )
 
 
-async def passed_on(stream: Any, first: bytes, events: bool) -> AsyncIterator[bytes]:
+async def forward_answer(stream: Any, first: bytes, is_event_stream: bool) -> AsyncIterator[bytes]:
     """What a replica says, to its end or to the end of that replica."""
     try:
         yield first
@@ -223,21 +232,21 @@ async def passed_on(stream: Any, first: bytes, events: bool) -> AsyncIterator[by
             yield part
     except RayActorError as error:
         log.warning("a replica went before its answer was whole: %s", error)
-        if not events:
+        if not is_event_stream:
             raise
-        lost = refused("the replica that answered is gone: ask again", "server_error")
-        yield event(lost).encode()
+        lost = make_error("the replica that answered is gone: ask again", "server_error")
+        yield format_event(lost).encode()
     finally:
         stream.cancel()
 
 
-def told(
+def make_refusal(
     status: int, message: str, kind: str = "invalid_request_error", code: str | None = None
 ) -> Response:
-    return JSONResponse(refused(message, kind, None, code), status)
+    return JSONResponse(make_error(message, kind, None, code), status)
 
 
-def is_events(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+def has_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     return any(
         name == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in headers
@@ -247,11 +256,11 @@ def is_events(headers: Sequence[tuple[bytes, bytes]]) -> bool:
 # ---- all of it
 
 
-def app(asked: Mapping[str, Any] | Deployed) -> serve.Application:
+def app(options: Mapping[str, Any] | DeploymentSettings) -> serve.Application:
     """For `serve run`, and for the `import_path` of a YAML file, with its arguments."""
-    settings = Deployed.model_validate(asked)
+    settings = DeploymentSettings.model_validate(options)
     settings.check()
-    clients = known(settings.api_keys)
+    clients = load_keys(settings.api_keys)
     if settings.most_replicas is None:
         count: dict[str, Any] = {"num_replicas": settings.replicas}
     else:
@@ -259,7 +268,7 @@ def app(asked: Mapping[str, Any] | Deployed) -> serve.Application:
             min_replicas=settings.replicas,
             max_replicas=settings.most_replicas,
             target_ongoing_requests=settings.max_sequences,
-            policy=AutoscalingPolicy(policy_function=wanted),
+            policy=AutoscalingPolicy(policy_function=choose_num_replicas),
         )
         count = {"autoscaling_config": growing}
     replicas = serve.deployment(
@@ -267,47 +276,47 @@ def app(asked: Mapping[str, Any] | Deployed) -> serve.Application:
         ray_actor_options={"num_cpus": settings.cpus, "num_gpus": settings.gpus},
         request_router_config=RequestRouterConfig(
             request_router_class=PageRouter,
-            request_routing_stats_period_s=TOLD_EACH,
+            request_routing_stats_period_s=STATS_PERIOD_S,
         ),
         **count,
-        **_ends(settings.grace + WRITING),
-    )(Replica)
+        **_make_shutdown_options(settings.grace + STORE_FLUSH_S),
+    )(EngineReplica)
     front = serve.deployment(
         name="front",
         num_replicas=settings.fronts,
         ray_actor_options={"num_cpus": 0},
-        **_ends(settings.grace),
-    )(Front)
+        **_make_shutdown_options(settings.grace),
+    )(HttpFront)
     return front.bind(replicas.bind(settings, clients), clients)
 
 
-def _ends(seconds: float) -> dict[str, Any]:
+def _make_shutdown_options(seconds: float) -> dict[str, Any]:
     """What is under way has so many seconds as a deployment ends."""
     return {
-        "max_ongoing_requests": UNBOUNDED,
+        "max_ongoing_requests": MAX_ONGOING_REQUESTS,
         "graceful_shutdown_timeout_s": seconds,
         "graceful_shutdown_wait_loop_s": 0.1,
     }
 
 
 @contextmanager
-def deployed(settings: Deployed, port: int) -> Iterator[None]:
+def deploy(settings: DeploymentSettings, port: int) -> Iterator[None]:
     """For as long as it is asked; on the cluster to which Ray is connected."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     serve.start(http_options={"host": settings.host, "port": port}, logging_config=quiet)
     try:
-        serve.run(app(settings), name=APP, route_prefix="/", logging_config=quiet)
+        serve.run(app(settings), name=APP_NAME, route_prefix="/", logging_config=quiet)
         yield
     finally:
-        serve.delete(APP, _blocking=False)
-        until = time.monotonic() + settings.grace + 2 * WRITING
-        while APP in serve.status().applications and time.monotonic() < until:
+        serve.delete(APP_NAME, _blocking=False)
+        until = time.monotonic() + settings.grace + 2 * STORE_FLUSH_S
+        while APP_NAME in serve.status().applications and time.monotonic() < until:
             time.sleep(0.1)
 
 
 @contextmanager
-def connected() -> Iterator[None]:
+def connect() -> Iterator[None]:
     """To the cluster of RAY_ADDRESS, if that is set, else to one of its own."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     there = None if "RAY_ADDRESS" in os.environ else "local"
@@ -318,7 +327,7 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
-def run(settings: Deployed, port: int, begun: Callable[[int], None]) -> None:
+def run(settings: DeploymentSettings, port: int, on_started: Callable[[int], None]) -> None:
     """Serve until a signal ends it; the second time at once."""
     ended = threading.Event()
 
@@ -330,22 +339,22 @@ def run(settings: Deployed, port: int, begun: Callable[[int], None]) -> None:
         ended.set()
 
     up = False
-    port = free(settings.host, port)
+    port = find_free_port(settings.host, port)
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with connected():
+        with connect():
             for one in before:  # Ray has put a handler there that ends the process
                 signal.signal(one, end)
-            with deployed(settings.shared(), port):
+            with deploy(settings.assign_resources(), port):
                 up = True
-                begun(port)
+                on_started(port)
                 ended.wait()
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
 
 
-def free(host: str, port: int) -> int:
+def find_free_port(host: str, port: int) -> int:
     """A port on which nobody listens yet: Ray would not say so."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -9,20 +9,20 @@ try:
 except ImportError as error:
     raise CacheError(f"{error}: pip install 'kvant[server]'") from None
 
-from kvant.server.access import Keys, keys_in, known
+from kvant.server.access import ApiKeys, load_keys, parse_keys
 from kvant.server.app import create_app
-from kvant.server.running import Server, check_host, server_of
+from kvant.server.http_server import HttpServer, check_host, make_server
 from kvant.server.service import Service
-from kvant.server.settings import Settings
+from kvant.server.settings import ServerSettings
 
 __all__ = [
-    "Keys",
-    "Server",
+    "ApiKeys",
+    "HttpServer",
+    "ServerSettings",
     "Service",
-    "Settings",
     "check_host",
     "create_app",
-    "keys_in",
-    "known",
-    "server_of",
+    "load_keys",
+    "make_server",
+    "parse_keys",
 ]

@@ -8,17 +8,17 @@ from collections.abc import Iterable
 from hashlib import sha256
 from pathlib import Path
 
-UNKNOWN = "no key, or one that is not known: Authorization: Bearer KEY"
-SHORTEST = 8  # characters of a key
+UNKNOWN_KEY_MESSAGE = "no key, or one that is not known: Authorization: Bearer KEY"
+MIN_KEY_LENGTH = 8  # characters of a key
 ADMIN = "admin"  # stands before a key that reads the totals of all tenants
 FOR_ADMINS = (
     "/metrics has the totals of all tenants, for an admin key: a line 'admin KEY' of --api-keys, "
     "or 'admin KEY' in KVANT_API_KEYS, makes one; /v1/stats has your own figures"
 )
-KEYS, SECRET = "KVANT_API_KEYS", "KVANT_SECRET"  # in the environment
+KEYS_VARIABLE, SECRET_VARIABLE = "KVANT_API_KEYS", "KVANT_SECRET"  # in the environment
 
 
-class Keys:
+class ApiKeys:
     """The hashes of keys; none: everybody may ask."""
 
     def __init__(
@@ -28,27 +28,27 @@ class Keys:
 
         `admins` are keys as well, and read the totals of all tenants.
         """
-        admin = [_hashed(key) for key in admins]
-        self._hashes = list(dict.fromkeys([*map(_hashed, keys), *admin]))
+        admin = [_hash_key(key) for key in admins]
+        self._hashes = list(dict.fromkeys([*map(_hash_key, keys), *admin]))
         self._secret = secret.encode()
         self._admins = frozenset(map(self._name, admin))
 
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def asking(self, authorization: str) -> str | None:
+    def authenticate(self, authorization: str) -> str | None:
         """The tenant of a request with this header; None: of nobody."""
         kind, _, key = authorization.partition(" ")
-        return self.tenant(key.strip() if kind.lower() == "bearer" else "")
+        return self.find_tenant(key.strip() if kind.lower() == "bearer" else "")
 
-    def tenant(self, key: str) -> str | None:
+    def find_tenant(self, key: str) -> str | None:
         """The name under which the owner of a key is known; None: it is no key of ours.
 
         All are compared, whichever it is, each in a time that tells nothing.
         """
         if not self._hashes:
             return ""
-        asked, found = _hashed(key), None
+        asked, found = _hash_key(key), None
         for one in self._hashes:
             if hmac.compare_digest(one, asked):
                 found = self._name(one)
@@ -62,33 +62,34 @@ class Keys:
         return hmac.digest(self._secret, hashed, sha256).hex()
 
 
-def known(file: Path | None) -> Keys:
+def load_keys(file: Path | None) -> ApiKeys:
     """The keys of a file and of the environment."""
-    keys, admins = keys_in(file, os.environ.get(KEYS))
-    return Keys(keys, os.environ.get(SECRET, ""), admins)
+    keys, admins = parse_keys(file, os.environ.get(KEYS_VARIABLE))
+    return ApiKeys(keys, os.environ.get(SECRET_VARIABLE, ""), admins)
 
 
-def keys_in(file: Path | None, named: str | None) -> tuple[list[str], list[str]]:
+def parse_keys(file: Path | None, variable: str | None) -> tuple[list[str], list[str]]:
     """Read the keys of a file, one a line, and of a variable, between commas; and the admins' keys.
 
     `admin KEY` is the key of an admin, which is a tenant as well.
     """
     lines = [] if file is None else file.read_text(encoding="utf-8").splitlines()
     told = [line.strip() for line in lines if not line.lstrip().startswith("#")]
-    told += [one.strip() for one in (named or "").split(",")]
+    told += [one.strip() for one in (variable or "").split(",")]
     words = [one.split() for one in told if one]
     if file is not None and not words:
         raise ValueError(f"--api-keys {file}: there is no key in it, one a line is needed")
     for *role, key in words:
-        right = len(key) >= SHORTEST and key.isascii() and key.isprintable()
+        right = len(key) >= MIN_KEY_LENGTH and key.isascii() and key.isprintable()
         if not right or role not in ([], [ADMIN]):
             raise ValueError(
-                f"a key of {len(key)} characters: {SHORTEST} or more are needed, in ASCII without "
+                f"a key of {len(key)} characters: {MIN_KEY_LENGTH} or more are needed, in ASCII "
+                "without "
                 f"spaces; only the word {ADMIN!r} and a space may stand before it"
             )
     keys = dict.fromkeys(key for *_, key in words)
     return [*keys], [*dict.fromkeys(key for *role, key in words if role)]
 
 
-def _hashed(key: str) -> bytes:
+def _hash_key(key: str) -> bytes:
     return sha256(key.encode()).digest()

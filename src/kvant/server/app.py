@@ -11,18 +11,18 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvant import heap
-from kvant.server.connections import MAX_HEADERS
-from kvant.server.refusals import refuse
-from kvant.server.replies import Refused, refused
+from kvant import malloc
+from kvant.server.connections import MAX_HEADER_BYTES
+from kvant.server.errors import add_error_handlers
+from kvant.server.response_writers import ErrorResponse, make_error
 from kvant.server.routes import router
 from kvant.server.service import Service
 
-LARGEST = 4 << 20  # bytes of a body
-LARGE = 1 << 20  # bytes of one whose objects take so much that the system gets them back
+MAX_BODY_BYTES = 4 << 20  # bytes of a body
+TRIM_BODY_BYTES = 1 << 20  # bytes of one whose objects take so much that the system gets them back
 TRIM_SECONDS = 1.0  # between two trims: the pages that a forward uses have to come back after each
-TOO_LARGE = f"a body of more than {LARGEST} bytes"
-LOCAL = ("localhost", "127.0.0.1", "[::1]", "::1")
+BODY_TOO_LARGE_MESSAGE = f"a body of more than {MAX_BODY_BYTES} bytes"
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]", "::1")
 
 
 def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
@@ -32,19 +32,19 @@ def create_app(service: Service, host: str = "127.0.0.1") -> FastAPI:
         version=version("kvant"),
         docs_url=None,
         redoc_url=None,
-        responses={"4XX": {"model": Refused}, "5XX": {"model": Refused}},
+        responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
     if not len(service.keys):  # a page of somebody else may not ask under a name of its own
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL, host])
-    app.add_middleware(Bounded)
-    app.add_middleware(Counted, service=service)
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_HOSTS, host])
+    app.add_middleware(BodyLimitMiddleware)
+    app.add_middleware(ResponseCountMiddleware, service=service)
     app.state.service = service  # routes are of all applications, and keep nothing of one
     app.include_router(router)
-    refuse(app)
+    add_error_handlers(app)
     return app
 
 
-class Bounded:
+class BodyLimitMiddleware:
     """Refuse bodies that are too long as they arrive; free the memory that large ones took."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -55,38 +55,40 @@ class Bounded:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
-            error = refused(f"headers of more than {MAX_HEADERS} bytes", "invalid_request_error")
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            error = make_error(
+                f"headers of more than {MAX_HEADER_BYTES} bytes", "invalid_request_error"
+            )
             await JSONResponse(error, 431)(scope, receive, send)
             return
         came = 0
 
-        async def counted() -> Message:
+        async def receive_counted() -> Message:
             nonlocal came
             message = await receive()
             came += len(message.get("body", b""))
-            if came > LARGEST:
-                raise HTTPException(413, TOO_LARGE)
+            if came > MAX_BODY_BYTES:
+                raise HTTPException(413, BODY_TOO_LARGE_MESSAGE)
             return message
 
         try:
-            await self._app(scope, counted, send)
+            await self._app(scope, receive_counted, send)
         finally:
-            if came > LARGE and self._trim is None:
+            if came > TRIM_BODY_BYTES and self._trim is None:
                 self._trim = asyncio.get_running_loop().call_later(TRIM_SECONDS, self._start_trim)
 
     def _start_trim(self) -> None:
         """Trim for all large bodies since the last time, beside the event loop."""
         self._trim = None
-        asyncio.get_running_loop().run_in_executor(None, heap.trim)
+        asyncio.get_running_loop().run_in_executor(None, malloc.trim_heap)
 
 
-class Counted:
+class ResponseCountMiddleware:
     """Answers, by their status."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
-        self._answers = service.metrics.answers
+        self._responses = service.metrics.responses
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         told = False
@@ -94,7 +96,7 @@ class Counted:
         async def sending(message: Message) -> None:
             nonlocal told
             if message["type"] == "http.response.start":
-                self._answers.labels(str(message["status"])).inc()
+                self._responses.labels(str(message["status"])).inc()
                 told = True
             await send(message)
 
@@ -102,5 +104,5 @@ class Counted:
             await self._app(scope, receive, sending if scope["type"] == "http" else send)
         except Exception:
             if not told:  # somebody further out answers
-                self._answers.labels("500").inc()
+                self._responses.labels("500").inc()
             raise

@@ -18,16 +18,16 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from kvant.server.replies import refused
+from kvant.server.response_writers import make_error
 
-MAX_HEADERS = 64 << 10  # bytes of a request line and headers in all
-REQUEST_SECONDS = 60.0  # from the first byte of a request, or from the connection, to its last
-LINGER_SECONDS = 1.0  # for a client to read a refusal: what it still sends would reset that
-MAX_REFUSED = 64  # connections that linger
+MAX_HEADER_BYTES = 64 << 10  # bytes of a request line and headers in all
+REQUEST_TIMEOUT_S = 60.0  # from the first byte of a request, or from the connection, to its last
+LINGER_TIMEOUT_S = 1.0  # for a client to read a refusal: what it still sends would reset that
+MAX_LINGERING = 64  # connections that linger
 SHARE_OF_FILES = 0.75  # of the files that the process may open
 
 
-def max_connections() -> int:
+def compute_max_connections() -> int:
     """Return how many connections leave files for everything else."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 4096 if files == resource.RLIM_INFINITY else max(16, int(SHARE_OF_FILES * files))
@@ -38,18 +38,18 @@ class Connections(ServerState):
 
     def __init__(self) -> None:
         super().__init__()
-        self.limit = max_connections()
-        self.idle: dict[Connection, None] = {}
-        self.refused: set[Connection] = set()  # they linger
+        self.limit = compute_max_connections()
+        self.idle_connections: dict[Connection, None] = {}
+        self.lingering: set[Connection] = set()  # they linger
 
     def make_room(self) -> bool:
         """Close idle connections until there is room for the newest; return whether there is."""
-        while len(self.connections) > self.limit and len(self.idle) > 1:
-            next(iter(self.idle)).drop()
+        while len(self.connections) > self.limit and len(self.idle_connections) > 1:
+            next(iter(self.idle_connections)).drop()
         return len(self.connections) <= self.limit
 
-    def drop_refused(self) -> None:
-        for one in list(self.refused):
+    def drop_lingering(self) -> None:
+        for one in list(self.lingering):
             one.drop()
 
 
@@ -59,60 +59,62 @@ class Connection(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
 
     @property
-    def _all(self) -> Connections:
+    def _connections(self) -> Connections:
         return cast(Connections, self.server_state)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._wait()
-        if not self._all.make_room():
-            self._refuse(503, f"{self._all.limit} connections are being answered: try again later")
+        self._start_deadline()
+        if not self._connections.make_room():
+            self._refuse(
+                503, f"{self._connections.limit} connections are being answered: try again later"
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_wait()
-        self._all.refused.discard(self)
+        self._clear_deadline()
+        self._connections.lingering.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self in self._all.refused:
+        if self in self._connections.lingering:
             return
         if self._deadline is None and self._is_between_requests:
-            self._wait()
+            self._start_deadline()
         super().data_received(data)
-        self._end_wait_if_answering()
+        self._clear_deadline_if_answering()
 
     def pause_writing(self) -> None:
         """Wait for a client that does not read, as for one that does not ask."""
         super().pause_writing()
-        self._wait()
+        self._start_deadline()
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._end_wait_if_answering()
+        self._clear_deadline_if_answering()
 
     def on_response_complete(self) -> None:
         """Wait for the next request, which a client may have sent already."""
-        self._end_wait()
+        self._clear_deadline()
         super().on_response_complete()
         if self.transport.is_closing():
             return
         if self._is_between_requests:
-            self._all.idle[self] = None
+            self._connections.idle_connections[self] = None
         elif self.cycle.more_body:
-            self._wait()
+            self._start_deadline()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP, or has too many headers; called while the error is handled."""
         status = getattr(sys.exception(), "error_status_hint", 400)
         if status == http.HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE:
-            msg = f"a request line and headers of more than {MAX_HEADERS} bytes"
+            msg = f"a request line and headers of more than {MAX_HEADER_BYTES} bytes"
         self._refuse(status, msg)
 
     def drop(self) -> None:
         """Close the connection at once, whatever the client has not read yet."""
-        self._end_wait()
+        self._clear_deadline()
         self.connections.discard(self)
-        self._all.refused.discard(self)
+        self._connections.lingering.discard(self)
         self.transport.abort()
 
     @property
@@ -120,20 +122,20 @@ class Connection(H11Protocol):
         """Whether no request is being answered, nor its body read."""
         return self.cycle is None or self.cycle.response_complete
 
-    def _wait(self) -> None:
+    def _start_deadline(self) -> None:
         """Wait for a whole request, or for a reply to be read, until the deadline."""
-        self._end_wait()
-        self._all.idle[self] = None
-        self._deadline = self.loop.call_later(REQUEST_SECONDS, self._expire)
+        self._clear_deadline()
+        self._connections.idle_connections[self] = None
+        self._deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._expire)
 
-    def _end_wait_if_answering(self) -> None:
+    def _clear_deadline_if_answering(self) -> None:
         """End the wait where a whole request is being answered, and the client reads."""
         answering = not self._is_between_requests and not self.cycle.more_body
         if answering and not self.flow.write_paused:
-            self._end_wait()
+            self._clear_deadline()
 
-    def _end_wait(self) -> None:
-        self._all.idle.pop(self, None)
+    def _clear_deadline(self) -> None:
+        self._connections.idle_connections.pop(self, None)
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
@@ -141,14 +143,14 @@ class Connection(H11Protocol):
     def _expire(self) -> None:
         began = bool(self.conn.trailing_data[0]) or not self._is_between_requests
         if began and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self._refuse(408, f"no whole request within {REQUEST_SECONDS:.0f} seconds")
+            self._refuse(408, f"no whole request within {REQUEST_TIMEOUT_S:.0f} seconds")
         else:
             self.drop()
 
     def _refuse(self, status: int, reason: str) -> None:
         """Answer with an error, and close the connection."""
         kind = "server_error" if status >= 500 else "invalid_request_error"
-        body = json.dumps(refused(reason, kind)).encode()
+        body = json.dumps(make_error(reason, kind)).encode()
         phrase = http.HTTPStatus(status).phrase
         head = (
             f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
@@ -157,12 +159,12 @@ class Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # the application writes no more
             self.cycle.message_event.set()
-        self._end_wait()
+        self._clear_deadline()
         self.connections.discard(self)
         self.transport.write(head.encode() + body)
-        if self.transport.can_write_eof() and len(self._all.refused) < MAX_REFUSED:
+        if self.transport.can_write_eof() and len(self._connections.lingering) < MAX_LINGERING:
             self.transport.write_eof()
-            self._all.refused.add(self)
-            self._deadline = self.loop.call_later(LINGER_SECONDS, self.drop)
+            self._connections.lingering.add(self)
+            self._deadline = self.loop.call_later(LINGER_TIMEOUT_S, self.drop)
         else:
             self.transport.close()

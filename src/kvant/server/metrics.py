@@ -12,33 +12,39 @@ from prometheus_client.registry import Collector
 
 from kvant.engine import Engine
 
-SECONDS = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
-STATES = ("held", "shared", "free", "states")  # of the bytes of an engine
+LATENCY_BUCKETS_S = (0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.25, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
+MEMORY_STATES = ("held", "shared", "free", "states")  # of the bytes of an engine
 
 
-class Metrics:
+class ServerMetrics:
     """What a server counts, beside what its engine does."""
 
     def __init__(self, engine: Engine, model: str) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_Engine(engine, model))
-        self.first = self._waits("time_to_first_token", "From a request to its first token", model)
-        self.between = self._waits("inter_token_latency", "Between two tokens", model)
-        self.whole = self._waits("e2e_request_latency", "All of a request", model)
-        self.answers = Counter(
+        self._registry.register(_EngineCollector(engine, model))
+        self.time_to_first_token = self._make_histogram(
+            "time_to_first_token", "From a request to its first token", model
+        )
+        self.inter_token_latency = self._make_histogram(
+            "inter_token_latency", "Between two tokens", model
+        )
+        self.request_latency = self._make_histogram(
+            "e2e_request_latency", "All of a request", model
+        )
+        self.responses = Counter(
             "kvant_http_responses", "Answers by status", ["status"], registry=self._registry
         )
 
-    def _waits(self, name: str, about: str, model: str) -> Histogram:
+    def _make_histogram(self, name: str, description: str, model: str) -> Histogram:
         labels = ["model_name"]
-        more: Any = {"registry": self._registry, "buckets": SECONDS}
-        return Histogram(f"vllm:{name}_seconds", about, labels, **more).labels(model)
+        more: Any = {"registry": self._registry, "buckets": LATENCY_BUCKETS_S}
+        return Histogram(f"vllm:{name}_seconds", description, labels, **more).labels(model)
 
-    def told(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self._registry)
 
 
-class _Engine(Collector):
+class _EngineCollector(Collector):
     def __init__(self, engine: Engine, model: str) -> None:
         self._engine = engine
         self._model = model
@@ -65,15 +71,15 @@ class _Engine(Collector):
             "kvant_put_aside": ("Requests whose pages went to a file", told["put_aside"]),
         }
         for name, (about, value) in gauges.items():
-            yield self._one(GaugeMetricFamily(name, about, labels=["model_name"]), value)
+            yield self._fill_family(GaugeMetricFamily(name, about, labels=["model_name"]), value)
         for name, (about, value) in counters.items():
-            yield self._one(CounterMetricFamily(name, about, labels=["model_name"]), value)
+            yield self._fill_family(CounterMetricFamily(name, about, labels=["model_name"]), value)
         pages = GaugeMetricFamily("kvant_cache_bytes", "Bytes by their state", labels=["state"])
-        for state in STATES:
+        for state in MEMORY_STATES:
             pages.add_metric([state], told[f"nbytes_{state}"])
         yield pages
 
-    def _one(self, family: Any, value: float) -> Metric:
+    def _fill_family(self, family: Any, value: float) -> Metric:
         family.add_metric([self._model], value)
         found: Metric = family
         return found

@@ -11,58 +11,58 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from kvant.generation import Grammar, Messages
 
-MOST_FIELDS = 64
-MOST_MESSAGES = 4096
-MOST_STOPS = 16
-MOST_BIASES = 1024
-MOST_PARTS = 256  # of a message
-MOST_PROMPTS = 128
-MOST_TOOLS = 128
-MOST_CALLS = 8  # of one reply, where it must call
-LARGEST_SCHEMA = 64 << 10  # characters
+MAX_FIELDS = 64
+MAX_MESSAGES = 4096
+MAX_STOPS = 16
+MAX_BIASES = 1024
+MAX_CONTENT_PARTS = 256  # of a message
+MAX_PROMPTS = 128
+MAX_TOOLS = 128
+MAX_FORCED_CALLS = 8  # of one reply, where it must call
+MAX_SCHEMA_CHARACTERS = 64 << 10  # characters
 # The schema of a function without parameters.
-NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+EMPTY_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 # Of a list that is wrong the first wrong item is told, and no other is looked at.
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-Several = Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+PROMPT_LIST = Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)
 
 
-def at_most(count: int, given: Any) -> Any:
+def check_num_fields(limit: int, value: Any) -> Any:
     """A mapping, counted before anything in it is looked at."""
-    if isinstance(given, dict) and len(given) > count:
-        raise ValueError(f"{len(given)} fields: {count} at most")
-    return given
+    if isinstance(value, dict) and len(value) > limit:
+        raise ValueError(f"{len(value)} fields: {limit} at most")
+    return value
 
 
-def bounded(schema: Any) -> Any:
+def check_schema_size(schema: Any) -> Any:
     """A schema, or several of them, of so many characters at most."""
-    if (size := len(json.dumps(schema))) > LARGEST_SCHEMA:
-        raise ValueError(f"a schema of {size} characters: {LARGEST_SCHEMA} at most")
+    if (size := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
+        raise ValueError(f"a schema of {size} characters: {MAX_SCHEMA_CHARACTERS} at most")
     return schema
 
 
-Schema = Annotated[dict[str, Any], AfterValidator(bounded)]
-FEW = BeforeValidator(partial(at_most, MOST_FIELDS))
-Metadata = Annotated[dict[str, str], FEW]
+Schema = Annotated[dict[str, Any], AfterValidator(check_schema_size)]
+FIELD_LIMIT = BeforeValidator(partial(check_num_fields, MAX_FIELDS))
+Metadata = Annotated[dict[str, str], FIELD_LIMIT]
 
 
-class Asked(BaseModel):
+class RequestBody(BaseModel):
     """JSON as it is: no text for a number, and nothing that nobody knows."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _few(cls, given: Any) -> Any:
-        return at_most(MOST_FIELDS, given)
+    def _check_fields(cls, value: Any) -> Any:
+        return check_num_fields(MAX_FIELDS, value)
 
 
-class StreamOptions(Asked):
+class StreamOptions(RequestBody):
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Drawing(Asked):
+class SamplingParams(RequestBody):
     """What all requests for text have in common."""
 
     model: str | None = None
@@ -76,12 +76,12 @@ class Drawing(Asked):
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100)]],
-            BeforeValidator(partial(at_most, MOST_BIASES)),
+            BeforeValidator(partial(check_num_fields, MAX_BIASES)),
         ]
         | None
     ) = None
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 63)] = None
-    stop: str | Annotated[list[str], Field(max_length=MOST_STOPS, fail_fast=True)] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS, fail_fast=True)] | None = None
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     n: Annotated[int | None, Field(ge=1)] = None
     stream: bool | None = None
@@ -95,12 +95,12 @@ class Drawing(Asked):
     service_tier: Literal["auto", "default"] | None = None
 
     @property
-    def most(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """Tokens that it asks for at most."""
         return self.max_tokens
 
     @property
-    def likeliest(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """How many likely tokens it wants beside each; None: no logprobs at all."""
         return None
 
@@ -110,30 +110,30 @@ class Drawing(Asked):
         return None
 
     @property
-    def is_parsed(self) -> bool:
+    def is_free_form(self) -> bool:
         """Does a model write it in words of its own, with thoughts and calls?"""
         return False
 
     @property
-    def must_call(self) -> bool:
+    def requires_calls(self) -> bool:
         """Is it a list of calls?"""
         return False
 
     @property
-    def most_calls(self) -> int | None:
+    def max_calls(self) -> int | None:
         """Calls that a reply may have."""
         return None
 
     @property
-    def tools_shown(self) -> list[dict[str, Any]]:
+    def template_tools(self) -> list[dict[str, Any]]:
         """Tools that may be called, as a template knows them."""
         return []
 
     @property
-    def tells_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def sampling(self) -> dict[str, Any]:
+    def to_engine_options(self) -> dict[str, Any]:
         """As an engine is asked."""
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -147,22 +147,24 @@ class Drawing(Asked):
             "stop": self.stop,
             "n": self.n,
             "grammar": self.grammar,
-            "logprobs": self.likeliest,
+            "logprobs": self.num_logprobs,
         }
         found: dict[str, Any] = {name: one for name, one in given.items() if one is not None}
         if self.logit_bias:
-            found["logit_bias"] = {token_of(one): by for one, by in self.logit_bias.items()}
+            found["logit_bias"] = {parse_token_id(one): by for one, by in self.logit_bias.items()}
         return found | {"ignore_end": self.ignore_eos}
 
 
-class Completion(Drawing):
+class CompletionRequest(SamplingParams):
     """POST /v1/completions"""
 
-    prompt: str | Tokens | Annotated[list[str], Several] | Annotated[list[Tokens], Several]
+    prompt: (
+        str | TokenIds | Annotated[list[str], PROMPT_LIST] | Annotated[list[TokenIds], PROMPT_LIST]
+    )
     logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
 
     @property
-    def likeliest(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
@@ -174,27 +176,27 @@ class Completion(Drawing):
         return [self.prompt] if isinstance(first, int) else [*self.prompt]  # type: ignore[list-item]
 
 
-class TextPart(Asked):
+class TextPart(RequestBody):
     type: Literal["text"]
     text: str
 
 
-class Called(Asked):
+class ToolCallFunction(RequestBody):
     name: str
     arguments: str
     parsed_arguments: Any = None  # beside them, as OpenAI's client keeps them: not used
 
 
-class ToolCall(Asked):
+class ToolCall(RequestBody):
     """What a model asked for, as clients send it back."""
 
     id: str
     type: Literal["function"] = "function"
-    function: Called
+    function: ToolCallFunction
     index: int | None = None
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def template_dict(self) -> dict[str, Any]:
         """Templates know the arguments as what the JSON says."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
@@ -204,15 +206,13 @@ class ToolCall(Asked):
         return {"id": self.id, "type": self.type, "function": told}
 
 
-class Message(Asked):
+class ChatMessage(RequestBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
-        str | Annotated[list[TextPart], Field(max_length=MOST_PARTS, fail_fast=True)] | None
+        str | Annotated[list[TextPart], Field(max_length=MAX_CONTENT_PARTS, fail_fast=True)] | None
     ) = None
     name: Annotated[str | None, Field(max_length=256)] = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = (
-        None
-    )
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     parsed: Any = None  # as replies have it, which clients send back
@@ -222,7 +222,7 @@ class Message(Asked):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="after")
-    def _whole(self) -> Message:
+    def _check_message(self) -> ChatMessage:
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls of {self.role}: only an assistant calls")
         if (self.tool_call_id is not None) != (self.role == "tool"):
@@ -238,9 +238,9 @@ class Message(Asked):
         return "".join(part.text for part in self.content)
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def template_dict(self) -> dict[str, Any]:
         """As a template knows it."""
-        calls = [call.shown for call in self.tool_calls or ()]
+        calls = [call.template_dict for call in self.tool_calls or ()]
         beside = {
             "name": self.name,
             "tool_calls": calls or None,
@@ -253,81 +253,83 @@ class Message(Asked):
 
 
 Conversation = Annotated[
-    list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+    list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
 ]
 
 
-class Function(Asked):
+class FunctionDefinition(RequestBody):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     description: str | None = None
     parameters: Schema | None = None
     strict: bool | None = None
 
 
-class Tool(Asked):
+class Tool(RequestBody):
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
     @property
-    def shown(self) -> dict[str, Any]:
+    def template_dict(self) -> dict[str, Any]:
         told = self.function.model_dump(exclude={"strict"}, exclude_none=True)
-        return {"type": "function", "function": {"parameters": NOTHING} | told}
+        return {"type": "function", "function": {"parameters": EMPTY_PARAMETERS} | told}
 
 
-def together(tools: list[Any]) -> list[Any]:
-    bounded([tool.shown for tool in tools])
+def check_tools_size(tools: list[Any]) -> list[Any]:
+    check_schema_size([tool.template_dict for tool in tools])
     return tools
 
 
 Tools = Annotated[
-    list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True), AfterValidator(together)
+    list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(check_tools_size)
 ]
 
 
-class Named(Asked):
+class FunctionName(RequestBody):
     name: str
 
 
-class OneTool(Asked):
+class NamedToolChoice(RequestBody):
     type: Literal["function"]
-    function: Named
+    function: FunctionName
 
 
-class TextFormat(Asked):
+class TextFormat(RequestBody):
     type: Literal["text"]
 
 
-class ObjectFormat(Asked):
+class JsonObjectFormat(RequestBody):
     type: Literal["json_object"]
 
 
-class JsonSchema(Asked):
+class JsonSchema(RequestBody):
     name: str | None = None
     description: str | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class SchemaFormat(Asked):
+class JsonSchemaFormat(RequestBody):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
-Format = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
 
 
-class Chat(Drawing):
+class ChatRequest(SamplingParams):
     """POST /v1/chat/completions"""
 
     messages: Conversation
     max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int | None, Field(ge=0, le=20)] = None
-    response_format: Format | None = None
+    response_format: ResponseFormat | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | OneTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], FEW] | None = None
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], FIELD_LIMIT] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1, fail_fast=True)] | None = None
     store: Literal[False] | None = None
     # What OpenAI has and this server has not, as clients send it who do not ask for it.
@@ -341,78 +343,85 @@ class Chat(Drawing):
     function_call: None = None
 
     @model_validator(mode="after")
-    def _fits(self) -> Chat:
+    def _check_request(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: logprobs is needed with it")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice: there are no tools")
-        if isinstance(self.tool_choice, OneTool):
-            name, known = self.tool_choice.function.name, {one.name for one in self.offered}
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name, known = (
+                self.tool_choice.function.name,
+                {one.name for one in self.callable_functions},
+            )
             if name not in known:
                 raise ValueError(f"tool_choice: {name!r} is none of the tools")
-        if self.formats and self.offered:
+        if self.requires_json and self.callable_functions:
             raise ValueError("response_format beside tools: only with tool_choice none")
         return self
 
     @property
-    def most(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
-    def likeliest(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
-    def formats(self) -> bool:
+    def requires_json(self) -> bool:
         """Is a reply to be JSON?"""
         return self.response_format is not None and self.response_format.type != "text"
 
     @property
-    def offered(self) -> list[Function]:
+    def callable_functions(self) -> list[FunctionDefinition]:
         """Those that may be called."""
         return [] if self.tool_choice == "none" else [one.function for one in self.tools or ()]
 
     @property
-    def forced(self) -> list[Function]:
+    def required_functions(self) -> list[FunctionDefinition]:
         """Those of which one at least must be called."""
-        if isinstance(self.tool_choice, OneTool):
-            return [one for one in self.offered if one.name == self.tool_choice.function.name][:1]
-        return self.offered if self.tool_choice == "required" else []
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return [
+                one for one in self.callable_functions if one.name == self.tool_choice.function.name
+            ][:1]
+        return self.callable_functions if self.tool_choice == "required" else []
 
     @property
-    def must_call(self) -> bool:
-        return bool(self.forced)
+    def requires_calls(self) -> bool:
+        return bool(self.required_functions)
 
     @property
-    def most_calls(self) -> int | None:
+    def max_calls(self) -> int | None:
         return 1 if self.parallel_tool_calls is False else None
 
     @property
     def grammar(self) -> Grammar | None:
-        if self.forced:
-            functions = {one.name: one.parameters or NOTHING for one in self.forced}
-            one = isinstance(self.tool_choice, OneTool)
-            return Grammar.calls(functions, 1 if one else self.most_calls or MOST_CALLS)
-        if isinstance(self.response_format, SchemaFormat):
+        if self.required_functions:
+            functions = {
+                one.name: one.parameters or EMPTY_PARAMETERS for one in self.required_functions
+            }
+            one = isinstance(self.tool_choice, NamedToolChoice)
+            return Grammar.calls(functions, 1 if one else self.max_calls or MAX_FORCED_CALLS)
+        if isinstance(self.response_format, JsonSchemaFormat):
             return Grammar.json(self.response_format.json_schema.schema_)
-        return Grammar.json() if self.formats else None
+        return Grammar.json() if self.requires_json else None
 
     @property
-    def is_parsed(self) -> bool:
-        return not (self.forced or self.formats)
+    def is_free_form(self) -> bool:
+        return not (self.required_functions or self.requires_json)
 
     @property
-    def tools_shown(self) -> list[dict[str, Any]]:
-        return [one.shown for one in self.tools or () if self.offered]
+    def template_tools(self) -> list[dict[str, Any]]:
+        return [one.template_dict for one in self.tools or () if self.callable_functions]
 
     @property
-    def shown(self) -> Messages:
+    def template_messages(self) -> Messages:
         """As a template knows it."""
-        messages = [message.shown for message in self.messages]
-        return Messages(messages, self.tools_shown, self.chat_template_kwargs or {})
+        messages = [message.template_dict for message in self.messages]
+        return Messages(messages, self.template_tools, self.chat_template_kwargs or {})
 
 
-class Tokenize(Asked):
+class TokenizeRequest(RequestBody):
     """POST /tokenize"""
 
     model: str | None = None
@@ -421,7 +430,7 @@ class Tokenize(Asked):
     tools: Tools | None = None
 
 
-def token_of(name: str) -> int:
+def parse_token_id(name: str) -> int:
     """Read a key of `logit_bias`: a token id in decimal digits, without leading zeros."""
     if not re.fullmatch("0|[1-9][0-9]{0,8}", name):
         raise ValueError(

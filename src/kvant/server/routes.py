@@ -19,50 +19,50 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from kvant.generation import Messages
-from kvant.server.access import FOR_ADMINS, UNKNOWN
-from kvant.server.protocol import Chat, Completion, Drawing, Tokenize
-from kvant.server.refusals import Wrong, answer_to, told_of
-from kvant.server.replies import Chatted, Completed, Reply
-from kvant.server.responses import Respond, Responded
-from kvant.server.service import Replies, Service
-from kvant.server.speech import Listener
+from kvant.server.access import FOR_ADMINS, UNKNOWN_KEY_MESSAGE
+from kvant.server.errors import BadRequest, describe_error, make_error_response
+from kvant.server.output_parsing import OutputParser
+from kvant.server.protocol import ChatRequest, CompletionRequest, SamplingParams, TokenizeRequest
+from kvant.server.response_writers import ChatWriter, CompletionWriter, ResponseWriter
+from kvant.server.responses_api import ResponsesRequest, ResponsesWriter
+from kvant.server.service import RequestStreams, Service
 
 log = logging.getLogger("kvant")
 
-WENT = 499  # the client, before it was answered
-PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-POLICY = (
+CLIENT_CLOSED_REQUEST = 499  # the client, before it was answered
+CHAT_PAGE = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'nonce-{0}'; style-src 'nonce-{0}'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-PLAIN = {
+PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-STREAM: dict[int | str, dict[str, Any]] = {
+STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {"description": "A reply, or events of it", "content": {"text/event-stream": {}}}
 }
-UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+STREAM_HEADERS = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 
 
-async def _service(http: Request) -> Service:
+async def _get_service(http: Request) -> Service:
     found: Service = http.app.state.service
     return found
 
 
-Serving = Annotated[Service, Depends(_service)]
+CurrentService = Annotated[Service, Depends(_get_service)]
 
 
-async def _tenant(http: Request, service: Serving) -> str:
+async def _authenticate(http: Request, service: CurrentService) -> str:
     """Whose key it is."""
-    found = service.keys.asking(http.headers.get("authorization", ""))
+    found = service.keys.authenticate(http.headers.get("authorization", ""))
     if found is None:
-        raise Wrong(UNKNOWN, None, 401, "invalid_api_key")
+        raise BadRequest(UNKNOWN_KEY_MESSAGE, None, 401, "invalid_api_key")
     return found
 
 
-Tenant = Annotated[str, Depends(_tenant)]
+Tenant = Annotated[str, Depends(_authenticate)]
 
 
 class TextRequest(Request):
@@ -105,154 +105,163 @@ async def health() -> dict[str, str]:
 
 
 @router.get("/ready")
-async def ready(service: Serving) -> Response:
-    status = 200 if service.ready else 503
-    return JSONResponse({"status": "ready" if service.ready else "not ready"}, status)
+async def ready(service: CurrentService) -> Response:
+    status = 200 if service.is_ready else 503
+    return JSONResponse({"status": "ready" if service.is_ready else "not ready"}, status)
 
 
 @router.get("/", include_in_schema=False)
 async def page() -> Response:
     nonce = secrets.token_urlsafe(16)
-    headers = {"Content-Security-Policy": POLICY.format(nonce)} | PLAIN
-    return HTMLResponse(PAGE.replace("NONCE", nonce), headers=headers)
+    headers = {"Content-Security-Policy": CONTENT_SECURITY_POLICY.format(nonce)} | PAGE_HEADERS
+    return HTMLResponse(CHAT_PAGE.replace("NONCE", nonce), headers=headers)
 
 
 @router.get("/v1/stats")
-async def stats(service: Serving, tenant: Tenant) -> dict[str, Any]:
+async def stats(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
     """The totals for an admin; of any other tenant its own figures."""
     return service.stats() if service.keys.is_admin(tenant) else service.stats_of(tenant)
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(service: Serving, tenant: Tenant) -> Response:
+async def metrics(service: CurrentService, tenant: Tenant) -> Response:
     if not service.keys.is_admin(tenant):
-        raise Wrong(FOR_ADMINS, None, 403, "insufficient_permissions")
-    return PlainTextResponse(service.metrics.told(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        raise BadRequest(FOR_ADMINS, None, 403, "insufficient_permissions")
+    return PlainTextResponse(service.metrics.render(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @router.get("/v1/models")
-async def models(service: Serving, tenant: Tenant) -> dict[str, Any]:
-    return {"object": "list", "data": [_model(service)]}
+async def models(service: CurrentService, tenant: Tenant) -> dict[str, Any]:
+    return {"object": "list", "data": [_describe_model(service)]}
 
 
 @router.get("/v1/models/{name:path}")
-async def model(name: str, service: Serving, tenant: Tenant) -> dict[str, Any]:
+async def model(name: str, service: CurrentService, tenant: Tenant) -> dict[str, Any]:
     _check_model(service, name)
-    return _model(service)
+    return _describe_model(service)
 
 
 @router.post("/tokenize")
-async def tokenize(asked: Tokenize, service: Serving, tenant: Tenant) -> dict[str, Any]:
-    _check_model(service, asked.model)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise Wrong("prompt or messages: one of them is needed", "prompt")
-    messages = [message.shown for message in asked.messages or ()]
-    told = service.prompt(Messages(messages, [one.shown for one in asked.tools or ()]))
-    prompt = told if asked.prompt is None else asked.prompt
-    tokens = await service.tokens(prompt, tenant)
-    most = service.engine.limits.max_context
+async def tokenize(
+    body: TokenizeRequest, service: CurrentService, tenant: Tenant
+) -> dict[str, Any]:
+    _check_model(service, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise BadRequest("prompt or messages: one of them is needed", "prompt")
+    messages = [message.template_dict for message in body.messages or ()]
+    told = service.make_prompt(Messages(messages, [one.template_dict for one in body.tools or ()]))
+    prompt = told if body.prompt is None else body.prompt
+    tokens = await service.tokenize(prompt, tenant)
+    most = service.engine.stop_conditions.max_context
     return {"tokens": tokens, "count": len(tokens), "max_model_len": most}
 
 
 # ---- what a server is for
 
 
-@router.post("/v1/chat/completions", responses=STREAM)
-async def chat(asked: Chat, http: Request, service: Serving, tenant: Tenant) -> Response:
-    _check_model(service, asked.model)
-    replies = await service.ask([service.prompt(asked.shown)], asked, tenant)
-    told_by = partial(Chatted, service.engine.tokenizer, service.model, asked)
-    return await _replied(told_by, replies, asked, http)
-
-
-@router.post("/v1/completions", responses=STREAM)
-async def completions(
-    asked: Completion, http: Request, service: Serving, tenant: Tenant
+@router.post("/v1/chat/completions", responses=STREAM_RESPONSES)
+async def chat(
+    body: ChatRequest, http: Request, service: CurrentService, tenant: Tenant
 ) -> Response:
-    _check_model(service, asked.model)
-    replies = await service.ask([*asked.prompts], asked, tenant)
-    told_by = partial(Completed, service.engine.tokenizer, service.model, asked)
-    return await _replied(told_by, replies, asked, http)
+    _check_model(service, body.model)
+    replies = await service.submit([service.make_prompt(body.template_messages)], body, tenant)
+    told_by = partial(ChatWriter, service.engine.tokenizer, service.model, body)
+    return await _make_response(told_by, replies, body, http)
 
 
-@router.post("/v1/responses", responses=STREAM)
-async def responses(told: Respond, http: Request, service: Serving, tenant: Tenant) -> Response:
-    _check_model(service, told.model)
-    asked = told.chat
-    replies = await service.ask([service.prompt(asked.shown)], asked, tenant)
-    told_by = partial(Responded, service.engine.tokenizer, service.model, told, asked)
-    return await _replied(told_by, replies, asked, http)
+@router.post("/v1/completions", responses=STREAM_RESPONSES)
+async def completions(
+    body: CompletionRequest, http: Request, service: CurrentService, tenant: Tenant
+) -> Response:
+    _check_model(service, body.model)
+    replies = await service.submit([*body.prompts], body, tenant)
+    told_by = partial(CompletionWriter, service.engine.tokenizer, service.model, body)
+    return await _make_response(told_by, replies, body, http)
 
 
-def _model(service: Service) -> dict[str, Any]:
+@router.post("/v1/responses", responses=STREAM_RESPONSES)
+async def responses(
+    body: ResponsesRequest, http: Request, service: CurrentService, tenant: Tenant
+) -> Response:
+    _check_model(service, body.model)
+    asked = body.chat_request
+    replies = await service.submit([service.make_prompt(asked.template_messages)], asked, tenant)
+    told_by = partial(ResponsesWriter, service.engine.tokenizer, service.model, body, asked)
+    return await _make_response(told_by, replies, asked, http)
+
+
+def _describe_model(service: Service) -> dict[str, Any]:
     return {
         "id": service.model,
         "object": "model",
         "created": service.created,
         "owned_by": "kvant",
-        "max_model_len": service.engine.limits.max_context,
+        "max_model_len": service.engine.stop_conditions.max_context,
     }
 
 
 def _check_model(service: Service, name: str | None) -> None:
     if name not in (None, "", service.model):
         known = f"this server has {service.model!r}"
-        raise Wrong(f"model {name!r}: {known}", "model", 404, "model_not_found")
+        raise BadRequest(f"model {name!r}: {known}", "model", 404, "model_not_found")
 
 
-async def _replied(
-    told_by: Callable[[Sequence[Listener]], Reply], replies: Replies, asked: Drawing, http: Request
+async def _make_response(
+    make_writer: Callable[[Sequence[OutputParser]], ResponseWriter],
+    streams: RequestStreams,
+    params: SamplingParams,
+    http: Request,
 ) -> Response:
     """Whole, or as it comes."""
     try:
-        reply = told_by(replies.listeners)
+        reply = make_writer(streams.parsers)
     except Exception:
-        replies.cancel()
+        streams.cancel()
         raise
-    if asked.stream:
-        return Streamed(_events(replies, reply), replies)
+    if params.stream:
+        return EventStreamResponse(_iterate_events(streams, reply), streams)
     spoken = None
     async with anyio.create_task_group() as group:
-        group.start_soon(_until_gone, http, group.cancel_scope)
+        group.start_soon(_cancel_on_disconnect, http, group.cancel_scope)
         try:
-            spoken = await replies.spoken()
+            spoken = await streams.collect_steps()
         except Exception as error:
-            return answer_to(error, began=True)
+            return make_error_response(error, started=True)
         finally:
-            replies.cancel()
+            streams.cancel()
             group.cancel_scope.cancel()
     if spoken is None:
-        return Response(status_code=WENT)
-    return JSONResponse(await anyio.to_thread.run_sync(reply.all, spoken, replies.usage))
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+    return JSONResponse(await anyio.to_thread.run_sync(reply.write_all, spoken, streams.usages))
 
 
-class Streamed(StreamingResponse):
+class EventStreamResponse(StreamingResponse):
     """A stream of events; however it ends, nothing more is said for it."""
 
-    def __init__(self, events: AsyncIterator[str], replies: Replies) -> None:
-        super().__init__(events, media_type="text/event-stream", headers=UNBUFFERED)
-        self._replies = replies
+    def __init__(self, events: AsyncIterator[str], streams: RequestStreams) -> None:
+        super().__init__(events, media_type="text/event-stream", headers=STREAM_HEADERS)
+        self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._replies.cancel()
+            self._streams.cancel()
 
 
-async def _events(replies: Replies, reply: Reply) -> AsyncIterator[str]:
+async def _iterate_events(streams: RequestStreams, writer: ResponseWriter) -> AsyncIterator[str]:
     """A stream to its end, or to an error; who does not listen any more ends it."""
     try:
-        async for told in replies.events(reply):
+        async for told in streams.iterate_events(writer):
             yield told
     except Exception as error:
         log.warning("a stream ended: %r", error)
-        yield reply.failed(told_of(error, began=True)[1])
+        yield writer.write_error(describe_error(error, started=True)[1])
     finally:
-        replies.cancel()
+        streams.cancel()
 
 
-async def _until_gone(http: Request, scope: anyio.CancelScope) -> None:
+async def _cancel_on_disconnect(http: Request, scope: anyio.CancelScope) -> None:
     """End what is done for a client once it is not there any more."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -1,25 +1,25 @@
 """One string names a cache everywhere; one JSON object does so in the header of a file."""
 
-from kvant.spec.formats import spelled
+from kvant.spec.formats import format_codecs
 from kvant.spec.language import (
     as_spec,
     check_fitted,
     check_words,
+    describe_spec,
     from_json,
     parse,
-    split,
+    split_specs,
     to_json,
-    words,
 )
 
 __all__ = [
     "as_spec",
     "check_fitted",
     "check_words",
+    "describe_spec",
+    "format_codecs",
     "from_json",
     "parse",
-    "spelled",
-    "split",
+    "split_specs",
     "to_json",
-    "words",
 ]

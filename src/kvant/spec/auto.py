@@ -31,12 +31,12 @@ class Tolerance:
 
 
 def is_auto(spec: object) -> bool:
-    return isinstance(spec, str) and _parts(spec)[0].partition(":")[0].strip() == AUTO
+    return isinstance(spec, str) and _split_options(spec)[0].partition(":")[0].strip() == AUTO
 
 
-def auto_size(spec: str) -> str | None:
+def parse_auto_size(spec: str) -> str | None:
     """What `auto:SIZE` may take, if it says so."""
-    _, colon, size = _parts(spec)[0].partition(":")
+    _, colon, size = _split_options(spec)[0].partition(":")
     if colon and not size:
         raise SpecError(f"{spec!r}: a size is needed behind the colon; nearest: auto:1GiB")
     if not colon:
@@ -45,10 +45,10 @@ def auto_size(spec: str) -> str | None:
     return size
 
 
-def auto_tolerance(spec: str, usual: Tolerance) -> Tolerance:
+def parse_auto_tolerance(spec: str, default: Tolerance) -> Tolerance:
     """What `auto,max_kl=NATS,max_lost=SHARE` may do to a model, where it says so."""
     told: dict[str, float] = {}
-    for part in _parts(spec)[1:]:
+    for part in _split_options(spec)[1:]:
         name, _, number = part.partition("=")
         if name not in ("max_kl", "max_lost") or name in told:
             raise SpecError(f"{spec!r}: auto takes max_kl=NATS and max_lost=SHARE, each once")
@@ -56,17 +56,17 @@ def auto_tolerance(spec: str, usual: Tolerance) -> Tolerance:
             told[name] = float(number)
         except ValueError:
             raise SpecError(f"{spec!r}: {name} needs a number; nearest: {name}=0.01") from None
-    return replace(usual, **told)
+    return replace(default, **told)
 
 
-def check_spec(spec: str) -> None:
+def check_spec_or_auto(spec: str) -> None:
     """Refuse a spec with a wrong word, `auto` included. It builds no codec and needs no torch."""
     if is_auto(spec):
-        auto_size(spec)
-        auto_tolerance(spec, Tolerance())
+        parse_auto_size(spec)
+        parse_auto_tolerance(spec, Tolerance())
     else:
         check_words(spec)
 
 
-def _parts(spec: str) -> list[str]:
+def _split_options(spec: str) -> list[str]:
     return [part.strip() for part in spec.split(",")]

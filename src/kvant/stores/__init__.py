@@ -7,33 +7,41 @@ from typing import TYPE_CHECKING
 from kvant.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from kvant.stores.blob import Blob, Layout, Payload, about, opened, opened_as, packed
+    from kvant.stores.blob import (
+        Blob,
+        BlobLayout,
+        BlobPayload,
+        pack_blob,
+        parse_blob,
+        parse_named_blob,
+        read_metadata,
+    )
     from kvant.stores.contract import Bytes, Store
-    from kvant.stores.folder import Entry, Folder, surplus
-    from kvant.stores.object import Objects
-    from kvant.stores.open import STORES, open_store, open_tiers
-    from kvant.stores.redis import Redis
+    from kvant.stores.folder import BlobInfo, FolderStore, choose_evictions
+    from kvant.stores.object_store import ObjectStore
+    from kvant.stores.open import STORE_TYPES, open_store, open_tiers
+    from kvant.stores.redis import RedisStore
     from kvant.stores.tiers import Tiers
 
 __all__ = [
-    "STORES",
+    "STORE_TYPES",
     "Blob",
+    "BlobInfo",
+    "BlobLayout",
+    "BlobPayload",
     "Bytes",
-    "Entry",
-    "Folder",
-    "Layout",
-    "Objects",
-    "Payload",
-    "Redis",
+    "FolderStore",
+    "ObjectStore",
+    "RedisStore",
     "Store",
     "Tiers",
-    "about",
+    "choose_evictions",
     "open_store",
     "open_tiers",
-    "opened",
-    "opened_as",
-    "packed",
-    "surplus",
+    "pack_blob",
+    "parse_blob",
+    "parse_named_blob",
+    "read_metadata",
 ]
 
 if not TYPE_CHECKING:  # or any name would be a good one
@@ -41,22 +49,22 @@ if not TYPE_CHECKING:  # or any name would be a good one
         __name__,
         {
             "Blob": "kvant.stores.blob",
+            "BlobInfo": "kvant.stores.folder",
+            "BlobLayout": "kvant.stores.blob",
+            "BlobPayload": "kvant.stores.blob",
             "Bytes": "kvant.stores.contract",
-            "Entry": "kvant.stores.folder",
-            "Folder": "kvant.stores.folder",
-            "Layout": "kvant.stores.blob",
-            "Objects": "kvant.stores.object",
-            "Payload": "kvant.stores.blob",
-            "Redis": "kvant.stores.redis",
-            "STORES": "kvant.stores.open",
+            "FolderStore": "kvant.stores.folder",
+            "ObjectStore": "kvant.stores.object_store",
+            "RedisStore": "kvant.stores.redis",
+            "STORE_TYPES": "kvant.stores.open",
             "Store": "kvant.stores.contract",
             "Tiers": "kvant.stores.tiers",
-            "about": "kvant.stores.blob",
+            "choose_evictions": "kvant.stores.folder",
             "open_store": "kvant.stores.open",
             "open_tiers": "kvant.stores.open",
-            "opened": "kvant.stores.blob",
-            "opened_as": "kvant.stores.blob",
-            "packed": "kvant.stores.blob",
-            "surplus": "kvant.stores.folder",
+            "pack_blob": "kvant.stores.blob",
+            "parse_blob": "kvant.stores.blob",
+            "parse_named_blob": "kvant.stores.blob",
+            "read_metadata": "kvant.stores.blob",
         },
     )

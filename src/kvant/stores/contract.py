@@ -15,9 +15,9 @@ from typing import Protocol
 from kvant.errors import BlobError, StoreError
 
 Bytes = bytes | bytearray
-PAGE = re.compile(r"[0-9a-z-]+/[0-9a-f]{8,128}", re.ASCII)
-PART = re.compile(r"[a-z][0-9a-z-]*", re.ASCII)
-MAX_BLOB = 1 << 32
+PAGE_NAME = re.compile(r"[0-9a-z-]+/[0-9a-f]{8,128}", re.ASCII)
+PART_NAME = re.compile(r"[a-z][0-9a-z-]*", re.ASCII)
+MAX_BLOB_BYTES = 1 << 32
 MAGIC = b"kvantpg2"  # what a blob begins with
 HEAD = struct.Struct("<8sQQ")  # magic | length of the header | length of the layout
 MAX_HEADER, MAX_LAYOUT = 1 << 24, 1 << 18
@@ -46,29 +46,29 @@ class Store(Protocol):
         """Forget a blob, if it is there."""
 
 
-def checked_page(page: str) -> str:
+def check_page_name(page: str) -> str:
     """The name of a page, if it is one."""
-    if not PAGE.fullmatch(page):
+    if not PAGE_NAME.fullmatch(page):
         raise StoreError(f"{page!r} names no page")
     return page
 
 
-def checked_part(part: str) -> str:
+def check_part_name(part: str) -> str:
     """The name of a part, if it is one."""
-    if not PART.fullmatch(part):
+    if not PART_NAME.fullmatch(part):
         raise StoreError(f"{part!r} names no part of a page")
     return part
 
 
-def parts_among(names: Iterable[str]) -> frozenset[str]:
+def filter_part_names(names: Iterable[str]) -> frozenset[str]:
     """Those of the names that a part may have."""
-    return frozenset(filter(PART.fullmatch, names))
+    return frozenset(filter(PART_NAME.fullmatch, names))
 
 
-def checked_size(nbytes: int, where: str) -> int:
+def check_blob_size(nbytes: int, source: str) -> int:
     """So many bytes, if a blob may have them: asked before they are read."""
-    if nbytes > MAX_BLOB:
-        raise BlobError(f"{where}: {nbytes} bytes, {MAX_BLOB} at most")
+    if nbytes > MAX_BLOB_BYTES:
+        raise BlobError(f"{source}: {nbytes} bytes, {MAX_BLOB_BYTES} at most")
     return nbytes
 
 
@@ -83,7 +83,7 @@ def read_head(data: Bytes, nbytes: int) -> tuple[int, int]:
     return header, layout
 
 
-def named(url: str) -> str:
+def redact_url(url: str) -> str:
     """A URL without what may be secret: who asks, and what follows a `?` or a `#`."""
     scheme, mark, rest = url.partition("://")
     return scheme + mark + re.split("[?#]", rest.rpartition("@")[2])[0]

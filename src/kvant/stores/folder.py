@@ -32,37 +32,37 @@ from kvant.errors import BlobError, StoreError
 from kvant.sizes import format_size
 from kvant.stores.contract import (
     HEAD,
-    PAGE,
+    PAGE_NAME,
     Bytes,
-    checked_page,
-    checked_part,
-    checked_size,
-    parts_among,
+    check_blob_size,
+    check_page_name,
+    check_part_name,
+    filter_part_names,
     read_head,
 )
 
-UNFINISHED = re.compile(r"[0-9a-f]{16}\.part")  # the name of a file that is being written
-STALE = 3600.0  # seconds after which nobody writes to such a file any more
-SPARED = 0.9  # of the quota: so much is left once something had to go
-TRIES = 5  # to write into a folder that others delete as often
+UNFINISHED_NAME = re.compile(r"[0-9a-f]{16}\.part")  # the name of a file that is being written
+STALE_AFTER_S = 3600.0  # seconds after which nobody writes to such a file any more
+LOW_WATERMARK = 0.9  # of the quota: so much is left once something had to go
+MAX_WRITE_TRIES = 5  # to write into a folder that others delete as often
 READ = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 LARGE = 1 << 20  # bytes, beyond which a file is checked before memory is allocated for it
 UNDELETABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EEXIST, errno.ENOTEMPTY)
-UNCOUNTED = 16  # part of the quota that is written before all files are counted again
+RECOUNT_DIVISOR = 16  # part of the quota that is written before all files are counted again
 
 
-class Entry(NamedTuple):
+class BlobInfo(NamedTuple):
     """A blob, as the folder tells of it."""
 
     page: str
     part: str
     nbytes: int
-    used: float  # when, in seconds since 1970
+    last_used: float  # when, in seconds since 1970
 
 
-class Folder:
+class FolderStore:
     """Blobs in files, within a quota."""
 
     def __init__(
@@ -75,7 +75,9 @@ class Folder:
         self.max_bytes = max_bytes
         self.min_free = min_free
         self._lock = Lock()
-        self._left: int | None = None  # bytes to write until all files are counted again
+        self._bytes_until_recount: int | None = (
+            None  # bytes to write until all files are counted again
+        )
 
     @property
     def url(self) -> str:
@@ -85,34 +87,34 @@ class Folder:
         """Whoever asks for pages uses them, though some may be in memory already."""
         found = []
         for page in pages:
-            with self._opened(*_levels(page)) as folder:
-                found.append(parts_among(_names(folder)))
+            with self._open_page_folder(*_levels(page)) as folder:
+                found.append(filter_part_names(_list_names(folder)))
                 for part in found[-1]:
                     _touch(part, folder)
         return found
 
     def get(self, page: str, part: str) -> Bytes | None:
-        with self._opened(*_levels(page)) as folder:
-            data = _read(folder, part, self._file(page, part))
+        with self._open_page_folder(*_levels(page)) as folder:
+            data = _read(folder, part, self._blob_file(page, part))
             if data is not None:
                 _touch(part, folder)
         return data
 
     def read(self, page: str, part: str) -> Bytes | None:
         """A blob, for somebody who only looks: it is not used."""
-        with self._opened(*_levels(page)) as folder:
-            return _read(folder, part, self._file(page, part))
+        with self._open_page_folder(*_levels(page)) as folder:
+            return _read(folder, part, self._blob_file(page, part))
 
     def put(self, page: str, part: str, blob: Bytes) -> None:
-        checked_part(part)
-        with self._opened(*_levels(page)) as folder:
+        check_part_name(part)
+        with self._open_page_folder(*_levels(page)) as folder:
             status = _lstat(part, folder)
         if status is not None:
             if stat.S_ISREG(status.st_mode):
                 return
             self.drop(page, part)
-        self._make_room(len(blob))
-        for left in reversed(range(TRIES)):
+        self._reserve_bytes(len(blob))
+        for left in reversed(range(MAX_WRITE_TRIES)):
             try:
                 self._write(page, part, blob)
                 return
@@ -123,8 +125,8 @@ class Folder:
                 self._remove_empty(page)
 
     def drop(self, page: str, part: str) -> None:
-        checked_part(part)
-        with self._opened(*_levels(page)) as folder, suppress(FileNotFoundError):
+        check_part_name(part)
+        with self._open_page_folder(*_levels(page)) as folder, suppress(FileNotFoundError):
             if (status := _lstat(part, folder)) is None:
                 return
             remove = os.rmdir if stat.S_ISDIR(status.st_mode) else os.unlink
@@ -133,24 +135,26 @@ class Folder:
 
     # ---- what people ask
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[BlobInfo]:
         """All blobs, as they are found."""
-        for page in self._pages():
-            with self._opened(*_levels(page)) as folder:
-                blobs = [(part, _lstat(part, folder)) for part in parts_among(_names(folder))]
+        for page in self._list_pages():
+            with self._open_page_folder(*_levels(page)) as folder:
+                blobs = [
+                    (part, _lstat(part, folder)) for part in filter_part_names(_list_names(folder))
+                ]
             for part, status in blobs:
                 if status is not None:  # it may go at any time
                     nbytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
-                    yield Entry(page, part, nbytes, status.st_mtime)
+                    yield BlobInfo(page, part, nbytes, status.st_mtime)
 
-    def shrink(self, nbytes: int) -> list[Entry]:
+    def shrink(self, nbytes: int) -> list[BlobInfo]:
         """Delete the least recently used blobs until `nbytes` bytes are left; return them.
 
         A blob that cannot be deleted is skipped, and the next one is deleted in its place.
         """
         entries, gone = list(self), []
         over = sum(entry.nbytes for entry in entries) - nbytes
-        for entry in surplus(entries, 0):
+        for entry in choose_evictions(entries, 0):
             if over <= 0:
                 break
             try:
@@ -163,15 +167,15 @@ class Folder:
                 gone.append(entry)
         return gone
 
-    def tidy(self) -> int:
+    def delete_unfinished(self) -> int:
         """Delete what writers left that were killed; how many files."""
         count = 0
-        for page in self._pages():
+        for page in self._list_pages():
             before = count
-            with self._opened(*_levels(page)) as folder:
-                for name in filter(UNFINISHED.fullmatch, _names(folder)):
+            with self._open_page_folder(*_levels(page)) as folder:
+                for name in filter(UNFINISHED_NAME.fullmatch, _list_names(folder)):
                     status = _lstat(name, folder)
-                    if status is None or abs(time.time() - status.st_mtime) <= STALE:
+                    if status is None or abs(time.time() - status.st_mtime) <= STALE_AFTER_S:
                         continue
                     with suppress(OSError):
                         os.unlink(name, dir_fd=folder)
@@ -182,37 +186,37 @@ class Folder:
 
     # ---- within
 
-    def _pages(self) -> Iterator[str]:
+    def _list_pages(self) -> Iterator[str]:
         """The names of all folders that are pages."""
         for space in self._list():
             for two in self._list(space):
                 for rest in self._list(space, two):
                     page = f"{space}/{two}{rest}"
-                    if len(two) == 2 and PAGE.fullmatch(page):
+                    if len(two) == 2 and PAGE_NAME.fullmatch(page):
                         yield page
 
-    def _make_room(self, nbytes: int) -> None:
+    def _reserve_bytes(self, nbytes: int) -> None:
         """Let go of old blobs for a new one, or raise."""
         with self._lock:
             self.path.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path).free - self.min_free
-            if self._left is None or nbytes > min(self._left, free):
-                self._left = self._counted(nbytes)
-            self._left -= nbytes
+            if self._bytes_until_recount is None or nbytes > min(self._bytes_until_recount, free):
+                self._bytes_until_recount = self._recount(nbytes)
+            self._bytes_until_recount -= nbytes
 
-    def _counted(self, nbytes: int) -> int:
+    def _recount(self, nbytes: int) -> int:
         """Let go of old blobs for a new one; bytes to write until it is time to count again.
 
         Others write here, too, and know as little of this process.
         """
-        self.tidy()
+        self.delete_unfinished()
         held = sum(one.nbytes for one in self)
         free = shutil.disk_usage(self.path).free
         most = held + free - self.min_free
         if self.max_bytes is not None:
             most = min(self.max_bytes, most)
         if held + nbytes > most >= nbytes:
-            self.shrink(max(0, int(SPARED * most) - nbytes))
+            self.shrink(max(0, int(LOW_WATERMARK * most) - nbytes))
             held = sum(one.nbytes for one in self)
         if held + nbytes > most:  # too large, or blobs could not be deleted
             raise StoreError(
@@ -221,7 +225,7 @@ class Folder:
                 f"{'none' if self.max_bytes is None else format_size(self.max_bytes)}, "
                 f"{format_size(held)} are held"
             )
-        return max(nbytes, min(most - held, most // UNCOUNTED))
+        return max(nbytes, min(most - held, most // RECOUNT_DIVISOR))
 
     def _write(self, page: str, part: str, blob: Bytes) -> None:
         """Write a blob to a file of another name, and move it to its own."""
@@ -243,16 +247,16 @@ class Folder:
     def _remove_empty(self, page: str) -> None:
         """Remove the folder of a page if it is empty."""
         *parents, name = _levels(page)
-        with self._opened(*parents) as folder, suppress(OSError):  # it is not empty
+        with self._open_page_folder(*parents) as folder, suppress(OSError):  # it is not empty
             if folder is not None:
                 os.rmdir(name, dir_fd=folder)
 
     def _list(self, *levels: str) -> list[str]:
-        with self._opened(*levels) as folder:
-            return _names(folder)
+        with self._open_page_folder(*levels) as folder:
+            return _list_names(folder)
 
     @contextmanager
-    def _opened(self, *levels: str) -> Iterator[int | None]:
+    def _open_page_folder(self, *levels: str) -> Iterator[int | None]:
         """Open a folder below the store's own; None where a level is missing or no folder."""
         try:
             folder = self._open(*levels)
@@ -282,14 +286,14 @@ class Folder:
             folder = below
         return folder
 
-    def _file(self, page: str, part: str) -> Path:
-        return self.path.joinpath(*_levels(page), checked_part(part))
+    def _blob_file(self, page: str, part: str) -> Path:
+        return self.path.joinpath(*_levels(page), check_part_name(part))
 
 
-def surplus(entries: Iterable[Entry], nbytes: int) -> list[Entry]:
+def choose_evictions(entries: Iterable[BlobInfo], nbytes: int) -> list[BlobInfo]:
     """What has to go, so that so many bytes are left: what was not used for longest comes first."""
     now = time.time()
-    found = sorted(entries, key=lambda one: _age(one, now))
+    found = sorted(entries, key=lambda one: _eviction_key(one, now))
     over, gone = sum(one.nbytes for one in found) - nbytes, []
     for entry in found:
         if over <= 0:
@@ -299,20 +303,20 @@ def surplus(entries: Iterable[Entry], nbytes: int) -> list[Entry]:
     return gone
 
 
-def _age(entry: Entry, now: float) -> tuple[int, int]:
+def _eviction_key(entry: BlobInfo, now: float) -> tuple[int, int]:
     """The minute of its use, unless that is still to come; then what ends last comes first."""
-    used = entry.used if entry.used < now + STALE else 0.0
+    used = entry.last_used if entry.last_used < now + STALE_AFTER_S else 0.0
     number = re.match(r"\d*", entry.part.rpartition("-")[2])
     return int(used // 60), -int(f"0{number[0]}" if number else 0)
 
 
 def _levels(page: str) -> tuple[str, str, str]:
     """The folders of a page, each in the one before."""
-    space, _, key = checked_page(page).partition("/")
+    space, _, key = check_page_name(page).partition("/")
     return space, key[:2], key[2:]
 
 
-def _names(folder: int | None) -> list[str]:
+def _list_names(folder: int | None) -> list[str]:
     return [] if folder is None else os.listdir(folder)
 
 
@@ -356,7 +360,7 @@ def _read_all(file: int, path: Path) -> bytearray:
     """The bytes of a file, if a blob may have them."""
     found = os.fstat(file)
     _check_regular(found, path)  # it may have been replaced since it was opened
-    size = checked_size(found.st_size, str(path))
+    size = check_blob_size(found.st_size, str(path))
     if size > LARGE:
         _check_large(file, path, size)
     data = bytearray(size)

@@ -10,32 +10,32 @@ from urllib.parse import unquote, urlsplit
 
 from kvant.errors import StoreError
 from kvant.sizes import as_bytes
-from kvant.stores import object as objects
+from kvant.stores import object_store as objects
 from kvant.stores import redis as servers
-from kvant.stores.contract import Store, named
-from kvant.stores.folder import Folder
+from kvant.stores.contract import Store, redact_url
+from kvant.stores.folder import FolderStore
 
 if TYPE_CHECKING:  # a name is checked without torch
     from kvant.stores.tiers import Tiers
 
-Name = str | os.PathLike[str]
+StoreName = str | os.PathLike[str]
 
 
-def _folder(url: str) -> str:
+def _parse_file_url(url: str) -> str:
     """The path that a URL tells."""
     split = urlsplit(url)
     if split.netloc or not split.path.startswith("/") or split.query or split.fragment:
-        raise StoreError(f"{named(url)}: file:///path is allowed")
+        raise StoreError(f"{redact_url(url)}: file:///path is allowed")
     return unquote(split.path)
 
 
-STORES: dict[str, Callable[[str], Store]] = {  # by what stands before ://, beside file
-    **dict.fromkeys(servers.SCHEMES, servers.Redis),
-    **dict.fromkeys(objects.SCHEMES, objects.Objects),
+STORE_TYPES: dict[str, Callable[[str], Store]] = {  # by what stands before ://, beside file
+    **dict.fromkeys(servers.SCHEMES, servers.RedisStore),
+    **dict.fromkeys(objects.SCHEMES, objects.ObjectStore),
 }
 
 
-def open_store(name: Name, max_bytes: int | str | None = None) -> Store:
+def open_store(name: StoreName, max_bytes: int | str | None = None) -> Store:
     """The store of a name: `~/.cache/kvant`, `file:///var/kvant`, `redis://host`, `s3://bucket/a`.
 
     `max_bytes` bounds a folder: what was not used for longest goes first.
@@ -43,30 +43,32 @@ def open_store(name: Name, max_bytes: int | str | None = None) -> Store:
     most = None if max_bytes is None else as_bytes(max_bytes)
     text = os.fspath(name)
     check_name(text)
-    scheme = _scheme(text)
+    scheme = _parse_scheme(text)
     if scheme is None:
-        return Folder(text, most)
+        return FolderStore(text, most)
     if scheme == "file":
-        return Folder(_folder(text), most)
+        return FolderStore(_parse_file_url(text), most)
     if most is not None:
-        raise StoreError(f"{named(text)}: max_bytes is of a folder; here the server is told that")
-    return STORES[scheme](text)
+        raise StoreError(
+            f"{redact_url(text)}: max_bytes is of a folder; here the server is told that"
+        )
+    return STORE_TYPES[scheme](text)
 
 
 def check_name(text: str) -> None:
     """Refuse an empty name, and a URL of an unknown scheme, before anything is opened."""
     if not text:
         raise StoreError("a store without a name: a folder, or a URL")
-    scheme = _scheme(text)
+    scheme = _parse_scheme(text)
     if scheme in (None, "file"):
         return
-    if scheme not in STORES or not text.startswith(f"{scheme}://"):
-        known = ", ".join(f"{one}://" for one in sorted(["file", *STORES]))
-        raise StoreError(f"{named(text)}: {known} or a folder is needed")
+    if scheme not in STORE_TYPES or not text.startswith(f"{scheme}://"):
+        known = ", ".join(f"{one}://" for one in sorted(["file", *STORE_TYPES]))
+        raise StoreError(f"{redact_url(text)}: {known} or a folder is needed")
 
 
 def open_tiers(
-    store: Name | Store | Sequence[Name | Store],
+    store: StoreName | Store | Sequence[StoreName | Store],
     secret: bytes | None = None,
     max_bytes: int | str | None = None,
 ) -> Tiers:
@@ -82,7 +84,7 @@ def open_tiers(
     for one in listed:
         if not isinstance(one, str | os.PathLike):
             opened.append(one)
-        elif _scheme(os.fspath(one)) in (None, "file"):
+        elif _parse_scheme(os.fspath(one)) in (None, "file"):
             opened.append(open_store(one, max_bytes))
             bounded += 1
         else:
@@ -92,9 +94,9 @@ def open_tiers(
     return Tiers(opened, secret)
 
 
-def _scheme(text: str) -> str | None:
+def _parse_scheme(text: str) -> str | None:
     """What stands before `://`, or before the `:` of a known one; None of a path."""
     found = re.match(r"([A-Za-z][\w+.-]*):(//)?", text)
-    if found is None or (found[2] is None and found[1] not in ("file", *STORES)):
+    if found is None or (found[2] is None and found[1] not in ("file", *STORE_TYPES)):
         return None
     return found[1]

@@ -12,156 +12,171 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvant.attention.native import records
-from kvant.attention.native.records import CHOOSE, LANES, NO_MEMORY, NO_ROWS, REQUEST, STORE
-from kvant.attention.selecting import ranges, summarized, widest
-from kvant.contracts import Fields, Mask, Request, Stored, Tiles, View
-from kvant.extent import Change
-from kvant.native import DTYPES, library, perform, rows_record
+from kvant.attention.native import structs
+from kvant.attention.native.structs import (
+    ATTEND_STRUCT,
+    CHOOSE_STRUCT,
+    NATIVE_TILES,
+    NULL_POINTER,
+    NULL_ROWS,
+    STORE_STRUCT,
+)
+from kvant.attention.page_selection import compute_page_ranges, count_max_pages, refresh_summary
+from kvant.contracts import AttentionRequest, Fields, Mask, PagedTensors, Tiles, View
+from kvant.native import DTYPE_CODES, call_native, get_library, make_rows_record
+from kvant.page_table import AppendPlan
 
 MAX_GROUP = 16  # of the kernels
-PROCESSOR = torch.device("cpu")
-PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
-KEYS, VALUES = (records.KEY, "keys"), (records.KEY, "values")
-NO_SIDE = (*NO_MEMORY, *NO_ROWS)
-NO_PAGES = (*NO_MEMORY, 0)
+CPU = torch.device("cpu")
+PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # others may have no memory
+KEYS_MEMO_KEY, VALUES_MEMO_KEY = (structs.MEMO_KEY, "keys"), (structs.MEMO_KEY, "values")
+NULL_SIDE = (*NULL_POINTER, *NULL_ROWS)
+NULL_PAGES = (*NULL_POINTER, 0)
 
 
-class Native:
+class NativeBackend:
     """Stores rows and attends over pages with the compiled kernels."""
 
     name = "native"
 
     @property
-    def prompts(self) -> bool:
-        return library().isa not in ("", "plain")
+    def fast_prefill(self) -> bool:
+        return get_library().isa not in ("", "plain")
 
-    def supports(self, pages: View, request: Request | None = None) -> str | None:
-        if library().functions is None:
-            return library().reason
-        if pages.values is pages.keys:
+    def supports(self, view: View, request: AttentionRequest | None = None) -> str | None:
+        if get_library().functions is None:
+            return get_library().reason
+        if view.values is view.keys:
             return "values that lie inside the keys"
-        keys, values = records.side(pages.keys, "keys"), records.side(pages.values, "values")
-        if (reason := keys.unread or values.unread) is not None:
+        keys, values = structs.get_side(view.keys, "keys"), structs.get_side(view.values, "values")
+        if (reason := keys.read_refusal or values.read_refusal) is not None:
             return reason
-        if pages.own is not None:
+        if view.new_rows is not None:
             for name, kept in (("keys", keys), ("values", values)):
-                x = pages.own[name]
+                x = view.new_rows[name]
                 if type(x) is not Tensor or x.dtype != kept.dtype or x.stride(3) != 1:
                     return f"{name} that came in a {type(x).__name__} of {x.dtype}, or in pieces"
-        return None if request is None else _unasked(request, keys.heads)
+        return None if request is None else _explain_unsupported_request(request, keys.heads)
 
-    def choose(self, request: Request, pages: View) -> Tensor | None:
-        q, keys, mask = request.q, pages.keys, request.mask
+    def select_pages(self, request: AttentionRequest, view: View) -> Tensor | None:
+        q, keys, mask = request.q, view.keys, request.mask
         assert isinstance(mask, Mask)
         batch, all_heads, queries, dim = q.shape
-        found = ranges(pages, mask, queries)
+        found = compute_page_ranges(view, mask, queries)
         if found is None:
             return None
-        bounds = summarized(pages).bounds
-        width, (slot, head, _, _) = widest(found), bounds.stride()
-        chosen = torch.empty(
-            (batch, keys.heads, queries, width), dtype=torch.int64, device=PROCESSOR
-        )
-        record = CHOOSE.pack(
-            *records.extent(pages.extent),
+        bounds = refresh_summary(view).bounds
+        width, (slot, head, _, _) = count_max_pages(found), bounds.stride()
+        chosen = torch.empty((batch, keys.heads, queries, width), dtype=torch.int64, device=CPU)
+        record = CHOOSE_STRUCT.pack(
+            *structs.get_page_table_pointer(view.page_table),
             *(keys.heads, all_heads // keys.heads, queries, dim),
-            *(*rows_record(q), DTYPES[q.dtype]),
+            *(*make_rows_record(q), DTYPE_CODES[q.dtype]),
             *(bounds.data_ptr(), bounds.nbytes, slot * bounds.itemsize, head * bounds.itemsize),
-            *(DTYPES[bounds.dtype], *records.memory(found)),
+            *(DTYPE_CODES[bounds.dtype], *structs.get_pointer(found)),
             *(chosen.data_ptr(), chosen.nbytes, width, torch.get_num_threads()),
         )
-        perform("choose", record)
+        call_native("choose", record)
         return chosen
 
-    def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
-        keys = pages.keys.memo.get(KEYS) or records.side(pages.keys, "keys")
-        values = pages.values.memo.get(VALUES) or records.side(pages.values, "values")
-        own, q, mask, logits = pages.own, request.q, request.mask, request.sink_logits
-        chosen = request.chosen
+    def attend(self, request: AttentionRequest, view: View) -> tuple[Tensor, Tensor | None]:
+        keys = view.keys.derived.get(KEYS_MEMO_KEY) or structs.get_side(view.keys, "keys")
+        values = view.values.derived.get(VALUES_MEMO_KEY) or structs.get_side(view.values, "values")
+        own, q, mask, logits = view.new_rows, request.q, request.mask, request.sink_logits
+        chosen = request.selected_pages
         assert isinstance(mask, Mask)
         batch, heads, queries, dim = q.shape
         if values.dim == dim and request.out_dtype is q.dtype and q.is_contiguous():
             out = torch.empty_like(q)  # in half the time
         else:
             shape = batch, heads, queries, values.dim
-            out = torch.empty(shape, dtype=request.out_dtype, device=PROCESSOR)
+            out = torch.empty(shape, dtype=request.out_dtype, device=CPU)
         assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
-        lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.lse else None
+        lse = out.new_empty(out.shape[:3], dtype=torch.float32) if request.return_lse else None
         if logits is not None:
             logits = logits.float().contiguous()
         came = 0 if own is None else own["keys"].shape[2]
-        record = REQUEST.pack(
-            *keys.place,
-            *values.place,
-            *records.extent(pages.extent),
+        record = ATTEND_STRUCT.pack(
+            *keys.record_pointer,
+            *values.record_pointer,
+            *structs.get_page_table_pointer(view.page_table),
             *(keys.heads, heads // keys.heads, queries),
-            *(NO_ROWS if own is None else rows_record(own["keys"])),
-            *(NO_ROWS if own is None else rows_record(own["values"])),
-            *(came, came if pages.dense else 0),
+            *(NULL_ROWS if own is None else make_rows_record(own["keys"])),
+            *(NULL_ROWS if own is None else make_rows_record(own["values"])),
+            *(came, came if view.new_rows_dense else 0),
             *(mask.causal, mask.window or 0, mask.sinks, mask.chunk or 0),
             *(request.scale, request.softcap or 0.0),
-            *(NO_MEMORY if logits is None else (logits.data_ptr(), logits.nbytes)),
-            *(*rows_record(q), DTYPES[q.dtype], out.data_ptr(), out.nbytes, DTYPES[out.dtype]),
-            *(NO_MEMORY if lse is None else (lse.data_ptr(), lse.nbytes)),
-            *(NO_PAGES if chosen is None else (chosen.data_ptr(), chosen.nbytes, chosen.shape[3])),
+            *(NULL_POINTER if logits is None else (logits.data_ptr(), logits.nbytes)),
+            *(
+                *make_rows_record(q),
+                DTYPE_CODES[q.dtype],
+                out.data_ptr(),
+                out.nbytes,
+                DTYPE_CODES[out.dtype],
+            ),
+            *(NULL_POINTER if lse is None else (lse.data_ptr(), lse.nbytes)),
+            *(
+                NULL_PAGES
+                if chosen is None
+                else (chosen.data_ptr(), chosen.nbytes, chosen.shape[3])
+            ),
             torch.get_num_threads(),
         )
-        perform("attend", record)
+        call_native("attend", record)
         return out, lse
 
-    def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
+    def store(self, plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> bool:
         """Copy, write and seal what a change says of the rows that came; False where it is not.
 
         Then nothing was written. Pages that are to be opened again are not opened here.
         """
-        if library().functions is None or len(change.opens) or torch.compiler.is_compiling():
+        if get_library().functions is None or len(plan.reopens) or torch.compiler.is_compiling():
             return False
-        batch, count = len(change.after.numbers), change.count
+        batch, count = len(plan.new_table.numbers), plan.num_new
         heads = page = 0
         places: list[int] = []
         for name, stored in sides.items():
-            kept = stored.memo.get((records.KEY, name)) or records.side(stored, name)
+            kept = stored.derived.get((structs.MEMO_KEY, name)) or structs.get_side(stored, name)
             x = rows[name]
             heads, page = kept.heads, kept.page
-            if kept.unstored is not None or type(x) is not Tensor or x.dtype != kept.dtype:
+            if kept.store_refusal is not None or type(x) is not Tensor or x.dtype != kept.dtype:
                 return False
             if x.shape != (batch, heads, count, kept.dim) or x.stride(3) != 1:
                 return False
-            places += kept.place
-            places += rows_record(x)
+            places += kept.record_pointer
+            places += make_rows_record(x)
         if len(sides) == 1:
-            places += NO_SIDE
+            places += NULL_SIDE
         elif len(sides) != 2:
             return False
-        record = STORE.pack(
+        record = STORE_STRUCT.pack(
             *(len(sides), batch, heads, page, count),
-            *records.steps(change),
+            *structs.get_plan_pointer(plan),
             torch.get_num_threads(),
             *places,
         )
-        perform("store", record)
+        call_native("store", record)
         return True
 
 
-def _unasked(request: Request, heads: int) -> str | None:
+def _explain_unsupported_request(request: AttentionRequest, num_heads: int) -> str | None:
     """Why this is not computed, whatever it is asked of."""
     q = request.q
-    if type(q) not in PLAIN:
+    if type(q) not in PLAIN_TENSOR_TYPES:
         return f"queries in a {type(q).__name__}"
-    if (group := q.shape[1] // heads) > MAX_GROUP:
+    if (group := q.shape[1] // num_heads) > MAX_GROUP:
         return f"{group} queries share a key head: {MAX_GROUP} at most"
-    if q.dtype not in DTYPES or request.out_dtype not in DTYPES or q.stride(3) != 1:
+    if q.dtype not in DTYPE_CODES or request.out_dtype not in DTYPE_CODES or q.stride(3) != 1:
         return f"queries of {q.dtype}, or not contiguous"
     if not isinstance(request.mask, Mask):
         return "a mask that is a tensor"
     return None
 
 
-def arrangement(device: torch.device) -> Tiles | None:
+def select_tiles(device: torch.device) -> Tiles | None:
     """How sealed pages are to lie in the memory of this device, so that they are read fastest."""
-    native = device.type == "cpu" and library().functions is not None
-    return LANES if native else None
+    native = device.type == "cpu" and get_library().functions is not None
+    return NATIVE_TILES if native else None
 
 
-__all__ = ["Native", "arrangement"]
+__all__ = ["NativeBackend", "select_tiles"]

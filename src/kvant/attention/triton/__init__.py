@@ -17,62 +17,77 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvant.attention.selecting import choose
-from kvant.attention.triton.forms import DTYPES, MAX_DIM, laid, unread
-from kvant.attention.triton.launching import BLOCK, NARROW, Scope, available, launch, shared
-from kvant.attention.triton.sealing import stored, unstored
-from kvant.contracts import Fields, Mask, Request, Stored, View
-from kvant.extent import Change
-from kvant.launches import compiled, installed
+from kvant.attention.page_selection import select_pages
+from kvant.attention.triton.arguments import (
+    DTYPES,
+    MAX_DIM,
+    explain_unloadable_rows,
+    explain_unsupported_codec,
+)
+from kvant.attention.triton.kernel_launch import (
+    BLOCK_ROWS,
+    MIN_TILE_QUERIES,
+    KernelView,
+    compute_shared_bytes,
+    get_available_shared_bytes,
+    launch_attention,
+)
+from kvant.attention.triton.store_pages import is_unsupported_plan, launch_store
+from kvant.contracts import AttentionRequest, Fields, Mask, PagedTensors, View
+from kvant.page_table import AppendPlan
+from kvant.triton_runtime import get_compiled_flags, is_triton_installed
 
-PLAIN = (Tensor, torch.nn.Parameter)  # others may have no memory
+PLAIN_TENSOR_TYPES = (Tensor, torch.nn.Parameter)  # others may have no memory
 
 
 @dataclass(frozen=True)
-class Triton:
+class TritonBackend:
     """Stores rows and attends over pages on a GPU, or on the CPU in Triton's interpreter."""
 
     name: str = "triton"
     device: str = "cuda"
-    prompts: bool = False
+    fast_prefill: bool = False
 
-    def supports(self, pages: View, request: Request | None = None) -> str | None:
-        if pages.keys.open.device.type != self.device:
-            return f"rows on {pages.keys.open.device}"
-        if (reason := _missing(self.device)) is not None:
+    def supports(self, view: View, request: AttentionRequest | None = None) -> str | None:
+        if view.keys.open.device.type != self.device:
+            return f"rows on {view.keys.open.device}"
+        if (reason := _explain_unavailable(self.device)) is not None:
             return reason
-        if pages.values is pages.keys:
+        if view.values is view.keys:
             return "values that lie inside the keys"
-        for name, side in (("keys", pages.keys), ("values", pages.values)):
-            if (reason := _refused(side, name, pages)) is not None:
+        for name, side in (("keys", view.keys), ("values", view.values)):
+            if (reason := _explain_unsupported_side(side, name, view)) is not None:
                 return reason
-        both = pages.keys.open, pages.values.open
-        least, room = shared(*both, NARROW, 1), available(both[0].device)
+        both = view.keys.open, view.values.open
+        least, room = (
+            compute_shared_bytes(*both, MIN_TILE_QUERIES, 1),
+            get_available_shared_bytes(both[0].device),
+        )
         if least > room:
             return f"rows that take {least} bytes of shared memory: {room} are there"
-        return None if request is None else _asks_too_much(request)
+        return None if request is None else _explain_unsupported_request(request)
 
-    def choose(self, request: Request, view: View) -> Tensor | None:
-        return choose(request, view)
+    def select_pages(self, request: AttentionRequest, view: View) -> Tensor | None:
+        return select_pages(request, view)
 
-    def attend(self, request: Request, pages: View) -> tuple[Tensor, Tensor | None]:
-        return launch(request, Scope.of(pages, request.chosen))
+    def attend(self, request: AttentionRequest, view: View) -> tuple[Tensor, Tensor | None]:
+        return launch_attention(request, KernelView.from_view(view, request.selected_pages))
 
-    def store(self, change: Change, rows: Fields, sides: Mapping[str, Stored]) -> bool:
+    def store(self, plan: AppendPlan, rows: Fields, sides: Mapping[str, PagedTensors]) -> bool:
         """Copy, write and seal; False where these rows, or what they are sealed to, are others'."""
         if any(side.open.device.type != self.device for side in sides.values()):
             return False
-        if _missing(self.device) is not None or unstored(change, rows, sides):
+        if _explain_unavailable(self.device) is not None or is_unsupported_plan(plan, rows, sides):
             return False
-        stored(change, rows, sides)
+        launch_store(plan, rows, sides)
         return True
 
 
-def _missing(device: str) -> str | None:
+def _explain_unavailable(device: str) -> str | None:
     """Why the kernels cannot run on such a device."""
-    if not installed():
+    if not is_triton_installed():
         return "triton is not installed: pip install 'kvant[gpu]'"
-    if _compiled() == {device != "cpu"}:
+    if _get_compiled_flags() == {device != "cpu"}:
         return None
     if device == "cpu":
         return "the interpreter is off: set TRITON_INTERPRET=1 before anything imports triton"
@@ -80,36 +95,37 @@ def _missing(device: str) -> str | None:
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> set[bool]:
+def _get_compiled_flags() -> set[bool]:
     from kvant.attention.triton.kernels.attend import attend
 
-    return compiled(attend)
+    return get_compiled_flags(attend)
 
 
-def _refused(side: Stored, name: str, pages: View) -> str | None:
-    rows, dim = side.open, side.open.shape[3]
+def _explain_unsupported_side(tensors: PagedTensors, name: str, view: View) -> str | None:
+    rows, dim = tensors.open, tensors.open.shape[3]
     if type(rows) is not Tensor:
         return f"{name} in a {type(rows).__name__}"
-    if (reason := unread(side.codec)) is not None:
+    if (reason := explain_unsupported_codec(tensors.codec)) is not None:
         return f"{name} of {reason}"
     if dim % 16 or dim > MAX_DIM:
         return f"{name} {dim} wide: a multiple of 16 up to {MAX_DIM} is needed"
-    if (reason := laid(name, rows)) is not None:
+    if (reason := explain_unloadable_rows(name, rows)) is not None:
         return reason
-    if side.sealed and pages.extent.kind.page % BLOCK:
-        return f"pages of {pages.extent.kind.page} rows: a multiple of {BLOCK} is needed"
-    if "codes" in side.sealed and side.tiles is not None:
+    page = view.page_table.layer_group.page
+    if tensors.sealed and page % BLOCK_ROWS:
+        return f"pages of {page} rows: a multiple of {BLOCK_ROWS} is needed"
+    if "codes" in tensors.sealed and tensors.tiles is not None:
         return "sealed pages that lie otherwise"
-    own = rows if pages.own is None else pages.own[name]
-    if own.dtype != rows.dtype or type(own) not in PLAIN:
+    own = rows if view.new_rows is None else view.new_rows[name]
+    if own.dtype != rows.dtype or type(own) not in PLAIN_TENSOR_TYPES:
         return f"{name} that came as a {type(own).__name__} of {own.dtype}"
     return None
 
 
-def _asks_too_much(request: Request) -> str | None:
-    if type(request.q) not in PLAIN:
+def _explain_unsupported_request(request: AttentionRequest) -> str | None:
+    if type(request.q) not in PLAIN_TENSOR_TYPES:
         return f"queries in a {type(request.q).__name__}"
-    if (reason := laid("queries", request.q)) is not None:
+    if (reason := explain_unloadable_rows("queries", request.q)) is not None:
         return reason
     if request.out_dtype not in DTYPES:
         return f"outputs of {request.out_dtype}"

@@ -2,12 +2,12 @@
 
 from kvant.codecs.frames.diagonal import (
     Diagonal,
+    FrameProduct,
     Identity,
-    Product,
-    Smooth,
-    fitted,
-    smoothed,
-    waits,
+    SmoothPlaceholder,
+    add_smoothing,
+    fill_smoothing,
+    needs_fitting,
 )
 from kvant.codecs.frames.hadamard import Rotation
 from kvant.contracts import Frame
@@ -16,17 +16,17 @@ FRAMES: dict[str, type[Frame]] = {
     "identity": Identity,
     "rotation": Rotation,
     "diagonal": Diagonal,
-    "product": Product,
+    "product": FrameProduct,
 }
 
 __all__ = [
     "FRAMES",
     "Diagonal",
+    "FrameProduct",
     "Identity",
-    "Product",
     "Rotation",
-    "Smooth",
-    "fitted",
-    "smoothed",
-    "waits",
+    "SmoothPlaceholder",
+    "add_smoothing",
+    "fill_smoothing",
+    "needs_fitting",
 ]

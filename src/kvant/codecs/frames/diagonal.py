@@ -17,10 +17,10 @@ from torch import Tensor
 
 from kvant.contracts import Frame
 from kvant.errors import SpecError
-from kvant.modes import no_inference_mode, passing
+from kvant.torch_modes import is_tracing, no_inference_mode
 
 # Scale and reciprocal both stay normal numbers in float32.
-SMALLEST, LARGEST = 1e-30, 1e30
+MIN_SCALE, MAX_SCALE = 1e-30, 1e30
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Identity:
     """A = 1."""
 
     name: ClassVar[str] = "identity"
-    trivial: ClassVar[bool] = True
+    is_identity: ClassVar[bool] = True
 
-    def rows(self, x: Tensor) -> Tensor:
+    def transform_rows(self, x: Tensor) -> Tensor:
         return x
 
-    def queries(self, q: Tensor) -> Tensor:
+    def transform_queries(self, q: Tensor) -> Tensor:
         return q
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def restore_outputs(self, x: Tensor) -> Tensor:
         return x
 
 
@@ -46,7 +46,7 @@ class Diagonal:
 
     scale: tuple[tuple[float, ...], ...]
     name: ClassVar[str] = "diagonal"
-    trivial: ClassVar[bool] = False
+    is_identity: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         widths = {len(head) for head in self.scale}
@@ -55,48 +55,49 @@ class Diagonal:
                 f"scale has heads of {sorted(widths)} channels; every head needs the same number"
             )
         for value in (value for head in self.scale for value in head):
-            if not (math.isfinite(value) and SMALLEST <= abs(value) <= LARGEST):
+            if not (math.isfinite(value) and MIN_SCALE <= abs(value) <= MAX_SCALE):
                 raise ValueError(
-                    f"scale has the value {value}; magnitudes must lie in [{SMALLEST}, {LARGEST}]"
+                    f"scale has the value {value}; magnitudes must lie in [{MIN_SCALE}, "
+                    f"{MAX_SCALE}]"
                 )
 
-    def rows(self, x: Tensor) -> Tensor:
-        return (x * self._factors(x)).to(x.dtype)
+    def transform_rows(self, x: Tensor) -> Tensor:
+        return (x * self._get_factors(x)).to(x.dtype)
 
-    def queries(self, q: Tensor) -> Tensor:
-        return q / self._factors(q)
+    def transform_queries(self, q: Tensor) -> Tensor:
+        return q / self._get_factors(q)
 
-    def outputs(self, x: Tensor) -> Tensor:
-        return self.queries(x).to(x.dtype)
+    def restore_outputs(self, x: Tensor) -> Tensor:
+        return self.transform_queries(x).to(x.dtype)
 
     @cached_property
-    def _table(self) -> Tensor:
+    def _scale_tensor(self) -> Tensor:
         with no_inference_mode():
             return torch.tensor(self.scale, dtype=torch.float64).unsqueeze(1)
 
     @cached_property
-    def _kept(self) -> dict[tuple[int, torch.dtype, torch.device], Tensor]:
+    def _factor_cache(self) -> dict[tuple[int, torch.dtype, torch.device], Tensor]:
         """By heads, dtype and device: nothing is copied to a GPU while a token is decoded."""
         return {}
 
-    def _factors(self, x: Tensor) -> Tensor:
+    def _get_factors(self, x: Tensor) -> Tensor:
         """[H * group, 1, D] for x of [..., H * group, T, D]: a KV head's queries lie together."""
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
         asked = x.shape[-3] if x.ndim > 2 else 1, dtype, x.device
-        if (known := self._kept.get(asked)) is not None and x.shape[-1] == known.shape[-1]:
+        if (known := self._factor_cache.get(asked)) is not None and x.shape[-1] == known.shape[-1]:
             return known
-        made = self._repeated(x, dtype)
+        made = self._repeat_factors(x, dtype)
         # What a mode or a compiler makes ends with it.
-        if type(made) is Tensor and not passing():
-            self._kept[asked] = made
+        if type(made) is Tensor and not is_tracing():
+            self._factor_cache[asked] = made
         return made
 
-    def _repeated(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _repeat_factors(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         heads, dim = len(self.scale), len(self.scale[0])
         if x.shape[-1] != dim:
             raise ValueError(f"rows have {x.shape[-1]} channels; this scale has {dim}")
         with no_inference_mode():
-            factors = self._table.to(x.device, dtype)
+            factors = self._scale_tensor.to(x.device, dtype)
             if heads == 1:
                 return factors
             if x.shape[-3] % heads:
@@ -107,18 +108,18 @@ class Diagonal:
 
 
 @dataclass(frozen=True)
-class Smooth:
+class SmoothPlaceholder:
     """A Diagonal to be."""
 
-    trivial: ClassVar[bool] = False
+    is_identity: ClassVar[bool] = False
 
-    def rows(self, x: Tensor) -> Tensor:
+    def transform_rows(self, x: Tensor) -> Tensor:
         self.refuse()
 
-    def queries(self, q: Tensor) -> Tensor:
+    def transform_queries(self, q: Tensor) -> Tensor:
         self.refuse()
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def restore_outputs(self, x: Tensor) -> Tensor:
         self.refuse()
 
     def refuse(self) -> NoReturn:
@@ -129,46 +130,46 @@ class Smooth:
 
 
 @dataclass(frozen=True)
-class Product:
+class FrameProduct:
     """A = A_n ... A_1: the first frame meets the rows first, and leaves them last."""
 
     frames: tuple[Frame, ...]
     name: ClassVar[str] = "product"
 
     @property
-    def trivial(self) -> bool:
-        return all(frame.trivial for frame in self.frames)
+    def is_identity(self) -> bool:
+        return all(frame.is_identity for frame in self.frames)
 
-    def rows(self, x: Tensor) -> Tensor:
+    def transform_rows(self, x: Tensor) -> Tensor:
         for frame in self.frames:
-            x = frame.rows(x)
+            x = frame.transform_rows(x)
         return x
 
-    def queries(self, q: Tensor) -> Tensor:
+    def transform_queries(self, q: Tensor) -> Tensor:
         for frame in self.frames:
-            q = frame.queries(q)
+            q = frame.transform_queries(q)
         return q
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def restore_outputs(self, x: Tensor) -> Tensor:
         for frame in reversed(self.frames):
-            x = frame.outputs(x)
+            x = frame.restore_outputs(x)
         return x
 
 
-def smoothed(frame: Frame) -> Frame:
+def add_smoothing(frame: Frame) -> Frame:
     """The same behind a scale that is to be fitted."""
-    return Smooth() if frame.trivial else Product((Smooth(), frame))
+    return SmoothPlaceholder() if frame.is_identity else FrameProduct((SmoothPlaceholder(), frame))
 
 
-def waits(frame: Frame) -> bool:
+def needs_fitting(frame: Frame) -> bool:
     """Is a scale still to be fitted?"""
-    if isinstance(frame, Product):
-        return any(waits(part) for part in frame.frames)
-    return isinstance(frame, Smooth)
+    if isinstance(frame, FrameProduct):
+        return any(needs_fitting(part) for part in frame.frames)
+    return isinstance(frame, SmoothPlaceholder)
 
 
-def fitted(frame: Frame, scale: Frame) -> Frame:
+def fill_smoothing(frame: Frame, scale: Frame) -> Frame:
     """The same with `scale` where one was to be fitted."""
-    if isinstance(frame, Product):
-        return Product(tuple(fitted(part, scale) for part in frame.frames))
-    return scale if isinstance(frame, Smooth) else frame
+    if isinstance(frame, FrameProduct):
+        return FrameProduct(tuple(fill_smoothing(part, scale) for part in frame.frames))
+    return scale if isinstance(frame, SmoothPlaceholder) else frame

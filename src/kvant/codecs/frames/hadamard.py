@@ -19,12 +19,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kvant.launches import compiled, installed, on
-from kvant.modes import no_inference_mode
-from kvant.native import Signs, present, rotatable, rotated
+from kvant.native import SignArray, can_rotate, is_kernel_readable, rotate_rows
+from kvant.torch_modes import no_inference_mode
+from kvant.triton_runtime import get_compiled_flags, is_triton_installed, use_device
 
-MASK = 2**64 - 1
-GOLDEN = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
+UINT64_MASK = 2**64 - 1
+SPLITMIX64_STEP = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: the step of SplitMix64
 
 
 @dataclass(frozen=True)
@@ -33,48 +33,48 @@ class Rotation:
 
     seed: int = 0
     name: ClassVar[str] = "rotation"
-    trivial: ClassVar[bool] = False
+    is_identity: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed is {self.seed!r}; it must be an integer")
-        if not 0 <= self.seed <= MASK:
+        if not 0 <= self.seed <= UINT64_MASK:
             raise ValueError(f"seed is {self.seed}; it must lie in [0, 2**64)")
 
-    def rows(self, x: Tensor) -> Tensor:
-        return self._turned(x, x.dtype, last=False)
+    def transform_rows(self, x: Tensor) -> Tensor:
+        return self._rotate(x, x.dtype, signs_last=False)
 
-    def queries(self, q: Tensor) -> Tensor:
-        return self._turned(q, _wide(q.dtype), last=False)
+    def transform_queries(self, q: Tensor) -> Tensor:
+        return self._rotate(q, _get_compute_dtype(q.dtype), signs_last=False)
 
-    def outputs(self, x: Tensor) -> Tensor:
-        return self._turned(x, x.dtype, last=True)
+    def restore_outputs(self, x: Tensor) -> Tensor:
+        return self._rotate(x, x.dtype, signs_last=True)
 
-    def _turned(self, x: Tensor, dtype: torch.dtype, *, last: bool) -> Tensor:
+    def _rotate(self, x: Tensor, dtype: torch.dtype, *, signs_last: bool) -> Tensor:
         """The signs come before the transform, or last; either way each product is rounded."""
-        if launchable(x):
-            return launched(x, self._signs, dtype, last=last)
+        if can_launch(x):
+            return launch_rotation(x, self._get_signs, dtype, signs_last=signs_last)
         if x.dtype != dtype:
             x = x.to(dtype)
-        if rotatable(x):
-            return rotated(x, _native_signs(self.seed, x.shape[-1]), last=last)
-        wide = x.to(_wide(dtype))
-        signs = self._signs(wide)
-        wide = _transformed(wide) * signs if last else _transformed(wide * signs)
+        if can_rotate(x):
+            return rotate_rows(x, _make_native_signs(self.seed, x.shape[-1]), signs_last=signs_last)
+        wide = x.to(_get_compute_dtype(dtype))
+        signs = self._get_signs(wide)
+        wide = _transform(wide) * signs if signs_last else _transform(wide * signs)
         return wide.to(dtype)
 
-    def _signs(self, x: Tensor) -> Tensor:
+    def _get_signs(self, x: Tensor) -> Tensor:
         # What a mode makes of other tensors ends with it, and must not be kept.
-        made = _scaled_signs if type(x) is Tensor else _scaled_signs.__wrapped__
-        return made(self.seed, x.shape[-1], _wide(x.dtype), x.device)
+        made = _make_scaled_signs if type(x) is Tensor else _make_scaled_signs.__wrapped__
+        return made(self.seed, x.shape[-1], _get_compute_dtype(x.dtype), x.device)
 
 
-def blocks(dim: int) -> list[int]:
+def split_into_blocks(dim: int) -> list[int]:
     """The powers of two that `dim` is made of, largest first."""
     return [1 << bit for bit in reversed(range(dim.bit_length())) if dim >> bit & 1]
 
 
-def signs(seed: int, dim: int) -> list[int]:
+def make_signs(seed: int, dim: int) -> list[int]:
     """`dim` values of +1 or -1: the top bits of a SplitMix64 stream started at (seed, dim).
 
     Files depend on this stream; it must never change.
@@ -86,40 +86,40 @@ def signs(seed: int, dim: int) -> list[int]:
 def splitmix64(state: int) -> Iterator[int]:
     """Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (2014)."""
     while True:
-        state = (state + GOLDEN) & MASK
-        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+        state = (state + SPLITMIX64_STEP) & UINT64_MASK
+        z = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & UINT64_MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & UINT64_MASK
         yield z ^ (z >> 31)
 
 
 @lru_cache(maxsize=256)
-def _scaled_signs(seed: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_scaled_signs(seed: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     with no_inference_mode():
-        return torch.tensor(_scaled(seed, dim), dtype=dtype, device=device)
+        return torch.tensor(_scale_signs(seed, dim), dtype=dtype, device=device)
 
 
 @lru_cache(maxsize=256)
-def _native_signs(seed: int, dim: int) -> Signs:
-    return (ctypes.c_float * dim)(*_scaled(seed, dim))
+def _make_native_signs(seed: int, dim: int) -> SignArray:
+    return (ctypes.c_float * dim)(*_scale_signs(seed, dim))
 
 
-def _scaled(seed: int, dim: int) -> list[float]:
-    sizes = [size for size in blocks(dim) for _ in range(size)]
-    return [s * size**-0.5 for s, size in zip(signs(seed, dim), sizes, strict=True)]
+def _scale_signs(seed: int, dim: int) -> list[float]:
+    sizes = [size for size in split_into_blocks(dim) for _ in range(size)]
+    return [s * size**-0.5 for s, size in zip(make_signs(seed, dim), sizes, strict=True)]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _get_compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _transformed(x: Tensor) -> Tensor:
+def _transform(x: Tensor) -> Tensor:
     """H x, block by block."""
-    sizes = blocks(x.shape[-1])
-    parts = [_butterfly(part) for part in torch.split(x, sizes, dim=-1)]
+    sizes = split_into_blocks(x.shape[-1])
+    parts = [_apply_butterfly(part) for part in torch.split(x, sizes, dim=-1)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def _butterfly(x: Tensor) -> Tensor:
+def _apply_butterfly(x: Tensor) -> Tensor:
     size = x.shape[-1]
     # The product with +-1 is exact, so one fused operation serves for sum and difference.
     # Made where it is needed: a captured step must hold no copy to the device.
@@ -131,23 +131,23 @@ def _butterfly(x: Tensor) -> Tensor:
     return y.view(x.shape)
 
 
-ROWS = 4  # a program, which is one warp: what lanes exchange waits for no others
+ROWS_PER_PROGRAM = 4  # a program, which is one warp: what lanes exchange waits for no others
 
 
-def launchable(x: Tensor) -> bool:
+def can_launch(x: Tensor) -> bool:
     """Whether `launched` serves this: rows on a GPU where the kernel runs."""
-    return x.is_cuda and present(x) and _runs()
+    return x.is_cuda and is_kernel_readable(x) and _can_run_kernel()
 
 
-def launched(
-    x: Tensor, signs: Callable[[Tensor], Tensor], dtype: torch.dtype, *, last: bool
+def launch_rotation(
+    x: Tensor, get_signs: Callable[[Tensor], Tensor], dtype: torch.dtype, *, signs_last: bool
 ) -> Tensor:
     """Rows [B, H, T, D] turned, multiplied by the D signs for them before that, or last.
 
     Nothing is copied to the device and nothing waits for it, so a launch can be captured. Signs are
     kept by whoever gives them, so they are asked for where memory is memory.
     """
-    from kvant.codecs.frames.kernels import rotate
+    from kvant.codecs.frames.rotation_kernel import rotate
 
     out = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     assert type(out) is Tensor, "rows that are there, in a mode whose tensors are not"
@@ -155,12 +155,12 @@ def launched(
     rows = batch * heads * count
     if rows == 0:
         return out
-    with on(x.device):
-        rotate[-(-rows // ROWS),](
-            *(x, signs(x), out, *x.stride()[:3], rows, heads, count),
+    with use_device(x.device):
+        rotate[-(-rows // ROWS_PER_PROGRAM),](
+            *(x, get_signs(x), out, *x.stride()[:3], rows, heads, count),
             DIM=dim,
-            LAST=last,
-            ROWS=ROWS,
+            SIGNS_LAST=signs_last,
+            ROWS=ROWS_PER_PROGRAM,
             num_warps=1,
             enable_fp_fusion=False,  # which rounds otherwise than torch does
         )
@@ -168,10 +168,10 @@ def launched(
 
 
 @lru_cache(maxsize=1)
-def _runs() -> bool:
+def _can_run_kernel() -> bool:
     """Can the kernel run on a GPU?"""
-    if not installed():
+    if not is_triton_installed():
         return False
-    from kvant.codecs.frames.kernels import rotate
+    from kvant.codecs.frames.rotation_kernel import rotate
 
-    return compiled(rotate) == {True}
+    return get_compiled_flags(rotate) == {True}

@@ -5,69 +5,93 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvant.attention.triton.kernels.records import (
-    BEGINS,
+from kvant.attention.triton.kernels.arguments import (
     FIRST_OPEN,
     FIRST_SEALED,
+    FIRST_VISIBLE,
     LENGTH,
-    MOST,
-    NUMBERS,
+    MAX_LENGTH,
+    NUM_SEQUENCE_NUMBERS,
     STOP_SEALED,
-    Extent,
-    Tile,
+    KernelSequence,
+    QueryTile,
 )
-from kvant.attention.triton.kernels.rows import lowest, over_pages, over_rows, seam
+from kvant.attention.triton.kernels.ranges import (
+    attend_dense_rows,
+    attend_sealed_pages,
+    compute_dense_from,
+    find_lowest_row,
+)
 
-LEAST = tl.constexpr(4)  # blocks a range: less is not worth a merge
-VARYING = ("width", "open_at", "came", "behind", "queries", "sealed_ranges", "num_chosen")
+MIN_RANGE_BLOCKS = tl.constexpr(4)  # blocks a range: less is not worth a merge
+UNSPECIALIZED_ARGS = (
+    "table_width",
+    "open_offset",
+    "num_new",
+    "first_query_distance",
+    "num_queries",
+    "num_sealed_ranges",
+    "num_selected",
+)
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=UNSPECIALIZED_ARGS)
 def attend(  # no kernel is compiled for a value of what varies from call to call
-    partial,
-    asked,
+    partials,
+    query_args,
     keys,
     values,
-    place,
-    width,  # of a row of it
-    open_at,  # where the table of open pages begins in one
+    page_table,
+    table_width,  # of a row of it
+    open_offset,  # where the table of open pages begins in one
     rule,
-    came,  # columns that came with the forward itself
-    behind,  # by how many tokens the first query stands behind the length
-    queries,
-    sealed_ranges,
-    chosen,  # of sealed pages these only: [B, H, queries, num_chosen] numbers, then -1
-    num_chosen,
+    num_new,  # columns that came with the forward itself
+    first_query_distance,  # by how many tokens the first query stands behind the length
+    num_queries,
+    num_sealed_ranges,
+    selected_pages,  # of sealed pages these only: [B, H, queries, num_chosen] numbers, then -1
+    num_selected,
     TILE: tl.constexpr,  # queries, of all heads of a group
     BLOCK: tl.constexpr,  # rows at a time
-    MANY: tl.constexpr,  # more than one query a head
-    OWN: tl.constexpr,  # are there rows that came with the forward itself?
-    CHOSEN: tl.constexpr,  # is not all read? Then a program has one position
+    MULTI_QUERY: tl.constexpr,  # more than one query a head
+    HAS_NEW_ROWS: tl.constexpr,  # are there rows that came with the forward itself?
+    HAS_SELECTION: tl.constexpr,  # is not all read? Then a program has one position
 ):
     # Ranges are few: whatever may be many shares the axis that is long enough, tiles side by side.
-    tiles = tl.cdiv(queries * asked.group, TILE)
+    tiles = tl.cdiv(num_queries * query_args.group, TILE)
     pair, begin = tl.program_id(0) // tiles, tl.program_id(0) % tiles * TILE
-    b, head, mine = pair // asked.heads, pair % asked.heads, tl.program_id(1)
-    extent = _extent(place + b.to(tl.int64) * width, open_at, rule, came, behind, queries)
+    b, head, mine = pair // query_args.heads, pair % query_args.heads, tl.program_id(1)
+    extent = _load_sequence(
+        page_table + b.to(tl.int64) * table_width,
+        open_offset,
+        rule,
+        num_new,
+        first_query_distance,
+        num_queries,
+    )
     number = begin + tl.arange(0, TILE)
-    t, q_head = (number // asked.group).to(tl.int64), head * asked.group + number % asked.group
-    tile = _tile(asked, rule, extent, b, head, begin, q_head, t, queries, TILE)
-    sequence = mine * (tl.num_programs(0) // tiles // asked.heads) + tile.b
-    to = (sequence * (asked.heads * asked.group) + q_head) * queries + t
-    if mine < sealed_ranges:
-        if CHOSEN:
-            rows = num_chosen * rule.page
+    t, q_head = (
+        (number // query_args.group).to(tl.int64),
+        head * query_args.group + number % query_args.group,
+    )
+    tile = _make_query_tile(query_args, rule, extent, b, head, begin, q_head, t, num_queries, TILE)
+    sequence = mine * (tl.num_programs(0) // tiles // query_args.heads) + tile.batch_index
+    to = (sequence * (query_args.heads * query_args.group) + q_head) * num_queries + t
+    if mine < num_sealed_ranges:
+        if HAS_SELECTION:
+            rows = num_selected * rule.page
         else:
             stop = tl.minimum(
-                extent.stop_sealed * rule.page, seam(rule, extent.came, extent.newest)
+                extent.stop_sealed * rule.page,
+                compute_dense_from(rule, extent.new_from, extent.last_query),
             )
             rows = stop - extent.first_sealed * rule.page
-        span = _share(rows, sealed_ranges, BLOCK)
-        own = chosen + pair.to(tl.int64) * queries * num_chosen
+        span = _compute_range_rows(rows, num_sealed_ranges, BLOCK)
+        own = selected_pages + pair.to(tl.int64) * num_queries * num_selected
         ahead = mine * span
-        found = over_pages(
+        found = attend_sealed_pages(
             tile,
-            asked,
+            query_args,
             keys,
             values,
             rule,
@@ -75,102 +99,122 @@ def attend(  # no kernel is compiled for a value of what varies from call to cal
             ahead,
             span,
             own,
-            num_chosen,
+            num_selected,
             BLOCK,
-            MANY,
-            CHOSEN,
+            MULTI_QUERY,
+            HAS_SELECTION,
         )
-        _put(partial, values.dim, tile, to, found)
+        _store_partial(partials, values.dim, tile, to, found)
     else:
-        ranges = tl.num_programs(1) - sealed_ranges
-        span = _share(extent.length - extent.dense_from, ranges, BLOCK)
-        after = (mine - sealed_ranges) * span
-        dense = over_rows(tile, asked, keys, values, rule, extent, after, span, BLOCK, MANY, OWN)
-        _put(partial, values.dim, tile, to, dense)
+        ranges = tl.num_programs(1) - num_sealed_ranges
+        span = _compute_range_rows(extent.length - extent.dense_from, ranges, BLOCK)
+        after = (mine - num_sealed_ranges) * span
+        dense = attend_dense_rows(
+            tile,
+            query_args,
+            keys,
+            values,
+            rule,
+            extent,
+            after,
+            span,
+            BLOCK,
+            MULTI_QUERY,
+            HAS_NEW_ROWS,
+        )
+        _store_partial(partials, values.dim, tile, to, dense)
 
 
 @triton.jit
-def _share(rows, ranges, BLOCK: tl.constexpr):
+def _compute_range_rows(num_rows, num_ranges, BLOCK: tl.constexpr):
     """How many of the rows that there are each range takes."""
-    return tl.maximum(LEAST, tl.cdiv(tl.cdiv(rows, ranges), BLOCK)) * BLOCK
+    return tl.maximum(MIN_RANGE_BLOCKS, tl.cdiv(tl.cdiv(num_rows, num_ranges), BLOCK)) * BLOCK
 
 
 @triton.jit
-def _extent(row, open_at, rule, came, behind, queries):
+def _load_sequence(row, open_offset, rule, num_new, first_query_distance, num_queries):
     """Where a sequence is, by its row of the place."""
-    length = tl.minimum(tl.load(row + LENGTH), tl.load(row + MOST)).to(tl.int32)
-    first = tl.maximum(length - came, 0)
-    oldest = length - behind
+    length = tl.minimum(tl.load(row + LENGTH), tl.load(row + MAX_LENGTH)).to(tl.int32)
+    first = tl.maximum(length - num_new, 0)
+    oldest = length - first_query_distance
     # A dense row below the first seam is nobody's, and open pages may begin behind own rows.
     dense_from = tl.load(row + FIRST_OPEN).to(tl.int32) * rule.page
-    dense_from = tl.minimum(tl.maximum(dense_from, seam(rule, first, oldest)), first)
-    return Extent(
+    dense_from = tl.minimum(tl.maximum(dense_from, compute_dense_from(rule, first, oldest)), first)
+    return KernelSequence(
         length,
         first,
-        length - came,
-        tl.load(row + BEGINS).to(tl.int32),
+        length - num_new,
+        tl.load(row + FIRST_VISIBLE).to(tl.int32),
         oldest,
-        oldest + queries - 1,
+        oldest + num_queries - 1,
         tl.load(row + FIRST_SEALED).to(tl.int32),
         tl.load(row + STOP_SEALED).to(tl.int32),
         dense_from,
-        row + NUMBERS,
-        row + open_at,
+        row + NUM_SEQUENCE_NUMBERS,
+        row + open_offset,
     )
 
 
 @triton.jit
-def _tile(asked, rule, extent, b, head, begin, q_head, t, queries, TILE: tl.constexpr):
-    at = b.to(tl.int64) * asked.rows.first + q_head.to(tl.int64) * asked.rows.head
-    rows = asked.rows.data + at + t * asked.rows.row
-    oldest = extent.oldest
-    first = oldest + begin // asked.group
-    last = oldest + tl.minimum((begin + TILE - 1) // asked.group, queries - 1)
+def _make_query_tile(
+    query_args, rule, sequence, b, head, begin, q_head, t, num_queries, TILE: tl.constexpr
+):
+    at = (
+        b.to(tl.int64) * query_args.rows.outer_stride
+        + q_head.to(tl.int64) * query_args.rows.head_stride
+    )
+    rows = query_args.rows.data + at + t * query_args.rows.row_stride
+    oldest = sequence.first_query
+    first = oldest + begin // query_args.group
+    last = oldest + tl.minimum((begin + TILE - 1) // query_args.group, num_queries - 1)
     query = oldest + t.to(tl.int32)
-    low, border = lowest(rule, first), seam(rule, extent.came, query)
+    low, border = find_lowest_row(rule, first), compute_dense_from(rule, sequence.new_from, query)
     b, head = b.to(tl.int64), head.to(tl.int64)  # whose strides may lead beyond 2^31
-    return Tile(b, head, rows, t < queries, query, first, last, low, border)
+    return QueryTile(b, head, rows, t < num_queries, query, first, last, low, border)
 
 
 @triton.jit
-def _put(partial, dim: tl.constexpr, tile, to, found):
+def _store_partial(partials, dim: tl.constexpr, tile, offsets, outputs):
     """Where `merge` finds it."""
-    top, total, out, channel, there = found
-    mask = tile.there[:, None] & there[None, :]
-    tl.store(partial.out + to[:, None] * dim + channel[None, :], out, mask=mask)
-    tl.store(partial.top + to, top, mask=tile.there)
-    tl.store(partial.total + to, total, mask=tile.there)
+    top, total, out, channel, there = outputs
+    mask = tile.valid[:, None] & there[None, :]
+    tl.store(partials.out + offsets[:, None] * dim + channel[None, :], out, mask=mask)
+    tl.store(partials.max_scores + offsets, top, mask=tile.valid)
+    tl.store(partials.weight_sums + offsets, total, mask=tile.valid)
 
 
-@triton.jit(do_not_specialize=["ranges", "queries", "first", "all_queries"])
+@triton.jit(do_not_specialize=["num_ranges", "num_queries", "first_query", "num_all_queries"])
 def merge(
-    partial,
+    partials,
     out,
     lse,
     logits,
-    ranges,
-    queries,
-    first,  # of these queries among
-    all_queries,
+    num_ranges,
+    num_queries,
+    first_query,  # of these queries among
+    num_all_queries,
     dim: tl.constexpr,
-    WIDE: tl.constexpr,  # the power of two that holds dim
+    PADDED_DIM: tl.constexpr,  # the power of two that holds dim
     HEADS: tl.constexpr,  # of queries
-    SINK: tl.constexpr,  # are there logits that lead nowhere?
-    LSE: tl.constexpr,
+    HAS_SINK_LOGITS: tl.constexpr,  # are there logits that lead nowhere?
+    HAS_LSE: tl.constexpr,
 ):
     """A query that sees nothing gets zeros, and -inf."""
     place = tl.program_id(0).to(tl.int64)
     step = tl.num_programs(0).to(tl.int64)
-    channel = tl.arange(0, WIDE)
-    if SINK:
-        top = tl.load(logits + place // queries % HEADS).to(tl.float32) * 1.4426950408889634
+    channel = tl.arange(0, PADDED_DIM)
+    if HAS_SINK_LOGITS:
+        top = tl.load(logits + place // num_queries % HEADS).to(tl.float32) * 1.4426950408889634
     else:
         top = float("-inf")
     total = tl.where(top > float("-inf"), 1.0, 0.0)
-    found = tl.zeros([WIDE], tl.float32)
-    for _ in range(ranges):
-        part_top, part_total = tl.load(partial.top + place), tl.load(partial.total + place)
-        part = tl.load(partial.out + place * dim + channel, mask=channel < dim, other=0.0)
+    found = tl.zeros([PADDED_DIM], tl.float32)
+    for _ in range(num_ranges):
+        part_top, part_total = (
+            tl.load(partials.max_scores + place),
+            tl.load(partials.weight_sums + place),
+        )
+        part = tl.load(partials.out + place * dim + channel, mask=channel < dim, other=0.0)
         new = tl.maximum(top, part_top)
         base = tl.where(new == float("-inf"), 0.0, new)
         fade, rise = tl.exp2(top - base), tl.exp2(part_top - base)
@@ -179,8 +223,8 @@ def merge(
         top = new
         place += step
     place = tl.program_id(0).to(tl.int64)
-    place = place // queries * all_queries + first + place % queries
+    place = place // num_queries * num_all_queries + first_query + place % num_queries
     safe = tl.where(total == 0, 1.0, total)
     tl.store(out + place * dim + channel, (found / safe).to(out.dtype.element_ty), channel < dim)
-    if LSE:
+    if HAS_LSE:
         tl.store(lse + place, (top + tl.log2(total)) * 0.6931471805599453)

@@ -1,0 +1,249 @@
+"""Attention over a view: one call, a plain list of backends, and no silent fallback."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import singledispatch
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvant.attention.native import NativeBackend
+from kvant.attention.reference import ReferenceBackend, has_visible_rows
+from kvant.attention.triton import TritonBackend
+from kvant.contracts import AttentionRequest, Backend, Mask, View
+from kvant.errors import UnsupportedView
+from kvant.renamed import RenamedAttribute
+from kvant.torch_modes import refuse_transforms
+
+# In order of preference. The reference serves everything: what stands behind it runs where it is
+# asked for by name.
+BACKENDS: list[Backend] = [
+    NativeBackend(),
+    TritonBackend(),
+    ReferenceBackend(),
+    ReferenceBackend("dequantize", max_opened_values=sys.maxsize),
+    TritonBackend("interpreted", device="cpu"),
+]
+
+
+def attend(
+    q: Tensor,
+    view: View,
+    *,
+    scale: float | None = None,
+    mask: Mask | Tensor | None = None,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Attention of `q` [B, heads, T, D], the newest T columns, over a view: [B, heads, T, Dv].
+
+    An explicit `mask` tensor (booleans, True = seen, or numbers to add) replaces the view's rule;
+    its last dimension is aligned to the newest column; what lies before it, or was let go, is not
+    seen. No gradients are recorded.
+
+    >>> keys, values = torch.randn(1, 2, 10, 64), torch.randn(1, 2, 10, 64)
+    >>> view = kvant.Cache(1, "affine8")[0].append(keys, values)
+    >>> kvant.attend(torch.randn(1, 8, 1, 64), view).shape
+    torch.Size([1, 8, 1, 64])
+    """
+    refuse_transforms("attend")
+    _check_queries(q, view, mask, sink_logits)
+    if view.query_listener is not None:
+        view.query_listener(q, q.shape[3] ** -0.5 if scale is None else scale)
+    if view.page_table.tables_per_sequence > 1:
+        how = {"scale": scale, "softcap": softcap, "backend": backend}
+        both = _attend_by_head(q, view, mask, sink_logits, **how)
+        return both if return_lse else both[0]
+    with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+        keys, frame = view.keys, view.values.codec.frame
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        rule = _expand_mask_dims(mask) if isinstance(mask, Tensor) else mask or view.mask
+        framed = q if keys.codec.frame.is_identity else keys.codec.frame.transform_queries(q)
+        # Outputs that are still to leave a frame are not rounded before that.
+        dtype = q.dtype if frame.is_identity else torch.float32
+        request = AttentionRequest(framed, scale, rule, softcap, sink_logits, return_lse, dtype)
+        # What decides is the same for all tokens of a layer.
+        settled, name = view.new_rows is None, backend or view.backend
+        key = (name, type(q), framed.dtype, dtype, q.shape[1], q.stride(3), type(rule))
+        reader = keys.derived.get(key) if settled else None
+        if reader is None:
+            reader = _select_backend(view, request, name)[0]
+            if settled:  # else rows that came decide as well
+                keys.derived[key] = reader
+        if view.selection is not None and isinstance(rule, Mask):
+            request = request._replace(selected_pages=reader.select_pages(request, view))
+        out, lse = reader.attend(request, view)
+        view.stats.attend_calls[reader.name] += 1
+        if not frame.is_identity:
+            out = frame.restore_outputs(out)
+        if view.values.dim > view.value_dim:
+            out = out[..., : view.value_dim]
+        out = out if out.dtype == q.dtype else out.to(q.dtype)
+        return out if lse is None else (out, lse)
+
+
+def _attend_by_head(
+    q: Tensor, view: View, mask: Mask | Tensor | None, sink_logits: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Attention where key heads have tables of their own: each is read as a sequence is."""
+    if isinstance(mask, Tensor):
+        mask = _split_mask_by_head(view, _expand_mask_dims(mask))
+    apart = view._replace(page_table=view.page_table.flat_table, query_listener=None)
+    queries = q.reshape(view.page_table.num_tables, -1, *q.shape[2:])
+    out, lse = attend(queries, apart, mask=mask, return_lse=True, **options)
+    out, lse = out.reshape(*q.shape[:3], -1), lse.reshape(q.shape[:3])
+    if sink_logits is None:
+        return out, lse
+    aside = sink_logits.to(lse.dtype)[:, None]  # it takes its part of what all others share
+    out = out * torch.sigmoid(lse - aside).unsqueeze(-1).to(out.dtype)
+    return out, torch.logaddexp(lse, aside)
+
+
+def _split_mask_by_head(view: View, mask: Tensor) -> Tensor:
+    """A mask [B, heads, T, n], or one for all of these, for each key head."""
+    if mask.shape[1] > 1:
+        every = mask.expand(view.batch, -1, -1, -1)
+        return every.reshape(view.page_table.num_tables, -1, *mask.shape[2:])
+    return (
+        mask.repeat_interleave(view.page_table.tables_per_sequence, 0)
+        if mask.shape[0] > 1
+        else mask
+    )
+
+
+@dataclass(frozen=True)
+class BackendExplanation:
+    """Which backend reads a view, and why the ones before it do not."""
+
+    backend: str
+    refusals: tuple[tuple[str, str], ...]
+
+    refused = RenamedAttribute("refusals")
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend}: reads this view"]
+        return "\n".join(lines + [f"{name}: {reason}" for name, reason in self.refusals])
+
+
+@singledispatch
+def explain(view: Any) -> Any:
+    """Which backend would read this view, and why the others would not.
+
+    A host's cache explains itself, layer by layer.
+    """
+    name = view.__name__ if isinstance(view, type) else type(view).__name__
+    raise TypeError(
+        f"{name} cannot be explained: give a view, a cache, a session, or a model of transformers"
+    )
+
+
+@explain.register
+def _(view: View) -> BackendExplanation:
+    chosen, refused = _select_backend(view, None, view.backend)
+    return BackendExplanation(chosen.name, refused)
+
+
+def has_fast_prefill(view: View, q: Tensor | None = None) -> bool:
+    """Are rows of a prompt, which it sees as they came, read sooner than by PyTorch's attention?"""
+    if not (view.keys.codec.frame.is_identity and view.values.codec.frame.is_identity):
+        return False
+    request = None
+    if q is not None:
+        request = AttentionRequest(q, 1.0, view.mask, return_lse=False, output_dtype=q.dtype)
+    return any(
+        one.fast_prefill
+        and view.backend in (None, one.name)
+        and one.supports(view, request) is None
+        for one in BACKENDS
+    )
+
+
+def _select_backend(
+    view: View, request: AttentionRequest | None, name: str | None
+) -> tuple[Backend, tuple[tuple[str, str], ...]]:
+    """The first backend that reads this view, and why those before it do not."""
+    check_backend(name)
+    refused: list[tuple[str, str]] = []
+    for backend in BACKENDS:
+        if name in (None, backend.name):
+            reason = backend.supports(view, request)
+            if reason is None:
+                return backend, tuple(refused)
+            refused.append((backend.name, reason))
+    if name is not None:
+        raise UnsupportedView(f"backend {name!r} does not read this view: {refused[0][1]}")
+    raise UnsupportedView("; ".join(f"{name}: {reason}" for name, reason in refused))
+
+
+def check_backend(name: str | None) -> None:
+    """Refuse a name that no backend has."""
+    names = [backend.name for backend in BACKENDS]
+    if name is not None and name not in names:
+        raise ValueError(f"backend {name!r} is not one of {names}")
+
+
+def _expand_mask_dims(mask: Tensor) -> Tensor:
+    return mask.reshape((1,) * (4 - mask.ndim) + tuple(mask.shape))
+
+
+def _check_queries(
+    q: Tensor, view: View, mask: Mask | Tensor | None, sink_logits: Tensor | None
+) -> None:
+    """Refuse what does not fit, with both sides in the message."""
+    batch, shape = view.batch, q.shape
+    heads, dim, device = view.heads, view.keys.dim, view.keys.open.device
+    fits = len(shape) == 4 and shape[0] == batch and shape[3] == dim
+    if not fits or shape[1] % heads or shape[1] == 0:
+        single = "; of one sequence they are q[None]" if q.ndim == 3 else ""
+        raise ValueError(
+            f"queries of shape {list(q.shape)} do not fit keys of [{batch}, {heads}, ., {dim}]: "
+            f"[B, heads, T, D] is needed, heads a multiple of {heads}{single}"
+        )
+    if q.device != device:
+        raise ValueError(f"queries on {q.device}, rows on {device}")
+    if sink_logits is not None and sink_logits.shape != (q.shape[1],):
+        raise ValueError(
+            f"sink_logits {list(sink_logits.shape)} for {q.shape[1]} heads: one a head"
+        )
+    if mask is not None or shape[2] != 1:
+        _check_visible_rows(q, view, mask)
+
+
+def _check_visible_rows(q: Tensor, view: View, mask: Mask | Tensor | None) -> None:
+    """Refuse queries whose rows are not in the view."""
+    columns = view.page_table.num_columns
+    if q.shape[2] > columns:
+        raise ValueError(f"{q.shape[2]} queries, but the view has {columns} tokens")
+    rule = mask if isinstance(mask, Mask) else view.mask
+    if not has_visible_rows(view, q.shape[2], rule):
+        raise ValueError(
+            f"{q.shape[2]} queries under {rule}: rows that the oldest of them sees are not in this "
+            "view; use the view that their append returned, and neither a wider window nor more "
+            "sinks than its own"
+        )
+    if isinstance(mask, Tensor):
+        _check_mask(q, columns, mask)
+        if view.page_table.pruned_at.any():
+            raise UnsupportedView(
+                "a mask that is a tensor counts columns, and rows that a prune has kept are at "
+                "none: tell padding by start= or attention_mask=, which stores none"
+            )
+
+
+def _check_mask(q: Tensor, columns: int, mask: Tensor) -> None:
+    if mask.dtype != torch.bool and not mask.dtype.is_floating_point:
+        raise ValueError(f"a mask of {mask.dtype}: booleans or floating point numbers are needed")
+    lead = [1, 1, *mask.shape][-4:-2]
+    fits = mask.ndim in (2, 3, 4) and mask.shape[-2] == q.shape[2] and mask.shape[-1] > 0
+    fits = fits and lead[0] in (1, q.shape[0]) and lead[1] in (1, q.shape[1])
+    if not fits or mask.shape[-1] > columns:
+        raise ValueError(
+            f"mask {list(mask.shape)} does not fit {q.shape[2]} queries over {columns} "
+            f"tokens: [{q.shape[0]}, {q.shape[1]}, {q.shape[2]}, n] is needed, n <= {columns}"
+        )

@@ -1,0 +1,123 @@
+"""Many prompts to one model, in order, with an engine of their own."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from threading import Semaphore
+from typing import Any
+
+from kvant.engine.engine import Engine
+from kvant.engine.stream import Result, Stream
+from kvant.errors import CapacityError, EngineError
+from kvant.generation.conversation import Prompt
+from kvant.generation.settings import derive_seed
+from kvant.progress import ProgressBar
+from kvant.recipes import AnySpec
+
+QUEUE_FACTOR = 8  # times what is served at once: so many are asked for that are not done
+
+
+def generate_many(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+    *,
+    kv_cache: AnySpec = "affine8",
+    max_bytes: int | str | None = None,
+    max_sequences: int = 16,
+    max_context: int | None = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop: str | Sequence[str] = (),
+    ignore_end: bool = False,
+    backend: str | None = None,
+    quiet: bool = False,
+) -> list[Result]:
+    """The continuation of each prompt, in their order; `max_sequences` are served at a time.
+
+    With a seed, prompt i is drawn with seed + i. A bar is shown on a terminal, unless `quiet`.
+
+    >>> prompts = ["import ", "def ", "class "]
+    >>> results = kvant.generate_many(model, tokenizer, prompts, max_new_tokens=4, quiet=True)
+    >>> len(results)
+    3
+    """
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text: a list of prompts is needed")
+    engine = Engine(
+        model,
+        tokenizer,
+        kv_cache,
+        max_bytes=max_bytes,
+        max_sequences=max_sequences,
+        max_context=max_context,
+        backend=backend,
+    )
+
+    def ask(index: int) -> Stream:
+        return engine.submit(
+            prompts[index],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=derive_seed(seed, index),
+            stop=stop,
+            ignore_end=ignore_end,
+        )
+
+    with engine, ProgressBar("prompts", quiet=quiet) as bar:
+        found: list[Result] = []
+        for result in iterate_results(
+            [partial(ask, i) for i in range(len(prompts))], max_sequences
+        ):
+            if isinstance(result, Exception):
+                raise result
+            found.append(result)
+            bar.update(len(found), len(prompts))
+    return found
+
+
+def iterate_results(
+    submits: Sequence[Callable[[], Stream]], max_concurrent: int
+) -> Iterator[Result | Exception]:
+    """What comes of each, of which `served` are served at once: a result, or why there is none."""
+    streams: deque[Stream | Exception] = deque()
+    places = Semaphore(QUEUE_FACTOR * max_concurrent)  # for those that are not done
+    for ask in submits:
+        places.acquire()
+        try:
+            stream = ask()
+            stream.add_done_callback(places.release)
+            streams.append(stream)
+        except (CapacityError, TypeError, ValueError) as error:  # of this one
+            places.release()
+            streams.append(error)
+        while streams and _is_done(streams[0]):
+            yield _get_result(streams.popleft())
+    while streams:
+        yield _get_result(streams.popleft())
+
+
+def _is_done(stream: Stream | Exception) -> bool:
+    return isinstance(stream, Exception) or stream.done
+
+
+def _get_result(stream: Stream | Exception) -> Result | Exception:
+    if isinstance(stream, Exception):
+        return stream
+    try:
+        return stream.result()
+    except EngineError:  # of all that were asked
+        raise
+    except Exception as error:
+        return error
